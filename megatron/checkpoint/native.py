@@ -1,0 +1,175 @@
+"""Saving and resuming through DeepSpeed's engine, on the layout that the checkpoint was written on.
+
+A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: how far the run
+had come, its configuration, vocabulary, layout and data. The file `latest` beside the folders names the newest.
+Nothing else has to be remembered: dropout and initial weights are functions of the seed and of global sample
+numbers, and the learning rate of progress, so there is no random state to save.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.config import Config, ConfigError
+from megatron.engine.pipeline_engine import GPTEngine
+
+RUN_FILE = "run.json"
+LATEST_FILE = "latest"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """How far a run has come."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk: its folder and what `run.json` says."""
+
+    folder: Path
+    state: TrainingState
+    run: dict[str, Any]
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run that wrote it."""
+        return Config.from_dict(self.run["config"])
+
+    @property
+    def vocab_size(self) -> int:
+        """True size of the vocabulary, without padding."""
+        return int(self.run["vocab_size"])
+
+    @property
+    def eod(self) -> int:
+        """Id of the end-of-document token."""
+        return int(self.run["eod"])
+
+
+def find_latest(folder: str | Path) -> Checkpoint | None:
+    """The checkpoint that `latest` in `folder` names; None where there is no such file.
+
+    Raises ConfigError when it names a folder without a readable `run.json`.
+    """
+    latest = Path(folder) / LATEST_FILE
+    if not latest.is_file():
+        return None
+    return open_checkpoint(latest.parent / latest.read_text().strip())
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Reads what a `global_step<N>` folder says of itself; ConfigError names a missing or damaged file."""
+    path = Path(folder) / RUN_FILE
+    try:
+        run = json.loads(path.read_text())
+        return Checkpoint(path.parent, TrainingState(**run["state"]), run)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
+            f"`{LATEST_FILE}` names a complete checkpoint"
+        ) from error
+
+
+def layout_record(config: Config, bounds: list[int]) -> dict[str, Any]:
+    """What must be equal to resume without reshaping."""
+    parallel = config.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "zero_stage": parallel.zero_stage,
+        "precision": config.precision.name,
+        "optimizer": config.optimizer.optimizer,
+        "stage_bounds": bounds,
+    }
+
+
+def check_layout(checkpoint: Checkpoint, config: Config, bounds: list[int]) -> None:
+    """Refuses to resume on another layout, naming what differs."""
+    saved, now = checkpoint.run["layout"], layout_record(config, bounds)
+    differences = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
+    if differences:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was written on another layout ({'; '.join(differences)}): resume with "
+            f"the flags that wrote it"
+        )
+
+
+def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
+    """Refuses a checkpoint of another model, naming what differs."""
+    saved, now = checkpoint.config.to_dict()["model"], config.to_dict()["model"]
+    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
+    free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
+    differences = [
+        f"{key} was {saved.get(key)}, is {now[key]}" for key in now if key not in free and saved.get(key) != now[key]
+    ]
+    if checkpoint.vocab_size != vocab_size:
+        differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
+    if differences:
+        raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+
+
+def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
+    """Refuses to go on with other data: the position in it would mean nothing."""
+    saved = checkpoint.run["data"]
+    now = json.loads(json.dumps(fingerprint))
+    differences = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
+    if differences:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): give the flags that "
+            f"wrote it, or start anew in another --save folder"
+        )
+
+
+def save_checkpoint(
+    engine: GPTEngine,
+    folder: str | Path,
+    state: TrainingState,
+    bounds: list[int],
+    vocab_size: int,
+    eod: int,
+    fingerprint: dict[str, Any],
+) -> Path:
+    """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective."""
+    tag = f"global_step{state.iteration}"
+    folder = Path(folder)
+    # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    dist.barrier()
+    if engine.global_rank == 0:
+        run = {
+            "state": asdict(state),
+            "config": engine.run_config.to_dict(),
+            "layout": layout_record(engine.run_config, bounds),
+            "vocab_size": vocab_size,
+            "eod": eod,
+            "data": fingerprint,
+        }
+        _write_atomically(folder / tag / RUN_FILE, json.dumps(run, indent=2) + "\n")
+        _write_atomically(folder / LATEST_FILE, tag)
+    dist.barrier()
+    return folder / tag
+
+
+def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
+    """Restores weights, master weights, moments, step and loss scale. Collective."""
+    engine.load_checkpoint(str(checkpoint.folder.parent), tag=checkpoint.folder.name)
+    return checkpoint.state
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,80 @@
+"""The whole config of a run: one frozen section per concern."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.data import DataConfig
+from megatron.config.errors import ConfigError
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.config.output import CheckpointConfig, LoggingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import BatchConfig, TrainingConfig
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "batch": BatchConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run was asked to do. Never changed after validation: use dataclasses.replace for a variant."""
+
+    model: ModelConfig
+    batch: BatchConfig
+    schedule: ScheduleConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Section name -> field name -> value, in types that JSON knows (tuples become lists)."""
+        return {
+            section: {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in dataclasses.asdict(getattr(self, section)).items()
+            }
+            for section in SECTIONS
+        }
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
+        """The config that `to_dict` was made from; what is missing takes its default.
+
+        Raises ConfigError for a section or a field that does not exist, and for a missing one that has no default.
+        """
+        for section in settings:
+            if section not in SECTIONS:
+                raise ConfigError(f"'{section}' is no section of the config: expected {', '.join(SECTIONS)}")
+        sections = {
+            section: _section_from_dict(section, kind, settings.get(section, {})) for section, kind in SECTIONS.items()
+        }
+        return cls(**sections)
+
+
+def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in settings:
+        if name not in fields:
+            raise ConfigError(f"'{section}.{name}' is no setting: it was written by another version of this program")
+    for name, description in fields.items():
+        if description.default is dataclasses.MISSING and name not in settings:
+            raise ConfigError(f"'{section}.{name}' is missing and has no default")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})

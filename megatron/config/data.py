@@ -1,0 +1,47 @@
+"""What the model reads: the token files, how they are split, and the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.fields import Section, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Token files, their split, document boundaries, and the tokenizer."""
+
+    group: ClassVar[str] = "data and dataloader"
+
+    data_path: tuple[str, ...] = flag(
+        (), nargs="+", metavar="PREFIX", help="path of a .bin/.idx pair made by tools/preprocess_data.py, no ending"
+    )
+    split: str = flag("969, 30, 1", strip_quotes=True, help="parts for training, validation and test")
+    data_impl: str = flag("mmap", choices=("mmap", "infer"), help="format of the token files; infer finds mmap too")
+    num_workers: int = flag(0, at_least=0, help="processes that read training data ahead; 0: none")
+    valid_num_workers: int = flag(
+        derived="--num-workers", at_least=0, help="processes that read validation and test data ahead"
+    )
+    reset_position_ids: bool = flag(False, help="positions start again at 0 after each end of a document")
+    reset_attention_mask: bool = flag(False, help="no attention across the end of a document")
+    eod_mask_loss: bool = flag(False, help="no loss on the token that ends a document")
+    tokenizer_type: str | None = flag(
+        derived="GPT2BPETokenizer where --vocab-file is given",
+        choices=("GPT2BPETokenizer", "PretrainedFromHF", "SentencePieceTokenizer"),
+        help="kind of tokenizer",
+    )
+    vocab_file: str | None = flag(None, metavar="FILE", help="vocabulary of GPT2BPETokenizer (vocab.json)")
+    merge_file: str | None = flag(None, metavar="FILE", help="merges of GPT2BPETokenizer (merges.txt)")
+    tokenizer_name_or_path: str | None = flag(
+        None, metavar="FOLDER", help="folder, or name in the local cache, for PretrainedFromHF"
+    )
+    tokenizer_model: str | None = flag(None, metavar="FILE", help="model of SentencePieceTokenizer")
+
+    def derive(self) -> dict[str, Any]:
+        derived: dict[str, Any] = {}
+        if self.valid_num_workers is None:
+            derived["valid_num_workers"] = self.num_workers
+        if self.tokenizer_type is None and self.vocab_file is not None:
+            derived["tokenizer_type"] = "GPT2BPETokenizer"
+        return derived

@@ -1,0 +1,117 @@
+"""How a dataclass field describes its command-line flag, and the base class of all config sections.
+
+`flag(default, help=...)` stands where `dataclasses.field` would; the parser in cli.py is made from what it stores.
+Bounds and choices are checked when a section is built, so they hold for code that builds a config by hand too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.errors import ConfigError
+
+_METADATA_KEY = "flag"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the command line and the checks need to know of one field, beyond its name, type and default."""
+
+    help: str
+    group: str | None
+    aliases: tuple[str, ...]
+    choices: tuple[str, ...] | None
+    metavar: str | tuple[str, ...] | None
+    nargs: int | str | None
+    derived: str | None
+    strip_quotes: bool
+    at_least: float | None
+    above: float | None
+    at_most: float | None
+    below: float | None
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    group: str | None = None,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+    nargs: int | str | None = None,
+    derived: str | None = None,
+    strip_quotes: bool = False,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is also a flag; without a default the flag is required.
+
+    group: title of the help group (None: the section's `group`). derived: in words, what stands in when the flag is
+    absent; the section's `derive` fills it in, so the built object never holds None there. at_least, above, at_most,
+    below: bounds on the number, or on each number of a tuple.
+    """
+    description = Flag(
+        help, group, aliases, choices, metavar, nargs, derived, strip_quotes, at_least, above, at_most, below
+    )
+    default = None if derived is not None else default
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: description})
+
+
+def flag_of(field: dataclasses.Field[Any]) -> Flag:
+    """The description that `flag` stored in a field."""
+    description: Flag = field.metadata[_METADATA_KEY]
+    return description
+
+
+def option_name(field_name: str) -> str:
+    """The flag of a field: `num_layers` -> `--num-layers`."""
+    return "--" + field_name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of the config sections: derives what was left out, then checks bounds and choices of every field."""
+
+    group: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                _check_choice(field, value)
+                _check_bounds(field, value)
+        for name, value in self.derive().items():
+            object.__setattr__(self, name, value)
+
+    def derive(self) -> dict[str, Any]:
+        """Values for the fields that were left out; called once, while the object is built."""
+        return {}
+
+
+def _check_choice(field: dataclasses.Field[Any], value: Any) -> None:
+    choices = flag_of(field).choices
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{option_name(field.name)} is '{value}': expected one of {', '.join(choices)}")
+
+
+def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
+    description = flag_of(field)
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            continue
+        if not math.isfinite(number):
+            raise ConfigError(f"{option_name(field.name)} is {number}: expected a finite number")
+        if description.at_least is not None and number < description.at_least:
+            raise ConfigError(f"{option_name(field.name)} is {number}: expected at least {description.at_least}")
+        if description.above is not None and number <= description.above:
+            raise ConfigError(f"{option_name(field.name)} is {number}: expected more than {description.above}")
+        if description.at_most is not None and number > description.at_most:
+            raise ConfigError(f"{option_name(field.name)} is {number}: expected at most {description.at_most}")
+        if description.below is not None and number >= description.below:
+            raise ConfigError(f"{option_name(field.name)} is {number}: expected less than {description.below}")

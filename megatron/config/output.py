@@ -1,0 +1,37 @@
+"""What a run leaves behind: checkpoints and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.fields import Section, flag
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Where checkpoints go, where they come from, and how often they are made."""
+
+    group: ClassVar[str] = "checkpointing"
+
+    save: str | None = flag(None, metavar="FOLDER", help="write checkpoints here, at every exit at least")
+    load: str | None = flag(None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh")
+    save_interval: int | None = flag(None, at_least=1, help="steps between two checkpoints")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """What is printed and what goes to TensorBoard."""
+
+    group: ClassVar[str] = "logging"
+
+    log_interval: int = flag(100, at_least=1, help="steps between two lines of loss and speed")
+    tensorboard_dir: str | None = flag(None, metavar="FOLDER", help="write TensorBoard events here")
+    tensorboard_queue_size: int = flag(1000, at_least=1, help="events that TensorBoard's writer holds before a flush")
+    log_timers_to_tensorboard: bool = flag(False, help="times of the parts of a step to TensorBoard")
+    log_batch_size_to_tensorboard: bool = flag(False, help="batch size to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(False, help="validation perplexity to TensorBoard")
+    log_level: str = flag("warning", choices=LOG_LEVELS, help="level of the log messages of global rank 0")
+    log_level_replica: str = flag("error", choices=LOG_LEVELS, help="level of the log messages of all other ranks")

@@ -1,0 +1,272 @@
+"""Megatron's memory-mapped token files, format version 1, read and written.
+
+`{prefix}.bin` holds the token ids of all documents, one after another. `{prefix}.idx` says where each begins,
+all numbers little-endian:
+
+    9 bytes   magic  MMIDIDX 0 0
+    uint64    version, 1
+    uint8     dtype code of the ids in .bin (see DTYPE_OF_CODE)
+    uint64    number of sequences, S
+    uint64    length of the document index, D
+    int32[S]  tokens per sequence
+    int64[S]  byte offset of each sequence in .bin
+    int64[D]  first sequence of each document, and at the end S
+
+GPT data has one sequence per document, and the sample order counts sequences: those are the "documents" below.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+OLD_MAGIC = b"TNTIDX\x00\x00"
+
+DTYPE_OF_CODE: dict[int, np.dtype] = {
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+# Codes 6 and 7 are floating-point numbers, of widths on which the peers differ: never token ids.
+FLOAT_CODES = (6, 7)
+
+CHECK_BLOCK = 1 << 22  # sequences verified at a time, to bound the memory
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The dtype in which Megatron stores ids below `vocab_size`."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def index_path(prefix: str) -> str:
+    return prefix + ".idx"
+
+
+def data_path(prefix: str) -> str:
+    return prefix + ".bin"
+
+
+class IndexedDataset:
+    """The documents of one `{prefix}.bin` and `.idx`, memory-mapped and read-only.
+
+    Both files are verified when opened: a damaged, truncated, empty or missing one is a ConfigError that
+    names it. Can be shared with forked processes; pickled, it opens the files anew.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        index_bytes, data_bytes = self._file_sizes()
+        self.dtype, num_sequences, doc_idx_length = _read_header(index_path(self.prefix), index_bytes)
+        buffer = np.memmap(index_path(self.prefix), mode="r", dtype=np.uint8)
+        at = HEADER.size
+        # int32 [documents]: tokens per document.
+        self.sizes: npt.NDArray[np.int32] = np.frombuffer(buffer, "<i4", num_sequences, at)
+        at += self.sizes.nbytes
+        # int64 [documents]: byte offset of each document in .bin.
+        self.pointers: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", num_sequences, at)
+        at += self.pointers.nbytes
+        self.doc_idx: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", doc_idx_length, at)
+        self.num_tokens = self._verify(data_bytes)
+        tokens = np.memmap(data_path(self.prefix), mode="r", dtype=self.dtype)
+        self._tokens = np.asarray(tokens)  # a plain view of the map: memmap's own slices are slow
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        return self.get(index)
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        """`length` tokens of document `index` from token `offset` on (None: to its end), a read-only view."""
+        if not 0 <= index < len(self.sizes):
+            raise IndexError(f"document {index} of {self.prefix}, which has {len(self.sizes)}")
+        size = int(self.sizes[index])
+        if length is None:
+            length = size - offset
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"tokens {offset} to {offset + length} of document {index}, which has {size}")
+        start = int(self.pointers[index]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    def _file_sizes(self) -> tuple[int, int]:
+        sizes = []
+        for path in (index_path(self.prefix), data_path(self.prefix)):
+            if not os.path.isfile(path):
+                hint = ""
+                if self.prefix.endswith((".bin", ".idx")):
+                    hint = f", give the prefix {self.prefix[:-4]} without the ending"
+                raise ConfigError(f"--data-path {self.prefix}: there is no file {path}{hint}")
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"--data-path {self.prefix}: {path} cannot be read by this user")
+            sizes.append(os.path.getsize(path))
+        return sizes[0], sizes[1]
+
+    def _verify(self, data_bytes: int) -> int:
+        """Check every size and pointer against the length of .bin; return the number of tokens."""
+        idx, bin_ = index_path(self.prefix), data_path(self.prefix)
+        end = 0
+        for start in range(0, len(self.sizes), CHECK_BLOCK):
+            sizes = self.sizes[start : start + CHECK_BLOCK]
+            if sizes.min() < 0:
+                raise ConfigError(
+                    f"{idx}: damaged, document {start + int(sizes.argmin())} has {int(sizes.min())} tokens"
+                )
+            ends = end + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            expected = np.concatenate(([end], ends[:-1]))
+            wrong = np.flatnonzero(self.pointers[start : start + CHECK_BLOCK] != expected)
+            if len(wrong):
+                at = int(wrong[0])
+                raise ConfigError(
+                    f"{idx}: damaged, document {start + at} begins at byte {int(self.pointers[start + at])} "
+                    f"of the .bin file, but the documents before it end at {int(expected[at])}"
+                )
+            end = int(ends[-1])
+        if end != data_bytes:
+            state = "truncated" if data_bytes < end else "too long"
+            raise ConfigError(f"{bin_}: {state}, it has {data_bytes:,} bytes and {idx} describes {end:,}")
+        if end == 0:
+            raise ConfigError(f"{bin_}: holds no tokens, preprocess the data again")
+        doc_idx = self.doc_idx
+        if len(doc_idx) and (
+            doc_idx[0] != 0 or doc_idx[-1] > len(self.sizes) or bool(np.any(doc_idx[1:] < doc_idx[:-1]))
+        ):
+            raise ConfigError(
+                f"{idx}: damaged, its document index does not rise from 0 to at most {len(self.sizes)}"
+            )
+        return end // self.dtype.itemsize
+
+
+def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
+    """Return (dtype, number of sequences, length of the document index); ConfigError if the file is bad."""
+    with open(path, "rb") as file:
+        header = file.read(HEADER.size)
+    if header.startswith(OLD_MAGIC):
+        raise ConfigError(
+            f"{path}: is in the old lazy/cached format, preprocess again with --dataset-impl mmap"
+        )
+    if not header:
+        raise ConfigError(f"{path}: is empty, preprocess the data again")
+    if header[: len(MAGIC)] != MAGIC[: len(header)]:
+        raise ConfigError(
+            f"{path}: not a Megatron index file, it begins with {header[:9]!r}, expected {MAGIC!r}"
+        )
+    if len(header) < HEADER.size:
+        raise ConfigError(f"{path}: truncated, its header has {len(header)} of {HEADER.size} bytes")
+    _, version, code, num_sequences, doc_idx_length = HEADER.unpack(header)
+    if version != VERSION:
+        raise ConfigError(f"{path}: has format version {version}, only version {VERSION} can be read")
+    if code in FLOAT_CODES:
+        raise ConfigError(f"{path}: holds floating-point numbers (dtype code {code}), expected token ids")
+    if code not in DTYPE_OF_CODE:
+        raise ConfigError(f"{path}: damaged, its dtype code {code} is unknown")
+    expected_bytes = HEADER.size + 12 * num_sequences + 8 * doc_idx_length
+    if file_bytes != expected_bytes:
+        state = "truncated" if file_bytes < expected_bytes else "too long"
+        raise ConfigError(
+            f"{path}: {state}, it has {file_bytes:,} bytes and its header describes {expected_bytes:,} "
+            f"({num_sequences:,} documents)"
+        )
+    if num_sequences == 0:
+        raise ConfigError(f"{path}: holds no documents, preprocess the data again")
+    return DTYPE_OF_CODE[code], num_sequences, doc_idx_length
+
+
+class IndexedDatasetBuilder:
+    """Writes `{prefix}.bin` and `.idx`, under temporary names until `finalize`.
+
+    Used as a context manager, it removes what it wrote if `finalize` was not reached.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODE_OF_DTYPE:
+            raise ValueError(f"token ids cannot be stored as {np.dtype(dtype)}")
+        suffix = f".{uuid.uuid4().hex}.tmp"
+        self._temporary_data = data_path(self.prefix) + suffix
+        self._temporary_index = index_path(self.prefix) + suffix
+        self._sizes: list[npt.NDArray[np.int32]] = []
+        self.num_documents = 0
+        self.num_tokens = 0
+        try:
+            self._file = open(self._temporary_data, "xb")
+        except OSError as error:
+            raise ConfigError(f"cannot write {data_path(self.prefix)}: {error.strerror}") from error
+
+    def add_document(self, tokens: npt.ArrayLike) -> None:
+        """Append one document, a sequence of token ids (possibly empty)."""
+        array = np.asarray(tokens)
+        self.add_documents(array, np.array([array.size]))
+
+    def add_documents(self, tokens: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
+        """Append many: `tokens` are their ids, one document after another, `sizes` the tokens of each."""
+        ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int64)
+        if int(lengths.sum()) != ids.size:
+            raise ValueError(
+                f"{ids.size} tokens do not make documents of {int(lengths.sum())} tokens together"
+            )
+        if lengths.size == 0:
+            return
+        if lengths.max() > np.iinfo(np.int32).max:
+            raise ConfigError(
+                f"a document has {int(lengths.max()):,} tokens, the format allows 2,147,483,647"
+            )
+        if ids.size and ids.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            if ids.min() < limits.min or ids.max() > limits.max:
+                raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit {self.dtype}")
+        self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        self._sizes.append(lengths.astype("<i4"))
+        self.num_documents += lengths.size
+        self.num_tokens += ids.size
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names; a reader sees both or none."""
+        sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, "<i4")
+        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+        with open(self._temporary_index, "xb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(sizes), len(sizes) + 1))
+            file.write(sizes.data)
+            file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data)
+            file.write(np.arange(len(sizes) + 1, dtype="<i8").data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        # The old index goes first: it must never describe the new .bin, and without an index there is no data.
+        if os.path.exists(index_path(self.prefix)):
+            os.remove(index_path(self.prefix))
+        os.replace(self._temporary_data, data_path(self.prefix))
+        os.replace(self._temporary_index, index_path(self.prefix))
+
+    def discard(self) -> None:
+        """Remove the temporary files."""
+        self._file.close()
+        for path in (self._temporary_data, self._temporary_index):
+            if os.path.exists(path):
+                os.remove(path)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.discard()

@@ -1,0 +1,114 @@
+"""Micro-batches of tensors, in the form that DeepSpeed's pipeline engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from megatron.config import ConfigError
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.sampler import micro_batch_samples
+
+# (tokens int64 [batch, seq], (labels int64 [batch, seq], loss_mask float32 [batch, seq]))
+MicroBatch: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+
+PREFETCH_PER_WORKER = 2
+
+
+class GPTBatchLoader:
+    """Reads one data rank's micro-batches of a dataset, from any place of the order.
+
+    With `num_workers` > 0, that many threads read ahead (the files are memory-mapped: there is nothing to
+    copy between processes); the batches are the same. Labels are the tokens shifted by one. The loss mask is
+    1, and 0 where the input token is `eod` if `eod_mask_loss`. `vocab_size` is the model's true size: a token
+    beyond it, of data that another tokenizer made, is a ConfigError.
+    """
+
+    def __init__(
+        self,
+        dataset: GPTDataset,
+        *,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        eod: int | None = None,
+        eod_mask_loss: bool = False,
+        vocab_size: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        if eod_mask_loss and eod is None:
+            raise ConfigError("--eod-mask-loss needs a tokenizer, whose end-of-document token it masks")
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self._masked_token = eod if eod_mask_loss else None
+        self._vocab_size = vocab_size
+        self._workers = ThreadPoolExecutor(num_workers, "read-ahead") if num_workers > 0 else None
+        self._read_ahead = num_workers * PREFETCH_PER_WORKER
+        self._pending: dict[int, Future[MicroBatch]] = {}  # by the micro-batch's first sample
+
+    def micro_batches(self, consumed_samples: int, global_batch_size: int) -> Iterator[MicroBatch]:
+        """The micro-batches of the step that follows `consumed_samples`, on this data rank.
+
+        Steps may differ in `global_batch_size`, a multiple of micro_batch_size * data_size. Raises
+        ConfigError if the dataset ends before the step does.
+        """
+        per_micro_batch = self.micro_batch_size * self.data_size
+        if global_batch_size % per_micro_batch:
+            raise ConfigError(
+                f"global batch {global_batch_size} is not a multiple of --micro-batch-size "
+                f"{self.micro_batch_size} times data-parallel size {self.data_size}: change "
+                "--global-batch-size or --rampup-batch-size"
+            )
+        if consumed_samples + global_batch_size > len(self.dataset):
+            raise ConfigError(
+                f"the {self.dataset.name} data ends at sample {len(self.dataset):,}, and this step reads "
+                f"samples {consumed_samples:,} to {consumed_samples + global_batch_size:,}: the datasets "
+                "were built for a shorter run (--train-iters or --train-samples)"
+            )
+        steps = micro_batch_samples(
+            consumed_samples,
+            self.micro_batch_size,
+            global_batch_size // per_micro_batch,
+            self.data_rank,
+            self.data_size,
+        )
+        return (self._next(int(samples[0])) for samples in steps)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def _next(self, start: int) -> MicroBatch:
+        if self._workers is None:
+            return self._read(start)
+        # On one rank micro-batches follow each other at this distance, across steps of whatever size.
+        stride = self.micro_batch_size * self.data_size
+        wanted = range(start, start + (self._read_ahead + 1) * stride, stride)
+        for other in [key for key in self._pending if key not in wanted]:
+            self._pending.pop(other).cancel()
+        for key in wanted:
+            if key not in self._pending and key + self.micro_batch_size <= len(self.dataset):
+                self._pending[key] = self._workers.submit(self._read, key)
+        return self._pending.pop(start).result()
+
+    def _read(self, start: int) -> MicroBatch:
+        samples = np.stack([self.dataset[i] for i in range(start, start + self.micro_batch_size)])
+        if self._vocab_size is not None and not 0 <= samples.min() <= samples.max() < self._vocab_size:
+            raise ConfigError(
+                f"the {self.dataset.name} data holds token ids {samples.min()} to {samples.max()}, and the "
+                f"vocabulary has {self._vocab_size}: --data-path was preprocessed with another tokenizer"
+            )
+        block = torch.from_numpy(samples)
+        tokens, labels = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
+        if self._masked_token is not None:
+            loss_mask[tokens == self._masked_token] = 0.0
+        return tokens, (labels, loss_mask)

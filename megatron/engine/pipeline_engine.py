@@ -1,0 +1,94 @@
+"""The engine of a run: DeepSpeed's pipeline, told which samples each micro-batch holds."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.data.loader import MicroBatch
+from megatron.data.sampler import micro_batch_samples
+from megatron.engine.deepspeed_config import deepspeed_dict
+from megatron.engine.workarounds import SameNumbersPipelineEngine
+from megatron.model.gpt_model import GPTModelPipe
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.optimizer.loss_scale import LossScaler
+from megatron.optimizer.mixed_precision import Groups, MixedPrecisionOptimizer
+from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
+
+
+class GPTEngine(SameNumbersPipelineEngine):
+    """Trains and evaluates a `GPTModelPipe` stage."""
+
+    def __init__(self, config: Config, layout: ParallelLayout, tensor: TensorGroup, model: GPTModelPipe) -> None:
+        self.run_config = config
+        self.layout = layout
+        self.tensor_group = tensor
+        self._samples_to_come: Iterator[tuple[int, ...]] = iter(())
+        groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
+        settings = deepspeed_dict(config, config.batch.global_batch_size)
+        super().__init__(
+            args=None,
+            model=model,
+            optimizer=make_optimizer(groups, config.optimizer),
+            model_parameters=list(model.parameters()),
+            mpu=model.mpu(),
+            config=settings,
+            config_class=DeepSpeedConfig(settings, model.mpu()),
+        )
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
+        grid = self.module.mpu()
+        layout = self.layout
+        groups = Groups(
+            data=grid.get_data_parallel_group(),
+            data_size=layout.data,
+            data_rank=layout.data_rank,
+            model=grid.get_model_parallel_group() if layout.pipeline * layout.tensor > 1 else None,
+            description=f"rank {layout.rank} (stage {layout.pipeline_stage}, tensor rank {layout.tensor_rank}, "
+            f"data rank {layout.data_rank})",
+        )
+        return MixedPrecisionOptimizer(
+            optimizer,
+            {parameter: name for name, parameter in self.module.named_parameters()},
+            groups,
+            self.tensor_group,
+            self.module.get_tied_weights_and_groups(),
+            LossScaler(self.run_config.precision),
+            self.run_config.parallel.zero_stage,
+            self.run_config.optimizer.clip_grad,
+        )
+
+    def train_step(
+        self, micro_batches: Iterator[MicroBatch], consumed_samples: int, global_batch_size: int, rate: float
+    ) -> Tensor:
+        """One step on the global batch that follows `consumed_samples`; returns its mean loss (a device scalar).
+
+        Raises NonFiniteError on every rank, before any weight has changed.
+        """
+        if global_batch_size != self.train_batch_size():
+            self.set_train_batch_size(global_batch_size)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        samples = micro_batch_samples(
+            consumed_samples, self.micro_batch_size, self.micro_batches, self.layout.data_rank, self.layout.data
+        )
+        self._samples_to_come = iter([tuple(row) for row in samples.tolist()])
+        return self.train_batch(micro_batches)
+
+    def evaluate(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Tensor:
+        """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank."""
+        return self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        if self.module.training:  # every schedule runs the forward passes of a step in the order of the samples
+            self.module.stream.samples = next(self._samples_to_come)
+        super()._exec_forward_pass(buffer_id)
+
+    _INSTRUCTION_MAP: ClassVar = {
+        **SameNumbersPipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _exec_forward_pass,
+    }

@@ -1,0 +1,88 @@
+"""Causal self-attention, heads split over the tensor-parallel ranks."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.position import AttentionMasks, RotaryEmbedding, positions_within_segments
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.random import DropoutStream, dropout
+
+
+class ParallelSelfAttention(nn.Module):
+    """[seq, batch, hidden] -> [seq, batch, hidden].
+
+    The fused projection's rows are ordered (heads, 3, head_dim), so that a contiguous slice of them is a
+    set of whole heads: the same weights whatever the tensor-parallel size.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        tensor: TensorGroup,
+        stream: DropoutStream,
+        masks: AttentionMasks,
+        rotary: RotaryEmbedding | None,
+        positions_restart: bool,
+        output_init_std: float,
+    ) -> None:
+        """`positions_restart`: rotary positions count from the start of each document."""
+        super().__init__()
+        self.head_dim = config.kv_channels
+        self.heads = config.num_attention_heads // tensor.size
+        self.dropout_rate = config.attention_dropout
+        self.dropout_place = f"{layer_index}.self_attention.attention_dropout"
+        self.tensor = tensor
+        self.stream = stream
+        self.masks = masks
+        self.rotary = rotary
+        self.positions_restart = positions_restart
+        width = config.num_attention_heads * self.head_dim
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size, 3 * width, tensor, init_std=config.init_method_std
+        )
+        self.dense = RowParallelLinear(width, config.hidden_size, tensor, init_std=output_init_std)
+
+    def forward(self, hidden: Tensor, segments: Tensor | None) -> Tensor:
+        """hidden [seq, batch, hidden], segments [batch, seq] or None -> [seq, batch, hidden]."""
+        seq, batch, _ = hidden.shape
+        projected = self.query_key_value(hidden).view(seq, batch, self.heads, 3, self.head_dim)
+        query, key, value = projected.unbind(dim=3)
+        if self.rotary is not None:
+            positions = positions_within_segments(segments) if self.positions_restart else None
+            query, key = self.rotary.rotate(query, key, positions)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
+        bias = self.masks.bias(seq, query.dtype, query.device, segments)
+        if self.training and self.dropout_rate > 0:
+            context = self._attend_with_dropout(query, key, value, bias)
+        else:
+            context = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
+        context = context.permute(2, 0, 1, 3).reshape(seq, batch, self.heads * self.head_dim)
+        return self.dense(context)
+
+    def _attend_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """Attention spelt out: a fused kernel draws its dropout from (rank, kernel layout), which would make
+        the loss depend on the layout. Ours is drawn from the sample, the head and the position."""
+        seq = query.shape[2]
+        scores = torch.matmul(query, key.transpose(2, 3)) / math.sqrt(self.head_dim)
+        if bias is None:
+            future = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu_(1)
+            scores = scores.masked_fill(future, -math.inf)
+        else:
+            scores = scores + bias
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        weights = dropout(
+            weights,
+            self.dropout_rate,
+            self.stream,
+            self.dropout_place,
+            batch_dim=0,
+            shard_dim=1,
+            tensor=self.tensor,
+        )
+        return torch.matmul(weights, value)

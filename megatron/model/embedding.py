@@ -1,0 +1,92 @@
+"""Token and position embeddings, and the LM head that shares the token embedding's weight."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.position import document_segments, positions_within_segments
+from megatron.model.transformer import LayerContext, Payload
+from megatron.mpu.layers import VocabParallelEmbedding, parallel_logits
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.mpu.random import dropout
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions: a table [max_positions, hidden], replicated over tensor ranks."""
+
+    def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
+        super().__init__()
+        spec = ParameterSpec((max_positions, hidden_size), init_std=init_std)
+        self.weight = new_parameter(spec, TensorGroup())
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions [batch or 1, seq] -> [batch or 1, seq, hidden]."""
+        return F.embedding(positions, self.weight)
+
+
+class EmbeddingPipe(nn.Module):
+    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], with the documents' segments where needed.
+
+    The same class is the LM head on the last stage (`is_head`): it then holds the word embedding only, so
+    that nothing on that stage is a parameter without a gradient.
+    """
+
+    def __init__(
+        self, context: LayerContext, vocab_size: int, padded_vocab_size: int, eod: int, is_head: bool = False
+    ) -> None:
+        """`vocab_size`: rows that are real tokens; the rest of the `padded_vocab_size` rows is padding."""
+        super().__init__()
+        model = context.config.model
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size,
+            model.hidden_size,
+            context.tensor,
+            used_rows=vocab_size,
+            init_std=model.init_method_std,
+        )
+        if is_head:
+            return
+        if model.embed_layernorm:
+            self.word_embeddings.norm = MixedFusedLayerNorm(
+                model.hidden_size, model.layernorm_epsilon, context.config.optimizer.use_apex
+            )
+        self.absolute = model.position_embedding_type == "absolute"
+        if self.absolute:
+            self.position_embeddings = PositionEmbedding(
+                model.max_position_embeddings, model.hidden_size, model.init_method_std
+            )
+        self.eod = eod
+        self.positions_restart = context.config.data.reset_position_ids
+        self.passes_segments = context.layers_need_segments
+        self.fp32_residual = context.config.precision.fp32_residual_connection
+        self.dropout_rate = model.hidden_dropout
+        self.embed_norm = model.embed_layernorm
+        self.tensor = context.tensor
+        self.stream = context.stream
+
+    def forward(self, tokens: Tensor) -> Payload:
+        segments = document_segments(tokens, self.eod) if self.positions_restart or self.passes_segments else None
+        hidden = self.word_embeddings(tokens)
+        if self.embed_norm:
+            hidden = self.word_embeddings.norm(hidden)
+        if self.absolute:
+            if self.positions_restart:
+                positions = positions_within_segments(segments)
+            else:
+                positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+            hidden = hidden + self.position_embeddings(positions)
+        if self.fp32_residual:
+            hidden = hidden.float()
+        if self.training and self.dropout_rate > 0:
+            hidden = dropout(
+                hidden, self.dropout_rate, self.stream, "embedding.dropout", batch_dim=0, tensor=self.tensor
+            )
+        return (hidden, segments) if self.passes_segments else hidden
+
+
+def lm_head(embedding: EmbeddingPipe, hidden: Tensor) -> Tensor:
+    """hidden [batch, seq, hidden] -> this rank's logits [batch, seq, padded_vocab / TP]."""
+    words = embedding.word_embeddings
+    return parallel_logits(hidden, words.weight, words.tensor)

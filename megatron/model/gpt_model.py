@@ -1,0 +1,185 @@
+"""GPT as the ordered list of pipeline layers, and that list on DeepSpeed's pipeline.
+
+The list is fixed, since checkpoints name parameters by a layer's index in it (BLOOM's public ones too);
+L is the number of transformer layers:
+
+    0            _to_float16 (function)
+    1            EmbeddingPipe                  tied under the key 'embed'
+    2            to_sequence_first (function)
+    3 .. L+2     ParallelTransformerLayerPipe
+    L+3          to_batch_first (function)
+    L+4          MixedFusedLayerNorm
+    L+5          EmbeddingPipe                  tied again: the LM head
+    L+6          float16_to_fp32 (function)     with fp16 and bf16
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.config import Config
+from megatron.config.vocab import padded_vocab_size
+from megatron.model.embedding import EmbeddingPipe, lm_head
+from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.parameters import initialize_parameters
+from megatron.mpu.random import DropoutStream
+
+FIRST_TRANSFORMER_LAYER = 3
+TIED_EMBEDDING = "embed"
+
+PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _to_float16(tokens: Tensor) -> Tensor:
+    """Layer 0. Token ids stay integers; the layer keeps its place, which numbers all others."""
+    return tokens
+
+
+def to_sequence_first(payload: Payload) -> Payload:
+    """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers."""
+    hidden, segments = split_payload(payload)
+    hidden = hidden.transpose(0, 1).contiguous()
+    return hidden if segments is None else (hidden, segments)
+
+
+def to_batch_first(payload: Payload) -> Tensor:
+    """[seq, batch, hidden] -> [batch, seq, hidden]; the segments end here."""
+    return split_payload(payload)[0].transpose(0, 1).contiguous()
+
+
+def float16_to_fp32(logits: Tensor) -> Tensor:
+    """The loss is computed in fp32."""
+    return logits.float()
+
+
+class CrossEntropy:
+    """Loss of a micro-batch: mean over samples of each sample's mean over its unmasked tokens.
+
+    Averaging per sample first, the loss of a global batch does not depend on how it is cut into
+    micro-batches and data-parallel ranks, even when `--eod-mask-loss` leaves samples of unequal length.
+    """
+
+    def __init__(self, tensor: TensorGroup, vocab_size: int) -> None:
+        self.tensor = tensor
+        self.vocab_size = vocab_size
+
+    def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        """logits [batch, seq, padded_vocab / TP], labels [batch, seq], mask [batch, seq] -> scalar fp32."""
+        labels, mask = labels_and_mask
+        # In training nothing reads the logits again, so their memory serves for the probabilities.
+        losses = vocab_parallel_cross_entropy(
+            logits, labels, self.tensor, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
+        )
+        return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
+
+
+def pipeline_layers(context: LayerContext, vocab_size: int, eod: int) -> list[LayerSpec | Callable]:
+    """The fixed list above, for this rank's place in the tensor-parallel group."""
+    config = context.config
+    model = config.model
+    padded = padded_vocab_size(vocab_size, model, context.tensor.size)
+    embedding = (context, vocab_size, padded, eod)
+    tied = {"tied_weight_attr": "word_embeddings.weight"}
+    layers: list[LayerSpec | Callable] = [
+        _to_float16,
+        TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, **tied),
+        to_sequence_first,
+    ]
+    for index in range(FIRST_TRANSFORMER_LAYER, FIRST_TRANSFORMER_LAYER + model.num_layers):
+        layers.append(LayerSpec(ParallelTransformerLayerPipe, context, index))
+    layers += [
+        to_batch_first,
+        LayerSpec(
+            MixedFusedLayerNorm, model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex
+        ),
+        TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied),
+    ]
+    if config.precision.name != "fp32":
+        layers.append(float16_to_fp32)
+    return layers
+
+
+def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
+    """Class or function name per layer: what `--partition-method type:REGEX` matches."""
+    return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
+
+
+def layer_parameter_counts(layers: Sequence[LayerSpec | Callable]) -> list[int]:
+    """Parameters that one tensor-parallel rank holds per layer; nothing is allocated.
+
+    Transformer layers are alike, so each distinct class is built once, on the meta device.
+    """
+    counts: dict[tuple, int] = {}
+
+    def count(layer: LayerSpec | Callable) -> int:
+        if not isinstance(layer, LayerSpec):
+            return 0
+        key = (layer.typename, layer.module_kwargs.get("is_head", False))
+        if key not in counts:
+            with torch.device("meta"):
+                counts[key] = sum(p.numel() for p in layer.build().parameters())
+        return counts[key]
+
+    return [count(layer) for layer in layers]
+
+
+class GPTModelPipe(PipelineModule):
+    """This rank's stage of the model.
+
+    `bounds` (length stages + 1) says where the list of layers is cut; see `megatron.pipeline.partition`.
+    Parameters are initialised from (seed, name) alone, so every layout starts from the same weights, and
+    cast to the run's precision. DeepSpeed recognises this class by its name when it recomputes activations.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: ParallelLayout,
+        tensor: TensorGroup,
+        vocab_size: int,
+        eod: int,
+        bounds: Sequence[int],
+    ) -> None:
+        self.stage_bounds = list(bounds)
+        self.stream = DropoutStream(config.training.seed)
+        context = LayerContext(config, tensor, self.stream)
+        recompute = config.training.checkpoint_num_layers if config.training.checkpoint_activations else 0
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
+            super().__init__(
+                layers=pipeline_layers(context, vocab_size, eod),
+                topology=layout.topology,
+                loss_fn=CrossEntropy(tensor, vocab_size),
+                activation_checkpoint_interval=recompute,
+                activation_checkpoint_func=self._recompute,
+            )
+        initialize_parameters(self, config.training.seed, tensor)
+        self.to(PARAMETER_DTYPES[config.precision.name])
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """Takes the bounds that were decided before any process group existed."""
+        self.parts = self.stage_bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _recompute(self, function: Callable, *inputs: Tensor) -> Payload:
+        """Runs `function` without keeping its activations. The dropout masks of the second run are those of
+        the first, since they depend on the samples, which are put back for it."""
+        samples = self.stream.samples
+
+        def run(*arguments: Tensor) -> Payload:
+            with self.stream.samples_in_use(samples):
+                return function(*arguments)
+
+        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def stage_modules(self) -> list[nn.Module]:
+        """The modules of this stage, in order, without the functions between them."""
+        return [layer for layer in self.forward_funcs if isinstance(layer, nn.Module)]

@@ -1,0 +1,54 @@
+"""The feed-forward block: h -> 4h -> h, plain or gated."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layout import TensorGroup
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form, as Megatron, GPT-2 and BLOOM compute it."""
+    return F.gelu(x, approximate="tanh")
+
+
+# Shazeer (2020), "GLU Variants Improve Transformer": the activation of the gate.
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "liglu": lambda x: x,
+    "geglu": F.gelu,
+    "reglu": F.relu,
+    "swiglu": F.silu,
+}
+
+
+class ParallelMLP(nn.Module):
+    """[seq, batch, hidden] -> [seq, batch, hidden].
+
+    A gated MLP has two blocks of `ffn_hidden_size` rows in its first matrix: value, then gate; the
+    activation acts on the gate.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: TensorGroup, output_init_std: float) -> None:
+        super().__init__()
+        self.gate = GATES[config.glu_activation] if config.glu_activation else None
+        blocks = 2 if self.gate else 1
+        self.dense_h_to_4h = ColumnParallelLinear(
+            config.hidden_size,
+            blocks * config.ffn_hidden_size,
+            tensor,
+            init_std=config.init_method_std,
+            blocks=blocks,
+        )
+        self.dense_4h_to_h = RowParallelLinear(
+            config.ffn_hidden_size, config.hidden_size, tensor, init_std=output_init_std
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.dense_h_to_4h(hidden)
+        if self.gate is None:
+            return self.dense_4h_to_h(gelu(wide))
+        value, gate = wide.chunk(2, dim=-1)
+        return self.dense_4h_to_h(value * self.gate(gate))

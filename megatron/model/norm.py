@@ -1,0 +1,48 @@
+"""Layer normalisation, which also bridges an fp32 residual stream and 16-bit parameters."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import ParameterSpec, new_parameter
+
+
+class MixedFusedLayerNorm(nn.Module):
+    """Layer norm over the last dimension; statistics in fp32, output in the parameters' dtype.
+
+    The name is the one that checkpoints of this family use for the final norm. With `use_apex` the
+    forward pass is apex's fused kernel (NVIDIA's apex must be installed), else PyTorch's.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
+        super().__init__()
+        self.normalized_shape = (hidden_size,)
+        self.epsilon = epsilon
+        ones = ParameterSpec((hidden_size,), init_value=1.0, weight_decay=False)
+        zeros = ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False)
+        # Replicated over tensor ranks: each rank holds the whole vector, whatever its group.
+        self.weight = new_parameter(ones, TensorGroup())
+        self.bias = new_parameter(zeros, TensorGroup())
+        self.normalize = _apex_layer_norm() if use_apex else F.layer_norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
+        if hidden.dtype == self.weight.dtype:
+            return self.normalize(hidden, self.normalized_shape, self.weight, self.bias, self.epsilon)
+        wide = self.normalize(
+            hidden.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.epsilon
+        )
+        return wide.to(self.weight.dtype)
+
+
+def _apex_layer_norm():
+    """apex's fused kernel behind the signature of `F.layer_norm`."""
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+    def layer_norm(
+        hidden: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, epsilon: float
+    ) -> torch.Tensor:
+        return fused_layer_norm_affine(hidden, weight, bias, shape, epsilon)
+
+    return layer_norm

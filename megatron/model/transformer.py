@@ -1,0 +1,111 @@
+"""One transformer layer as a layer of the pipeline."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.model.attention import ParallelSelfAttention
+from megatron.model.mlp import ParallelMLP
+from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.position import AttentionMasks, RotaryEmbedding, alibi_slopes
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.random import DropoutStream, dropout
+
+# Between layers and between stages travels the hidden state, or a pair of it and the document segments.
+Payload = Tensor | tuple[Tensor, Tensor]
+
+
+def split_payload(payload: Payload) -> tuple[Tensor, Tensor | None]:
+    """(hidden, segments or None) of what a layer receives."""
+    return (payload, None) if isinstance(payload, Tensor) else (payload[0], payload[1])
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of a stage share: the configuration, the tensor-parallel group, dropout's stream."""
+
+    config: Config
+    tensor: TensorGroup
+    stream: DropoutStream
+
+    @cached_property
+    def masks(self) -> AttentionMasks:
+        """Attention biases for this rank's heads."""
+        slopes = None
+        if self.config.model.position_embedding_type == "alibi":
+            heads = self.config.model.num_attention_heads // self.tensor.size
+            first = self.tensor.rank * heads
+            slopes = alibi_slopes(self.config.model.num_attention_heads)[first : first + heads]
+        return AttentionMasks(slopes, within_documents=self.config.data.reset_attention_mask)
+
+    @cached_property
+    def rotary(self) -> RotaryEmbedding | None:
+        """Rotary tables, or None with other position embeddings."""
+        if self.config.model.position_embedding_type != "rotary":
+            return None
+        return RotaryEmbedding(self.config.model.kv_channels)
+
+    @property
+    def rotary_positions_restart(self) -> bool:
+        """Rotary positions count from the start of each document."""
+        return self.rotary is not None and self.config.data.reset_position_ids
+
+    @property
+    def layers_need_segments(self) -> bool:
+        """The transformer layers must know the documents, so the segments travel along the pipeline."""
+        return self.config.data.reset_attention_mask or self.rotary_positions_restart
+
+
+class ParallelTransformerLayerPipe(nn.Module):
+    """Pre-norm transformer layer: payload -> payload, hidden [seq, batch, hidden].
+
+    x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); with
+    `--apply-residual-connection-post-layernorm` the residual is the normalised x.
+    """
+
+    def __init__(self, context: LayerContext, layer_index: int) -> None:
+        """`layer_index`: this layer's index in the pipeline's list, which also names its dropout."""
+        super().__init__()
+        model = context.config.model
+        # Depth-scaled output layers (GPT-2): keeps the residual stream's variance independent of depth.
+        output_init_std = model.init_method_std / sqrt(2.0 * model.num_layers)
+        use_apex = context.config.optimizer.use_apex
+        self.input_layernorm = MixedFusedLayerNorm(model.hidden_size, model.layernorm_epsilon, use_apex)
+        self.self_attention = ParallelSelfAttention(
+            model,
+            layer_index,
+            context.tensor,
+            context.stream,
+            context.masks,
+            context.rotary,
+            context.rotary_positions_restart,
+            output_init_std,
+        )
+        self.post_attention_layernorm = MixedFusedLayerNorm(
+            model.hidden_size, model.layernorm_epsilon, use_apex
+        )
+        self.mlp = ParallelMLP(model, context.tensor, output_init_std)
+        self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.dropout_rate = model.hidden_dropout
+        self.layer_index = layer_index
+        self.tensor = context.tensor
+        self.stream = context.stream
+
+    def forward(self, payload: Payload) -> Payload:
+        hidden, segments = split_payload(payload)
+        normed = self.input_layernorm(hidden)
+        residual = normed if self.residual_after_norm else hidden
+        hidden = residual + self._dropout(self.self_attention(normed, segments), "self_attention")
+        normed = self.post_attention_layernorm(hidden)
+        residual = normed if self.residual_after_norm else hidden
+        hidden = residual + self._dropout(self.mlp(normed), "mlp")
+        return hidden if segments is None else (hidden, segments)
+
+    def _dropout(self, output: Tensor, block: str) -> Tensor:
+        if not self.training or self.dropout_rate == 0:
+            return output
+        place = f"{self.layer_index}.{block}.hidden_dropout"
+        return dropout(output, self.dropout_rate, self.stream, place, batch_dim=1, tensor=self.tensor)

@@ -1,0 +1,1 @@
+"""What moves the weights: parameter groups, optimizers and the learning-rate schedule."""

@@ -1,0 +1,297 @@
+"""One optimizer around Adam or SGD for every precision and for ZeRO stages 0 and 1.
+
+DeepSpeed wraps an optimizer in one of five classes, by precision and stage. They differ in how gradients
+accumulate, in what the norm counts and in the first step (see `megatron.engine.workarounds`), so a run's
+numbers would depend on its layout. Here is one path for all:
+
+- gradients accumulate in one flat fp32 buffer per parameter group, whatever the parameters' precision;
+- copies of a tied weight are summed over their stages, then everything over data-parallel ranks, in fp32;
+- the norm counts each parameter of the model once;
+- fp32 master weights and the moments belong to `partitions` ranks in equal parts (ZeRO-1) or to each (ZeRO-0).
+
+The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed import __version__ as deepspeed_version
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor, nn
+
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import is_counted_here
+from megatron.optimizer.loss_scale import LossScaler
+
+# DeepSpeed aligns the flat buffer of a group to this many elements per partition.
+ALIGNMENT = 2
+# fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
+# are summed in fp32 within chunks of this many elements and in fp64 between them.
+NORM_CHUNK = 4096
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient is not finite; raised on every rank before the optimizer has moved."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that a step communicates over; None where there is one rank."""
+
+    data: dist.ProcessGroup | None
+    data_size: int
+    data_rank: int
+    model: dist.ProcessGroup | None
+    """All stages and tensor ranks of one data-parallel replica."""
+    description: str
+    """This rank in words, for error messages: rank, stage, tensor and data coordinates."""
+
+
+class _FlatGroup:
+    """The parameters of one optimizer group as views of flat buffers, cut into equal partitions."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], partitions: int, partition: int) -> None:
+        self.parameters = list(parameters)
+        unit = ALIGNMENT * partitions
+        used = sum(p.numel() for p in self.parameters)
+        length = math.ceil(used / unit) * unit
+        first = self.parameters[0]
+        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
+        self.size = length // partitions
+        self.start = partition * self.size
+        self.padding = length - used if partition == partitions - 1 else 0
+        offset = 0
+        for parameter in self.parameters:
+            view = self.weights[offset : offset + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.main_grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
+            parameter.flat_offset = offset
+            offset += parameter.numel()
+        self.local_weights = self.weights[self.start : self.start + self.size]
+        self.local_gradients = self.gradients[self.start : self.start + self.size]
+        self.partitions = list(self.weights.split(self.size)) if self.size else []
+        # In fp32 the weights are their own master copy: no second one, nothing to copy after a step.
+        self.shares_master = first.dtype == torch.float32
+        master = self.local_weights if self.shares_master else self.local_weights.float()
+        self.master = nn.Parameter(master.detach())
+
+    def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """(start, length) within the local partition of what this rank owns of the parameter, if anything."""
+        begin = max(parameter.flat_offset, self.start)
+        end = min(parameter.flat_offset + parameter.numel(), self.start + self.size)
+        return (begin - self.start, end - begin) if begin < end else None
+
+
+class MixedPrecisionOptimizer:
+    """Wraps `optimizer` (its groups hold the model's parameters, which become views of flat buffers)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[nn.Parameter, str],
+        groups: Groups,
+        tensor: TensorGroup,
+        tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
+        scaler: LossScaler,
+        zero_stage: int,
+        clip_grad: float,
+    ) -> None:
+        """`names`: global name per parameter; `tied`: parameters with copies on other stages, and the group
+        of those stages; `clip_grad`: largest global gradient norm, 0 for no clipping."""
+        self.optimizer = optimizer
+        self.names = names
+        self.groups = groups
+        self.tensor = tensor
+        self.tied = list(tied)
+        self.scaler = scaler
+        self.clip_grad = clip_grad
+        self.partition_count = groups.data_size if zero_stage == 1 else 1
+        partition = groups.data_rank if zero_stage == 1 else 0
+        self.overflow = False
+        self.grad_norm = 0.0
+        self._norms_before_reduction: Tensor | None = None
+
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        self.flat = [_FlatGroup(g["params"], self.partition_count, partition) for g in optimizer.param_groups]
+        for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
+            group["params"] = [flat.master]
+        self.parameters = [p for flat in self.flat for p in flat.parameters]
+        counted = [is_counted_here(p, tensor) for p in self.parameters]
+        self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
+        for parameter in self.parameters:
+            if parameter.dtype == torch.float32:
+                parameter.grad = parameter.main_grad  # autograd accumulates straight into the flat buffer
+            else:
+                parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+
+    # --- what DeepSpeed's engine asks of an optimizer ---
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The wrapped optimizer's groups: learning rates live here."""
+        return self.optimizer.param_groups
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters per group, under the name by which DeepSpeed records their shapes."""
+        return [flat.parameters for flat in self.flat]
+
+    @property
+    def dp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks among which the state is partitioned."""
+        return self.groups.data
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Nothing to do: gradients always accumulate until `reduce_gradients`."""
+
+    def zero_grad(self) -> None:
+        """Empties the accumulated gradients."""
+        for flat in self.flat:
+            flat.gradients.zero_()
+
+    # --- the step ---
+
+    def reduce_tied_gradients(self) -> None:
+        """Sums the gradients of tied copies over their stages. Called once all micro-batches are through, on
+        every stage: what each rank has computed by itself is measured here, to name a culprit later."""
+        self._norms_before_reduction = self._parameter_norms()
+        for parameter, group in self.tied:
+            dist.all_reduce(parameter.main_grad, group=group)
+
+    def reduce_gradients(self) -> None:
+        """Sums all gradients over the data-parallel ranks."""
+        if self.groups.data_size > 1:
+            for flat in self.flat:
+                dist.all_reduce(flat.gradients, group=self.groups.data)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clips, steps and spreads the new weights; with an fp16 overflow only the loss scale moves.
+
+        Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow) and `overflow`.
+        Raises NonFiniteError on all ranks when a gradient is not finite and no dynamic scale explains it.
+        """
+        # Gradients are sums over data-parallel ranks of the scaled loss: one factor makes them its mean.
+        factor = 1.0 / (self.scaler.scale * self.groups.data_size)
+        self.grad_norm = self._global_norm() * factor
+        self.overflow = not math.isfinite(self.grad_norm)
+        if self.scaler.dynamic:
+            self.scaler.update(self.overflow)
+        if self.overflow:
+            if not self.scaler.dynamic:
+                raise NonFiniteError(self._diagnosis())
+            return
+        if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
+            factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
+        for flat in self.flat:
+            if factor != 1.0:
+                flat.local_gradients.mul_(factor)
+            flat.master.grad = flat.local_gradients
+        self.optimizer.step()
+        for flat in self.flat:
+            flat.master.grad = None
+        self._spread_weights()
+
+    def _spread_weights(self) -> None:
+        """Copies this rank's master weights into the model and gathers the other partitions'."""
+        for flat in self.flat:
+            if not flat.shares_master:
+                flat.local_weights.copy_(flat.master)
+            if self.partition_count > 1:
+                # gloo may not gather into the buffer that it sends from
+                dist.all_gather(flat.partitions, flat.local_weights.clone(), group=self.groups.data)
+
+    def _parameter_norms(self) -> Tensor:
+        """Norm of each parameter's accumulated gradient, [parameters] fp64."""
+        if not self.parameters:
+            return torch.zeros(0, dtype=torch.float64, device=self._device())
+        return torch.stack([accurate_norm(p.main_grad) for p in self.parameters])
+
+    def _global_norm(self) -> float:
+        """Norm over the whole model, each parameter counted once."""
+        reduced = self.groups.data_size > 1 or self.tied
+        norms = self._parameter_norms() if reduced else self._norms_before_reduction
+        square = norms[self._counted].square().sum()
+        if self.groups.model is not None:
+            dist.all_reduce(square, group=self.groups.model)
+        return math.sqrt(square.item()) if square.isfinite() else float("inf")
+
+    def _device(self) -> torch.device:
+        return torch.device(get_accelerator().current_device_name())
+
+    def _diagnosis(self) -> str:
+        """Who first had a gradient that is not finite: the same sentence on every rank."""
+        finite = self._norms_before_reduction.isfinite().tolist()
+        bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
+        report = f"{self.groups.description}: {bad[0]} (and {len(bad) - 1} more)" if bad else None
+        reports = [report]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            reports = [None] * dist.get_world_size()
+            dist.all_gather_object(reports, report)
+        culprits = [r for r in reports if r]
+        where = "; ".join(culprits[:4]) or "in the sum over ranks only, which overflowed fp32"
+        more = f"; and on {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
+        return f"the gradient is not finite, the step was not taken. First bad parameter: {where}{more}"
+
+    # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
+
+    def state_dict(self) -> dict:
+        """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
+        mappings = []
+        for flat in self.flat:
+            addresses = OrderedDict()
+            for parameter in flat.parameters:
+                fragment = flat.fragment(parameter)
+                if fragment is not None:
+                    addresses[self.names[parameter]] = fragment_address(start=fragment[0], numel=fragment[1])
+            mappings.append(addresses)
+        return {
+            "clip_grad": self.clip_grad,
+            "base_optimizer_state": self.optimizer.state_dict(),
+            "single_partition_of_fp32_groups": [flat.master.detach() for flat in self.flat],
+            "group_paddings": [flat.padding for flat in self.flat],
+            "partition_count": [self.partition_count] * len(self.flat),
+            "ds_version": deepspeed_version,
+            "param_slice_mappings": mappings,
+            "loss_scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(
+        self, state: dict | None = None, state_dict_list: Sequence[dict] | None = None, **_engine_options: object
+    ) -> None:
+        """Restores `state` of ZeRO-0, or this rank's entry of ZeRO-1's `state_dict_list`, and the weights."""
+        if state is None:
+            state = state_dict_list[self.groups.data_rank]
+        # Learning rates, decay and betas are what the flags say now; a checkpoint brings the moments.
+        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["base_optimizer_state"])
+        for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
+            group.update(values)
+        for flat, saved in zip(self.flat, state["single_partition_of_fp32_groups"], strict=True):
+            flat.master.data.copy_(saved)
+        self.scaler.load_state_dict(state["loss_scaler"])
+        self._spread_weights()
+
+
+def _accumulate_in_fp32(parameter: nn.Parameter) -> None:
+    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and lets go of it."""
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def accurate_norm(values: Tensor) -> Tensor:
+    """2-norm of an fp32 tensor to about 1e-8 relative, as an fp64 scalar, at the speed of reading it once."""
+    flat = values.reshape(-1)
+    whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
+    square = torch.linalg.vector_norm(flat[whole:]).double().square()
+    if whole:
+        chunks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), dim=1)
+        square = square + chunks.double().square().sum()
+    return square.sqrt()

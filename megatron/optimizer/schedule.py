@@ -1,0 +1,189 @@
+"""The learning rate as a pure function of how far training has come.
+
+Progress is counted after the step it is for: the first step of a warm-up over 100 iterations runs at rate / 100,
+not at 0, and the rate in a log line is the rate that the step in that line used. There is no state to save: a
+resumed run computes the rate from its counters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
+
+Unit = Literal["iterations", "samples", "tokens"]
+_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come, with the step in question included."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+
+    def count(self, unit: Unit) -> int:
+        """This progress in one unit."""
+        if unit == "iterations":
+            return self.iteration
+        return self.consumed_samples if unit == "samples" else self.consumed_tokens
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up from 0 to max_rate, then a decay that reaches min_rate at decay_length and stays there.
+
+    warmup: length of the warm-up, in warmup_unit.
+    decay_start, decay_length: where the decay starts (the end of the warm-up) and where it ends, counted from the
+        start of training, in decay_unit. Style 'constant' keeps max_rate and has no end.
+    note: what else the banner should say, for a flag that has nothing left to do.
+    """
+
+    max_rate: float
+    min_rate: float
+    style: str
+    warmup: float
+    warmup_unit: Unit
+    decay_start: float
+    decay_length: int
+    decay_unit: Unit
+    note: str = ""
+
+    @classmethod
+    def from_config(
+        cls, schedule: ScheduleConfig, training: TrainingConfig, seq_length: int
+    ) -> LearningRateSchedule:
+        """The schedule that the flags describe; ConfigError if they contradict each other.
+
+        A decay length that is not given is the length of training: --train-iters, or the one of --train-samples
+        and --train-tokens that ends first. Decay by tokens takes its warm-up in samples, and a sample counts
+        seq_length tokens at the end of the warm-up.
+        """
+        _check(schedule, training)
+        length, unit = _decay_length(schedule, training, seq_length)
+        warmup, warmup_unit = _warmup_length(schedule, length, unit)
+        start = warmup * seq_length if (warmup_unit, unit) == ("samples", "tokens") else warmup
+        if start >= length and schedule.lr_decay_style != "constant":
+            raise ConfigError(
+                f"the warm-up lasts {start:,.0f} {unit} but the learning rate has to reach its minimum after "
+                f"{length:,} {unit}: shorten the warm-up (--lr-warmup-{warmup_unit} or --lr-warmup-fraction) or raise "
+                f"--lr-decay-{_flag_end(unit)}"
+            )
+        note = ""
+        if schedule.lr_decay_tokens is not None and schedule.lr_decay_samples is not None:
+            note = f"; --lr-decay-tokens is given, so --lr-decay-samples {schedule.lr_decay_samples:,} is not used"
+        return cls(
+            max_rate=float(schedule.lr),
+            min_rate=float(schedule.min_lr),
+            style=schedule.lr_decay_style,
+            warmup=warmup,
+            warmup_unit=warmup_unit,
+            decay_start=start,
+            decay_length=length,
+            decay_unit=unit,
+            note=note,
+        )
+
+    def rate(self, progress: Progress) -> float:
+        """The rate of the step that brings training to `progress`."""
+        warmed_up = progress.count(self.warmup_unit)
+        if warmed_up < self.warmup:
+            return self.max_rate * warmed_up / self.warmup
+        if self.style == "constant":
+            return self.max_rate
+        position = progress.count(self.decay_unit)
+        if position >= self.decay_length:
+            return self.min_rate
+        # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
+        done = max(0.0, (position - self.decay_start) / (self.decay_length - self.decay_start))
+        remaining = 1.0 - done if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_rate + remaining * (self.max_rate - self.min_rate)
+
+    def describe(self) -> str:
+        """One line for the start banner."""
+        warmup = f"warm-up over {self.warmup:,.0f} {self.warmup_unit}, then " if self.warmup else ""
+        if self.style == "constant":
+            return f"learning rate: {warmup}constant at {self.max_rate:.3E}{self.note}"
+        return (
+            f"learning rate: {warmup}{self.style} from {self.max_rate:.3E} to {self.min_rate:.3E} "
+            f"at {self.decay_length:,} {self.decay_unit}{self.note}"
+        )
+
+
+def _flag_end(unit: Unit) -> str:
+    """How a unit is written at the end of a flag: --lr-decay-iters."""
+    return "iters" if unit == "iterations" else unit
+
+
+def _check(schedule: ScheduleConfig, training: TrainingConfig) -> None:
+    """Refuse values out of range, and iterations mixed with samples or tokens."""
+    if schedule.lr is None or schedule.lr < 0:
+        raise ConfigError(f"the learning rate is {schedule.lr}, expected a number >= 0: give one with --lr")
+    if not 0 <= schedule.min_lr <= schedule.lr:
+        raise ConfigError(
+            f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}: lower --min-lr or raise --lr"
+        )
+    if schedule.lr_decay_style not in _STYLES:
+        raise ConfigError(f"--lr-decay-style {schedule.lr_decay_style} is none of {', '.join(_STYLES)}")
+    if schedule.lr_warmup_fraction is not None:
+        if not 0 <= schedule.lr_warmup_fraction < 1:
+            raise ConfigError(
+                f"--lr-warmup-fraction {schedule.lr_warmup_fraction} must be at least 0 and less than 1"
+            )
+        if schedule.lr_warmup_iters or schedule.lr_warmup_samples:
+            raise ConfigError(
+                "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples both set the warm-up: "
+                "give one of them"
+            )
+    by_samples = training.train_iters is None
+    flags = {
+        "--lr-decay-iters": (schedule.lr_decay_iters, by_samples),
+        "--lr-warmup-iters": (schedule.lr_warmup_iters, by_samples or schedule.lr_decay_tokens is not None),
+        "--lr-decay-samples": (schedule.lr_decay_samples, not by_samples),
+        "--lr-warmup-samples": (
+            schedule.lr_warmup_samples,
+            not by_samples and schedule.lr_decay_tokens is None,
+        ),
+    }
+    for flag, (value, misplaced) in flags.items():
+        if value and misplaced:
+            measured = "samples or tokens" if flag.endswith("iters") else "iterations"
+            other = flag.replace("iters", "samples") if flag.endswith("iters") else flag.replace("samples", "iters")
+            raise ConfigError(
+                f"{flag} {value:,} cannot be used in a run whose learning rate is measured in {measured}: "
+                f"use {other} instead"
+            )
+
+
+def _decay_length(schedule: ScheduleConfig, training: TrainingConfig, seq_length: int) -> tuple[int, Unit]:
+    """Where the decay ends, counted from the start of training, and in what unit."""
+    given: list[tuple[str, int | None, Unit]] = [
+        ("--lr-decay-tokens", schedule.lr_decay_tokens, "tokens"),
+        ("--lr-decay-samples", schedule.lr_decay_samples, "samples"),
+        ("--lr-decay-iters", schedule.lr_decay_iters, "iterations"),
+    ]
+    for flag, value, unit in given:
+        if value is not None:
+            if value <= 0:
+                raise ConfigError(f"{flag} {value} must be at least 1")
+            return value, unit
+    if training.train_iters is not None:
+        return training.train_iters, "iterations"
+    samples, tokens = training.train_samples, training.train_tokens
+    if tokens is not None and (samples is None or tokens < samples * seq_length):
+        return tokens, "tokens"
+    if samples is None:
+        raise ConfigError("the length of training is not given: set --train-iters or --train-samples")
+    return samples, "samples"
+
+
+def _warmup_length(schedule: ScheduleConfig, decay_length: int, decay_unit: Unit) -> tuple[float, Unit]:
+    """The length of the warm-up and its unit."""
+    if schedule.lr_warmup_fraction is not None:
+        return schedule.lr_warmup_fraction * decay_length, decay_unit
+    if decay_unit == "iterations":
+        return float(schedule.lr_warmup_iters), "iterations"
+    return float(schedule.lr_warmup_samples), "samples"

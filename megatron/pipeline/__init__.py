@@ -1,0 +1,1 @@
+"""How the list of layers is cut into pipeline stages."""

@@ -1,0 +1,1 @@
+"""What a run costs, by arithmetic alone: nothing here needs torch or a process group."""

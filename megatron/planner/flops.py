@@ -1,0 +1,64 @@
+"""Floating-point operations of a training step, counted as the Megatron family counts them.
+
+Per step: 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), with B samples of s tokens, L layers of hidden size h and
+V (padded) vocabulary entries. f counts passes over the matrices: 1 forward and 2 backward, and 1 more if the
+forward pass is computed again. A gated MLP, with its third matrix, has 32 in place of 24.
+"""
+
+from __future__ import annotations
+
+_FORWARD_AND_BACKWARD = 3
+_RECOMPUTED_FORWARD = 1
+
+
+def iteration_flops(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    seq_length: int,
+    padded_vocab_size: int,
+    batch_size: int,
+    recompute: bool,
+    gated_mlp: bool = False,
+) -> float:
+    """Hardware FLOPs of one step over `batch_size` samples, summed over all devices.
+
+    recompute: every layer's activations are computed twice (--checkpoint-activations).
+    """
+    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
+    coefficient = 32 if gated_mlp else 24
+    matrices = coefficient * passes * batch_size * seq_length * num_layers * hidden_size**2
+    attention = seq_length / (6 * hidden_size)
+    head = padded_vocab_size / (16 * num_layers * hidden_size)
+    return matrices * (1 + attention + head)
+
+
+def model_flops(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    seq_length: int,
+    padded_vocab_size: int,
+    batch_size: int,
+    gated_mlp: bool = False,
+) -> float:
+    """FLOPs that the model itself needs for one step (f = 3): recomputation is not counted as work."""
+    return iteration_flops(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        seq_length=seq_length,
+        padded_vocab_size=padded_vocab_size,
+        batch_size=batch_size,
+        recompute=False,
+        gated_mlp=gated_mlp,
+    )
+
+
+def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:
+    """TFLOP/s of each of `world_size` devices that together do `flops` in `seconds`."""
+    return flops / (seconds * world_size * 1e12)
+
+
+def pipeline_efficiency(num_micro_batches: int, num_stages: int) -> float:
+    """Share of a step in which a pipeline of equal stages is busy: m / (m + p - 1)."""
+    return num_micro_batches / (num_micro_batches + num_stages - 1)

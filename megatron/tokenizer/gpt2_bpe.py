@@ -1,0 +1,56 @@
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, over the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class GPT2BPETokenizer:
+    """Gives the ids of OpenAI's and transformers' GPT-2 tokenizers for the same two files."""
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        try:
+            model = models.BPE.from_file(vocab_file, merge_file)
+        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+            raise ConfigError(
+                f"--vocab-file {vocab_file} with --merge-file {merge_file}: not a GPT-2 vocabulary and its "
+                f"merges ({error})"
+            ) from error
+        tokenizer = tokenizers.Tokenizer(model)
+        vocabulary = tokenizer.get_vocab()
+        if END_OF_TEXT not in vocabulary:
+            raise ConfigError(f"--vocab-file {vocab_file}: has no {END_OF_TEXT}, which ends a document")
+        absent = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocabulary]
+        if absent:
+            # Text with such a byte would lose it without a word.
+            raise ConfigError(
+                f"--vocab-file {vocab_file}: lacks {len(absent)} of the 256 byte symbols of a GPT-2 "
+                "vocabulary"
+            )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        self._tokenizer = tokenizer
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod = vocabulary[END_OF_TEXT]
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)

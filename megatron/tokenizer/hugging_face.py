@@ -1,0 +1,53 @@
+"""Any Hugging Face tokenizer, over `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config import ConfigError
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer in a folder, or of a model name that is already in the local Hugging Face cache.
+
+    Nothing is downloaded: compute nodes have no way out, and a run must not depend on what a hub serves
+    today.
+    """
+
+    name = "PretrainedFromHF"
+
+    def __init__(self, name_or_path: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
+        except Exception as error:  # OSError, ValueError, KeyError, ImportError: depends on what is missing
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigError(
+                f"--tokenizer-name-or-path {name_or_path}: not a folder with a tokenizer, nor a name in the "
+                f"local Hugging Face cache ({first_line})"
+            ) from error
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"--tokenizer-name-or-path {name_or_path}: the tokenizer has no eos token, which ends a "
+                "document"
+            )
+        # A document may be longer than any model's context: it is cut into samples later.
+        tokenizer.model_max_length = int(1e30)
+        self._tokenizer = tokenizer
+        # len() counts the entries; ids with holes between them can go higher.
+        self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+        self.eod: int = tokenizer.eos_token_id
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

@@ -1,0 +1,38 @@
+"""SentencePiece models, over the `sentencepiece` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sentencepiece
+
+from megatron.config import ConfigError
+
+
+class SentencePieceTokenizer:
+    """The model in a .model file; its end-of-sentence piece ends a document."""
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, model_file: str) -> None:
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=model_file)
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"--tokenizer-model {model_file}: not a SentencePiece model") from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod: int = self._processor.eos_id()
+        if self.eod < 0:
+            raise ConfigError(
+                f"--tokenizer-model {model_file}: has no end-of-sentence piece (eos_id is -1), which ends a "
+                "document"
+            )
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        # num_threads=1: the tools run one process per core already.
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._processor.decode([int(id) for id in ids])

@@ -1,0 +1,76 @@
+"""The data of a run: how many samples each split must have, and one loader per split."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron.config import Config, ConfigError
+from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets, data_fingerprint, prepare_index_files
+from megatron.data.loader import GPTBatchLoader
+from megatron.mpu.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is, in the units that its parts count in."""
+
+    iterations: int
+    train_samples: int
+
+    def samples_per_split(self, config: Config) -> tuple[int, int, int]:
+        """Samples that training, validation and test read, validation once per interval and once at the end."""
+        training, batch = config.training, config.batch.global_batch_size
+        validations = self.iterations // training.eval_interval + 1
+        return (
+            0 if training.no_train else self.train_samples,
+            validations * training.eval_iters * batch,
+            training.eval_iters * batch,
+        )
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A loader per split, None where the split is empty, and what identifies the data."""
+
+    train: GPTBatchLoader | None
+    valid: GPTBatchLoader | None
+    test: GPTBatchLoader | None
+    fingerprint: dict
+
+
+def fingerprint_of(config: Config, length: RunLength) -> dict:
+    """What identifies the training data and its order."""
+    return data_fingerprint(config.data, config.model.seq_length, config.training.seed, length.train_samples)
+
+
+def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocab_size: int, eod: int) -> RunData:
+    """Builds what index files are missing (one process per node), then opens them on every rank. Collective."""
+    samples = length.samples_per_split(config)
+    where = (config.data, config.model.seq_length, config.training.seed, samples)
+    if config.parallel.local_rank == 0:
+        prepare_index_files(*where)
+    dist.barrier()
+    train, valid, test = build_gpt_datasets(*where)
+    if train is None and not config.training.no_train:
+        raise ConfigError(f"--split {config.data.split} leaves no document of {config.data.data_path[0]} to train on")
+
+    def loader(dataset: GPTDataset | None, num_workers: int) -> GPTBatchLoader | None:
+        if dataset is None:
+            return None
+        return GPTBatchLoader(
+            dataset,
+            micro_batch_size=config.batch.micro_batch_size,
+            data_rank=layout.data_rank,
+            data_size=layout.data,
+            eod=eod,
+            eod_mask_loss=config.data.eod_mask_loss,
+            vocab_size=vocab_size,
+            num_workers=num_workers,
+        )
+
+    return RunData(
+        loader(train, config.data.num_workers),
+        loader(valid, config.data.valid_num_workers),
+        loader(test, config.data.valid_num_workers),
+        fingerprint_of(config, length),
+    )

@@ -1,0 +1,66 @@
+"""Joining the processes of a run into one world, on whatever device DeepSpeed's accelerator finds."""
+
+import logging
+import os
+import socket
+
+import torch.distributed as dist
+
+from megatron.config import Config, ConfigError
+
+# Said once per process at import on a machine without GPU; the start banner says which device is used.
+_ACCELERATOR_NOTICE = "Setting accelerator to CPU"
+
+
+def quiet_library_logs(config: Config) -> None:
+    """Applies --log-level (global rank 0) and --log-level-replica (others). To be called before DeepSpeed is
+    imported, which logs while it is imported."""
+    logging_config = config.logging
+    is_main = os.environ.get("RANK", "0") == "0"
+    name = logging_config.log_level if is_main else logging_config.log_level_replica
+    level = getattr(logging, name.upper())
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.levelno >= level and _ACCELERATOR_NOTICE not in record.getMessage()
+
+    deepspeed_logger = logging.getLogger("DeepSpeed")
+    deepspeed_logger.addFilter(wanted)
+    if level < logging.WARNING:
+        deepspeed_logger.setLevel(level)
+
+
+def join_world(config: Config) -> int:
+    """Makes the default process group; returns this process's global rank.
+
+    The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who is who; a process
+    started without a launcher is a world of one. Raises ConfigError for a back-end that the device lacks.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    backend = config.parallel.distributed_backend or get_accelerator().communication_backend_name()
+    if backend == "nccl" and get_accelerator().device_name() == "cpu":
+        raise ConfigError(
+            "--distributed-backend nccl needs GPUs and this machine has none: leave the flag out, or say gloo"
+        )
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", str(config.parallel.local_rank or 0))
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return dist.get_rank()
+
+
+def leave_world() -> None:
+    """Ends the process group, after everyone has arrived."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

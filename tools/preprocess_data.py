@@ -1,0 +1,190 @@
+#!/usr/bin/env python
+"""Turn jsonl text into the .bin and .idx token files that training reads.
+
+    python tools/preprocess_data.py --input text.jsonl --output-prefix data/text \\
+        --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 2
+
+writes data/text_text_document.bin and .idx; train with --data-path data/text_text_document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.config import ConfigError
+from megatron.data.preprocessing import Progress, output_name, preprocess
+from megatron.tokenizer import TOKENIZER_TYPES
+
+SKIPPED_LINES_SHOWN = 5
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are ConfigErrors, so that they are printed like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the flags)")
+
+
+def build_parser() -> Parser:
+    """The flags, named as in Megatron."""
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input", nargs="+", required=True, help="jsonl files, plain or .gz, read in this order"
+    )
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys whose text is taken (default: text)"
+    )
+    group.add_argument(
+        "--skip-bad-lines", action="store_true", help="leave out and count lines that are not usable"
+    )
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the one that the files fit"
+    )
+    group.add_argument("--vocab-file", help="GPT-2's vocab.json")
+    group.add_argument("--merge-file", help="GPT-2's merges.txt")
+    group.add_argument("--tokenizer-name-or-path", help="folder of a Hugging Face tokenizer")
+    group.add_argument("--tokenizer-model", help="SentencePiece .model file")
+    group.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-prefix", required=True, help="files are {prefix}_{key}_document.bin and .idx"
+    )
+    group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
+    group = parser.add_argument_group("running")
+    group.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    group.add_argument("--log-interval", type=int, default=10000, help="lines of text between two reports")
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise a ConfigError for what would fail only after the work has begun."""
+    for name in ("workers", "log_interval"):
+        if getattr(arguments, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {getattr(arguments, name)}, expected 1 or more")
+    for path in arguments.input:
+        if not os.path.isfile(path):
+            raise ConfigError(f"--input {path}: no such file")
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"--input {path}: the file cannot be read by this user")
+        if path.endswith((".zst", ".xz", ".bz2", ".zip", ".parquet")):
+            raise ConfigError(f"--input {path}: only plain and .gz files are read, decompress it first")
+    folder = os.path.dirname(os.path.abspath(arguments.output_prefix))
+    if not os.path.isdir(folder):
+        raise ConfigError(f"--output-prefix {arguments.output_prefix}: there is no folder {folder}")
+
+
+class PlainReport:
+    """A line every --log-interval lines of input, for logs."""
+
+    def __init__(self, log_interval: int) -> None:
+        self._interval = log_interval
+        self._next = log_interval
+        self._start = time.monotonic()
+
+    def __enter__(self) -> PlainReport:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.lines >= self._next:
+            self._next = progress.lines + self._interval
+            print(f"processed {progress.lines:,} documents, {speed(progress, self._start)}", flush=True)
+
+
+class BarReport:
+    """A progress bar, for terminals. How much is left is not known for .gz files."""
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        from rich import progress as rich_progress
+
+        packed = any(path.endswith(".gz") for path in inputs)
+        self._start = time.monotonic()
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("tokenizing"),
+            rich_progress.BarColumn(),
+            rich_progress.DownloadColumn(),
+            rich_progress.TextColumn("{task.fields[speed]}"),
+            rich_progress.TimeRemainingColumn(),
+        )
+        total = None if packed else sum(os.path.getsize(path) for path in inputs)
+        self._task = self._bar.add_task("tokenizing", total=total, speed="")
+
+    def __enter__(self) -> BarReport:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        self._bar.update(self._task, completed=progress.input_bytes, speed=speed(progress, self._start))
+
+
+def speed(progress: Progress, start: float) -> str:
+    """Megabytes of input and documents per second since `start`."""
+    seconds = max(time.monotonic() - start, 1e-9)
+    return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Do the work; ConfigError for a user's mistake."""
+    arguments = build_parser().parse_args(argv)
+    check_arguments(arguments)
+    start = time.monotonic()
+    on_terminal = sys.stdout.isatty()
+    with BarReport(arguments.input) if on_terminal else PlainReport(arguments.log_interval) as report:
+        progress = preprocess(
+            arguments.input,
+            arguments.output_prefix,
+            arguments.json_keys,
+            arguments,
+            append_eod=arguments.append_eod,
+            workers=arguments.workers,
+            skip_bad_lines=arguments.skip_bad_lines,
+            report=report,
+        )
+    if progress.skipped:
+        print(f"skipped {len(progress.skipped):,} of {progress.lines:,} lines:", file=sys.stderr)
+        for bad_line in progress.skipped[:SKIPPED_LINES_SHOWN]:
+            print(f"  {bad_line}", file=sys.stderr)
+        if len(progress.skipped) > SKIPPED_LINES_SHOWN:
+            print("  ...", file=sys.stderr)
+    for key in progress.documents:
+        name = output_name(arguments.output_prefix, key)
+        print(
+            f"{name}: {progress.documents[key]:,} documents, {progress.tokens[key]:,} tokens (.bin and .idx)"
+        )
+    print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2 for a user's mistake, with one sentence."""
+    try:
+        run(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
