@@ -18,7 +18,7 @@ from typing import NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, exit_on_config_error
 from megatron.data.preprocessing import Progress, output_name, preprocess
 from megatron.tokenizer import TOKENIZER_TYPES
 
@@ -173,18 +173,15 @@ def run(argv: Sequence[str] | None) -> None:
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2 for a user's mistake, with one sentence."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with code 2, and one sentence, for a user's mistake."""
     try:
-        run(argv)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        with exit_on_config_error():
+            run(argv)
     except KeyboardInterrupt:
         print("interrupted, nothing was written", file=sys.stderr)
-        return 130
-    return 0
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError
+from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
 
 RUN_FILE = "run.json"
@@ -79,6 +80,21 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         ) from error
 
 
+def find_checkpoint(
+    config: Config, bounds: list[int], vocab_size: int, fingerprint: dict[str, Any]
+) -> Checkpoint | None:
+    """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
+
+    Raises ConfigError for one that this run cannot go on from: another model, layout or data.
+    """
+    checkpoint = find_latest(config.checkpoint.load) if config.checkpoint.load else None
+    if checkpoint is not None:
+        check_model(checkpoint, config, vocab_size)
+        check_layout(checkpoint, config, bounds)
+        check_data(checkpoint, fingerprint)
+    return checkpoint
+
+
 def layout_record(config: Config, bounds: list[int]) -> dict[str, Any]:
     """What must be equal to resume without reshaping."""
     parallel = config.parallel
@@ -110,7 +126,9 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
     free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
     differences = [
-        f"{key} was {saved.get(key)}, is {now[key]}" for key in now if key not in free and saved.get(key) != now[key]
+        f"{key} was {saved.get(key)}, is {now[key]}"
+        for key in now
+        if key not in free and saved.get(key) != now[key]
     ]
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
@@ -120,9 +138,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
 
 def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
     """Refuses to go on with other data: the position in it would mean nothing."""
-    saved = checkpoint.run["data"]
-    now = json.loads(json.dumps(fingerprint))
-    differences = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
+    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
     if differences:
         raise ConfigError(
             f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): give the flags that "

@@ -26,7 +26,9 @@ def load_whole_weights(module: nn.Module, folder: Path) -> None:
         if match:
             files.setdefault(int(match.group(1)), []).append(path)
     if not files:
-        raise ConfigError(f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?")
+        raise ConfigError(
+            f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
+        )
     parameters = dict(module.named_parameters())
     missing = set(parameters)
     for index, paths in files.items():

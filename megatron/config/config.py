@@ -31,7 +31,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a run was asked to do. Never changed after validation: use dataclasses.replace for a variant."""
+    """Everything that a run was asked to do; dataclasses.replace makes a variant."""
 
     model: ModelConfig
     batch: BatchConfig
@@ -58,13 +58,15 @@ class Config:
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
         """The config that `to_dict` was made from; what is missing takes its default.
 
-        Raises ConfigError for a section or a field that does not exist, and for a missing one that has no default.
+        Raises ConfigError for a section or a field that does not exist, and for a missing one that has no
+        default.
         """
         for section in settings:
             if section not in SECTIONS:
                 raise ConfigError(f"'{section}' is no section of the config: expected {', '.join(SECTIONS)}")
         sections = {
-            section: _section_from_dict(section, kind, settings.get(section, {})) for section, kind in SECTIONS.items()
+            section: _section_from_dict(section, kind, settings.get(section, {}))
+            for section, kind in SECTIONS.items()
         }
         return cls(**sections)
 
@@ -73,8 +75,12 @@ def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name in settings:
         if name not in fields:
-            raise ConfigError(f"'{section}.{name}' is no setting: it was written by another version of this program")
+            raise ConfigError(
+                f"'{section}.{name}' is no setting: it was written by another version of this program"
+            )
     for name, description in fields.items():
         if description.default is dataclasses.MISSING and name not in settings:
             raise ConfigError(f"'{section}.{name}' is missing and has no default")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+    return kind(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    )

@@ -15,10 +15,15 @@ class DataConfig(Section):
     group: ClassVar[str] = "data and dataloader"
 
     data_path: tuple[str, ...] = flag(
-        (), nargs="+", metavar="PREFIX", help="path of a .bin/.idx pair made by tools/preprocess_data.py, no ending"
+        (),
+        nargs="+",
+        metavar="PREFIX",
+        help="path of a .bin/.idx pair made by tools/preprocess_data.py, no ending",
     )
     split: str = flag("969, 30, 1", strip_quotes=True, help="parts for training, validation and test")
-    data_impl: str = flag("mmap", choices=("mmap", "infer"), help="format of the token files; infer finds mmap too")
+    data_impl: str = flag(
+        "mmap", choices=("mmap", "infer"), help="format of the token files; infer finds mmap too"
+    )
     num_workers: int = flag(0, at_least=0, help="processes that read training data ahead; 0: none")
     valid_num_workers: int = flag(
         derived="--num-workers", at_least=0, help="processes that read validation and test data ahead"

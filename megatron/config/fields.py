@@ -1,7 +1,8 @@
 """How a dataclass field describes its command-line flag, and the base class of all config sections.
 
-`flag(default, help=...)` stands where `dataclasses.field` would; the parser in cli.py is made from what it stores.
-Bounds and choices are checked when a section is built, so they hold for code that builds a config by hand too.
+`flag(default, help=...)` stands where `dataclasses.field` would; the parser in cli.py is made from what it
+stores. Bounds and choices are checked when a section is built, so they hold for code that builds a config by
+hand too.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def flag(
 ) -> Any:
     """A dataclass field that is also a flag; without a default the flag is required.
 
-    group: title of the help group (None: the section's `group`). derived: in words, what stands in when the flag is
-    absent; the section's `derive` fills it in, so the built object never holds None there. at_least, above, at_most,
-    below: bounds on the number, or on each number of a tuple.
+    group: title of the help group (None: the section's `group`). derived: in words, what stands in when the
+    flag is absent; the section's `derive` fills it in, so the built object never holds None there. at_least,
+    above, at_most, below: bounds on the number, or on each number of a tuple.
     """
     description = Flag(
         help, group, aliases, choices, metavar, nargs, derived, strip_quotes, at_least, above, at_most, below
@@ -76,7 +77,7 @@ def option_name(field_name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of the config sections: derives what was left out, then checks bounds and choices of every field."""
+    """Base of the config sections: checks bounds and choices of fields, then derives what was left out."""
 
     group: ClassVar[str]
 
@@ -108,10 +109,18 @@ def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
         if not math.isfinite(number):
             raise ConfigError(f"{option_name(field.name)} is {number}: expected a finite number")
         if description.at_least is not None and number < description.at_least:
-            raise ConfigError(f"{option_name(field.name)} is {number}: expected at least {description.at_least}")
+            raise ConfigError(
+                f"{option_name(field.name)} is {number}: expected at least {description.at_least}"
+            )
         if description.above is not None and number <= description.above:
-            raise ConfigError(f"{option_name(field.name)} is {number}: expected more than {description.above}")
+            raise ConfigError(
+                f"{option_name(field.name)} is {number}: expected more than {description.above}"
+            )
         if description.at_most is not None and number > description.at_most:
-            raise ConfigError(f"{option_name(field.name)} is {number}: expected at most {description.at_most}")
+            raise ConfigError(
+                f"{option_name(field.name)} is {number}: expected at most {description.at_most}"
+            )
         if description.below is not None and number >= description.below:
-            raise ConfigError(f"{option_name(field.name)} is {number}: expected less than {description.below}")
+            raise ConfigError(
+                f"{option_name(field.name)} is {number}: expected less than {description.below}"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
 
 
@@ -17,7 +18,9 @@ class ModelConfig(Section):
     num_layers: int = flag(help="number of transformer layers", at_least=1)
     hidden_size: int = flag(help="width of the residual stream", at_least=1)
     ffn_hidden_size: int = flag(
-        derived="4 x hidden size", at_least=1, help="width inside the MLP; with --glu-activation that of each half"
+        derived="4 x hidden size",
+        at_least=1,
+        help="width inside the MLP; with --glu-activation that of each half",
     )
     num_attention_heads: int = flag(help="number of attention heads", at_least=1)
     kv_channels: int = flag(derived="hidden size / heads", at_least=1, help="width of one attention head")
@@ -33,24 +36,33 @@ class ModelConfig(Section):
         help="learnt table of positions, rotary embedding, or linear attention biases",
     )
     vocab_size: int | None = flag(
-        None, at_least=1, help="true size of the vocabulary, where no tokenizer gives it (for example with --dry-run)"
+        None,
+        at_least=1,
+        help="true size of the vocabulary, where no tokenizer gives it (for example with --dry-run)",
     )
     make_vocab_size_divisible_by: int = flag(
         128, at_least=1, help="the vocabulary is padded to a multiple of this times the tensor-parallel size"
     )
     pad_vocab_size_to: int | None = flag(
-        None, at_least=1, help="pad the vocabulary to exactly this size, which makes it the same for every layout"
+        None,
+        at_least=1,
+        help="pad the vocabulary to exactly this size, which makes it the same for every layout",
     )
     layernorm_epsilon: float = flag(1e-5, above=0, help="added to the variance inside layer norms")
     embed_layernorm: bool = flag(False, help="a layer norm right after the word embedding")
     glu_activation: str | None = flag(
-        None, choices=("geglu", "liglu", "reglu", "swiglu"), help="gated MLP with this activation in place of GELU"
+        None,
+        choices=("geglu", "liglu", "reglu", "swiglu"),
+        help="gated MLP with this activation in place of GELU",
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False, help="the residual branches off after the layer norm in place of before"
     )
     init_method_std: float = flag(
-        0.02, above=0, group="initialization", help="standard deviation of the normal distribution of initial weights"
+        0.02,
+        above=0,
+        group="initialization",
+        help="standard deviation of the normal distribution of initial weights",
     )
     hidden_dropout: float = flag(
         0.1, at_least=0, below=1, group="regularization", help="dropout on the residual branches"
@@ -64,7 +76,17 @@ class ModelConfig(Section):
         if self.ffn_hidden_size is None:
             derived["ffn_hidden_size"] = 4 * self.hidden_size
         if self.kv_channels is None:
-            derived["kv_channels"] = max(1, self.hidden_size // self.num_attention_heads)
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                    f"{self.num_attention_heads}: change one of them, or give the head width as --kv-channels"
+                )
+            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.max_position_embeddings is None:
+            if self.position_embedding_type == "absolute":
+                raise ConfigError(
+                    "--position-embedding-type absolute without --max-position-embeddings: "
+                    f"give the size of its table, at least --seq-length {self.seq_length}"
+                )
             derived["max_position_embeddings"] = self.seq_length
         return derived

@@ -24,7 +24,9 @@ class OptimizerConfig(Section):
     adam_beta2: float = flag(0.999, at_least=0, below=1, help="decay rate of Adam's second moment")
     adam_eps: float = flag(1e-8, above=0, help="added to the root of Adam's second moment")
     sgd_momentum: float = flag(0.9, at_least=0, below=1, help="momentum of --optimizer sgd")
-    weight_decay: float = flag(0.01, at_least=0, help="decay of the weights; biases and layer norms have none")
+    weight_decay: float = flag(
+        0.01, at_least=0, help="decay of the weights; biases and layer norms have none"
+    )
     clip_grad: float = flag(1.0, at_least=0, help="largest norm of the whole gradient; 0: no clipping")
     use_apex: bool = flag(False, group="training", help="use NVIDIA apex's fused layer norm and Adam")
 
@@ -63,7 +65,9 @@ class PrecisionConfig(Section):
     fp16: bool = flag(False, help="compute in fp16, with a loss scale")
     bf16: bool = flag(False, help="compute in bf16")
     loss_scale: float | None = flag(
-        None, at_least=0, help="static loss scale of fp16; 0 or absent: a dynamic one (the DeepSpeed JSON wins)"
+        None,
+        at_least=0,
+        help="static loss scale of fp16; 0 or absent: a dynamic one (the DeepSpeed JSON wins)",
     )
     initial_loss_scale: float = flag(2.0**32, above=0, help="first value of the dynamic loss scale")
     min_loss_scale: float = flag(1.0, above=0, help="smallest value of the dynamic loss scale")

@@ -17,7 +17,9 @@ class CheckpointConfig(Section):
     group: ClassVar[str] = "checkpointing"
 
     save: str | None = flag(None, metavar="FOLDER", help="write checkpoints here, at every exit at least")
-    load: str | None = flag(None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh")
+    load: str | None = flag(
+        None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh"
+    )
     save_interval: int | None = flag(None, at_least=1, help="steps between two checkpoints")
 
 
@@ -29,9 +31,13 @@ class LoggingConfig(Section):
 
     log_interval: int = flag(100, at_least=1, help="steps between two lines of loss and speed")
     tensorboard_dir: str | None = flag(None, metavar="FOLDER", help="write TensorBoard events here")
-    tensorboard_queue_size: int = flag(1000, at_least=1, help="events that TensorBoard's writer holds before a flush")
+    tensorboard_queue_size: int = flag(
+        1000, at_least=1, help="events that TensorBoard's writer holds before a flush"
+    )
     log_timers_to_tensorboard: bool = flag(False, help="times of the parts of a step to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, help="batch size to TensorBoard")
     log_validation_ppl_to_tensorboard: bool = flag(False, help="validation perplexity to TensorBoard")
     log_level: str = flag("warning", choices=LOG_LEVELS, help="level of the log messages of global rank 0")
-    log_level_replica: str = flag("error", choices=LOG_LEVELS, help="level of the log messages of all other ranks")
+    log_level_replica: str = flag(
+        "error", choices=LOG_LEVELS, help="level of the log messages of all other ranks"
+    )

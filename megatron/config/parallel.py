@@ -15,15 +15,20 @@ class ParallelConfig(Section):
     group: ClassVar[str] = "distributed"
 
     tensor_model_parallel_size: int = flag(1, at_least=1, help="processes that share each layer (TP)")
-    pipeline_model_parallel_size: int = flag(1, at_least=1, help="stages that the list of layers is cut into (PP)")
+    pipeline_model_parallel_size: int = flag(
+        1, at_least=1, help="stages that the list of layers is cut into (PP)"
+    )
     partition_method: str = flag(
         "type:transformer",
         aliases=("--pp-partition-method",),
         strip_quotes=True,
         metavar="uniform|parameters|type:REGEX",
-        help="what the stages hold equally much of: layers, parameters, or layers whose class name matches REGEX",
+        help="what the stages hold equally much of: layers, parameters, or layers whose class name matches "
+        "REGEX",
     )
-    zero_stage: int = flag(0, at_least=0, at_most=3, help="0: every replica holds all optimizer state; 1: shared")
+    zero_stage: int = flag(
+        0, at_least=0, at_most=3, help="0: every replica holds all optimizer state; 1: shared"
+    )
     distributed_backend: str | None = flag(
         None, choices=("nccl", "gloo"), help="transport of torch.distributed (default: what suits the device)"
     )
@@ -31,7 +36,10 @@ class ParallelConfig(Section):
         1, at_least=1, help="number of processes to plan for with --dry-run; a run gets it from its launcher"
     )
     local_rank: int = flag(
-        0, at_least=0, aliases=("--local_rank",), help="place of this process on its machine; set by the launcher"
+        0,
+        at_least=0,
+        aliases=("--local_rank",),
+        help="place of this process on its machine; set by the launcher",
     )
 
     @property

@@ -16,15 +16,16 @@ class BatchConfig(Section):
 
     micro_batch_size: int = flag(at_least=1, help="samples that a model replica works on at once")
     global_batch_size: int = flag(
-        at_least=1, help="samples per optimizer step, over all replicas: micro-batch x accumulation steps x replicas"
+        at_least=1,
+        help="samples per optimizer step, over all replicas: micro-batch x accumulation steps x replicas",
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
         nargs=3,
         at_least=1,
         metavar=("START", "INCREMENT", "SAMPLES"),
-        help="begin with batches of START samples, and add INCREMENT at equal distances, until --global-batch-size "
-        "is reached after SAMPLES samples",
+        help="begin with batches of START samples, and add INCREMENT at equal distances, until "
+        "--global-batch-size is reached after SAMPLES samples",
     )
 
 
@@ -34,18 +35,26 @@ class TrainingConfig(Section):
 
     group: ClassVar[str] = "training"
 
-    train_iters: int | None = flag(None, at_least=1, help="optimizer steps over all runs; or give --train-samples")
+    train_iters: int | None = flag(
+        None, at_least=1, help="optimizer steps over all runs; or give --train-samples"
+    )
     train_samples: int | None = flag(None, at_least=1, help="samples over all runs; or give --train-iters")
-    train_tokens: int | None = flag(None, at_least=1, help="stop after this many tokens, where that comes earlier")
+    train_tokens: int | None = flag(
+        None, at_least=1, help="stop after this many tokens, where that comes earlier"
+    )
     eval_interval: int = flag(1000, at_least=1, group="validation", help="steps between two evaluations")
     eval_iters: int = flag(
         100, at_least=0, group="validation", help="batches per evaluation; 0: no evaluation is made"
     )
     exit_interval: int | None = flag(
-        None, at_least=1, help="save and exit when the step is a multiple of this, for jobs that follow each other"
+        None,
+        at_least=1,
+        help="save and exit when the step is a multiple of this, for jobs that follow each other",
     )
     exit_duration_in_mins: int | None = flag(None, at_least=1, help="save and exit after this many minutes")
-    kill_switch_path: str | None = flag(None, metavar="FILE", help="save and exit as soon as this file exists")
+    kill_switch_path: str | None = flag(
+        None, metavar="FILE", help="save and exit as soon as this file exists"
+    )
     seed: int = flag(
         1234,
         at_least=0,
@@ -54,14 +63,18 @@ class TrainingConfig(Section):
         help="seed of the weights, the sample order and the dropout",
     )
     no_train: bool = flag(False, help="evaluate only")
-    checkpoint_activations: bool = flag(False, help="recompute activations in the backward pass, to save memory")
+    checkpoint_activations: bool = flag(
+        False, help="recompute activations in the backward pass, to save memory"
+    )
     checkpoint_num_layers: int = flag(1, at_least=1, help="layers that are recomputed together")
-    dry_run: bool = flag(False, help="check all flags, print layout, batches and stages, and exit; data is not read")
+    dry_run: bool = flag(
+        False, help="check all flags, print layout, batches and stages, and exit; data is not read"
+    )
     deepspeed_config: str | None = flag(
         None,
         aliases=("--deepspeed_config",),
         group="distributed",
         metavar="FILE",
-        help="JSON with further settings of DeepSpeed; must not contradict the flags, except for the loss scale, "
-        "where the file wins",
+        help="JSON with further settings of DeepSpeed; must not contradict the flags, except for the loss "
+        "scale, where the file wins",
     )

@@ -9,8 +9,8 @@ from megatron.config.model import ModelConfig
 def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) -> int:
     """Rows of the embedding table, padding included, over all tensor ranks.
 
-    A multiple of make_vocab_size_divisible_by x tensor_parallel, or exactly pad_vocab_size_to where that is set; then
-    it must hold the true size and be divisible by tensor_parallel, else ConfigError.
+    A multiple of make_vocab_size_divisible_by x tensor_parallel, or exactly pad_vocab_size_to where that is
+    set; then it must hold the true size and be divisible by tensor_parallel, else ConfigError.
     """
     padded = model.pad_vocab_size_to
     if padded is None:
@@ -29,6 +29,7 @@ def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
     """Raise ConfigError where tensor ranks could not hold equal parts of the padded vocabulary."""
     if padded % tensor_parallel:
         raise ConfigError(
-            f"--pad-vocab-size-to {padded} is not divisible by --tensor-model-parallel-size {tensor_parallel}: "
-            f"give {-(-padded // tensor_parallel) * tensor_parallel}, or change the tensor-parallel size"
+            f"--pad-vocab-size-to {padded} is not divisible by --tensor-model-parallel-size "
+            f"{tensor_parallel}: give {-(-padded // tensor_parallel) * tensor_parallel}, or change the "
+            "tensor-parallel size"
         )

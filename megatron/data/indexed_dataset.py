@@ -12,7 +12,7 @@ all numbers little-endian:
     int64[S]  byte offset of each sequence in .bin
     int64[D]  first sequence of each document, and at the end S
 
-GPT data has one sequence per document, and the sample order counts sequences: those are the "documents" below.
+GPT data has one sequence per document, and the sample order counts sequences: "documents" below are those.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class IndexedDatasetBuilder:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        # The old index goes first: it must never describe the new .bin, and without an index there is no data.
+        # The old index goes first: it must never describe the new .bin, and without it there is no data.
         if os.path.exists(index_path(self.prefix)):
             os.remove(index_path(self.prefix))
         os.replace(self._temporary_data, data_path(self.prefix))

@@ -6,6 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -106,11 +108,8 @@ class BatchEncoder:
             for ids in documents:
                 ids.append(self.tokenizer.eod)
         sizes = np.array([len(ids) for ids in documents], dtype=np.int64)
-        tokens = np.fromiter(
-            (id for ids in documents for id in ids),
-            smallest_dtype(self.tokenizer.vocab_size),
-            int(sizes.sum()),
-        )
+        dtype = smallest_dtype(self.tokenizer.vocab_size)
+        tokens = np.fromiter(chain.from_iterable(documents), dtype, int(sizes.sum()))
         return tokens, sizes
 
 
@@ -261,6 +260,8 @@ _worker_encoder: BatchEncoder | None = (
 
 def _start_worker(flags: TokenizerFlags, json_keys: tuple[str, ...], append_eod: bool) -> None:
     global _worker_encoder
+    # Ctrl-C reaches every process of a terminal; the main one alone says what became of the work.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker_encoder = BatchEncoder(build_tokenizer(flags), json_keys, append_eod)
 
 

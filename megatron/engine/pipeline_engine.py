@@ -23,7 +23,9 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 class GPTEngine(SameNumbersPipelineEngine):
     """Trains and evaluates a `GPTModelPipe` stage."""
 
-    def __init__(self, config: Config, layout: ParallelLayout, tensor: TensorGroup, model: GPTModelPipe) -> None:
+    def __init__(
+        self, config: Config, layout: ParallelLayout, tensor: TensorGroup, model: GPTModelPipe
+    ) -> None:
         self.run_config = config
         self.layout = layout
         self.tensor_group = tensor
@@ -74,7 +76,11 @@ class GPTEngine(SameNumbersPipelineEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         samples = micro_batch_samples(
-            consumed_samples, self.micro_batch_size, self.micro_batches, self.layout.data_rank, self.layout.data
+            consumed_samples,
+            self.micro_batch_size,
+            self.micro_batches,
+            self.layout.data_rank,
+            self.layout.data,
         )
         self._samples_to_come = iter([tuple(row) for row in samples.tolist()])
         return self.train_batch(micro_batches)
@@ -84,7 +90,9 @@ class GPTEngine(SameNumbersPipelineEngine):
         return self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        if self.module.training:  # every schedule runs the forward passes of a step in the order of the samples
+        if (
+            self.module.training
+        ):  # every schedule runs the forward passes of a step in the order of the samples
             self.module.stream.samples = next(self._samples_to_come)
         super()._exec_forward_pass(buffer_id)
 

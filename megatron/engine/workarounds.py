@@ -15,16 +15,26 @@ Each entry was seen with DeepSpeed 0.19.8; the test beside it fails when the wor
    of its optimizer wrappers: tests/distributed/test_layout_parity.py, tests/distributed/test_optimizer.py.
 6. `PipelineEngine` finds the code of a schedule's instruction in a table of its own class, past any override:
    the table is made anew here.
-7. On stages after the first, `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
+7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
+8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a lock
+   file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
 """
 
 from typing import ClassVar
 
+import deepspeed.ops
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def compile_nothing_at_start() -> None:
+    """Entry 8. To be called before the process group is made."""
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
 
 class SameNumbersPipelineEngine(PipelineEngine):

@@ -67,7 +67,9 @@ class EmbeddingPipe(nn.Module):
         self.stream = context.stream
 
     def forward(self, tokens: Tensor) -> Payload:
-        segments = document_segments(tokens, self.eod) if self.positions_restart or self.passes_segments else None
+        segments = (
+            document_segments(tokens, self.eod) if self.positions_restart or self.passes_segments else None
+        )
         hidden = self.word_embeddings(tokens)
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)

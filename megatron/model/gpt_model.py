@@ -16,6 +16,7 @@ L is the number of transformer layers:
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -29,7 +30,7 @@ from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.layout import ParallelLayout, TensorGroup
-from megatron.mpu.parameters import initialize_parameters
+from megatron.mpu.parameters import initialize_parameters, spec_of
 from megatron.mpu.random import DropoutStream
 
 FIRST_TRANSFORMER_LAYER = 3
@@ -97,9 +98,7 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int) -> list[La
         layers.append(LayerSpec(ParallelTransformerLayerPipe, context, index))
     layers += [
         to_batch_first,
-        LayerSpec(
-            MixedFusedLayerNorm, model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex
-        ),
+        LayerSpec(MixedFusedLayerNorm, model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex),
         TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied),
     ]
     if config.precision.name != "fp32":
@@ -112,8 +111,8 @@ def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
     return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
 
 
-def layer_parameter_counts(layers: Sequence[LayerSpec | Callable]) -> list[int]:
-    """Parameters that one tensor-parallel rank holds per layer; nothing is allocated.
+def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], whole: bool = False) -> list[int]:
+    """Parameters per layer that one tensor-parallel rank holds, or of the whole model; nothing is allocated.
 
     Transformer layers are alike, so each distinct class is built once, on the meta device.
     """
@@ -125,7 +124,8 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable]) -> list[int]:
         key = (layer.typename, layer.module_kwargs.get("is_head", False))
         if key not in counts:
             with torch.device("meta"):
-                counts[key] = sum(p.numel() for p in layer.build().parameters())
+                parameters = layer.build().parameters()
+            counts[key] = sum(prod(spec_of(p).whole_shape) if whole else p.numel() for p in parameters)
         return counts[key]
 
     return [count(layer) for layer in layers]
@@ -168,6 +168,11 @@ class GPTModelPipe(PipelineModule):
         self.parts = self.stage_bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _synchronize_tied_weights(self) -> None:
+        # DeepSpeed broadcasts the parameters with autograd watching, which then tries to pass through.
+        with torch.no_grad():
+            super()._synchronize_tied_weights()
 
     def _recompute(self, function: Callable, *inputs: Tensor) -> Payload:
         """Runs `function` without keeping its activations. The dropout masks of the second run are those of

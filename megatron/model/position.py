@@ -55,7 +55,9 @@ class AttentionMasks:
         self.within_documents = within_documents
         self._kept: dict[tuple, Tensor] = {}
 
-    def bias(self, seq: int, dtype: torch.dtype, device: torch.device, segments: Tensor | None) -> Tensor | None:
+    def bias(
+        self, seq: int, dtype: torch.dtype, device: torch.device, segments: Tensor | None
+    ) -> Tensor | None:
         """Bias that broadcasts to [batch, heads, seq, seq], -inf where attention is forbidden; or None."""
         if self.slopes is None and not self.within_documents:
             return None

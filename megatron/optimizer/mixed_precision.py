@@ -114,6 +114,9 @@ class MixedPrecisionOptimizer:
         self.clip_grad = clip_grad
         self.partition_count = groups.data_size if zero_stage == 1 else 1
         partition = groups.data_rank if zero_stage == 1 else 0
+        if zero_stage == 1:
+            # By this name DeepSpeed's engine knows that each data-parallel rank has a part to save.
+            self.dp_process_group = groups.data
         self.overflow = False
         self.grad_norm = 0.0
         self._norms_before_reduction: Tensor | None = None
@@ -142,11 +145,6 @@ class MixedPrecisionOptimizer:
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters per group, under the name by which DeepSpeed records their shapes."""
         return [flat.parameters for flat in self.flat]
-
-    @property
-    def dp_process_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which the state is partitioned."""
-        return self.groups.data
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Nothing to do: gradients always accumulate until `reduce_gradients`."""
@@ -264,7 +262,10 @@ class MixedPrecisionOptimizer:
         }
 
     def load_state_dict(
-        self, state: dict | None = None, state_dict_list: Sequence[dict] | None = None, **_engine_options: object
+        self,
+        state: dict | None = None,
+        state_dict_list: Sequence[dict] | None = None,
+        **_engine_options: object,
     ) -> None:
         """Restores `state` of ZeRO-0, or this rank's entry of ZeRO-1's `state_dict_list`, and the weights."""
         if state is None:

@@ -15,12 +15,12 @@ from megatron.mpu.parameters import spec_of
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings, decayed; biases and norms, not decayed (`ParameterSpec.weight_decay`).
+    """Two groups: what decays (matrices, embeddings) and what does not (biases, norms), as the specs say.
 
-    Each has 'params', 'names' (one per parameter, in the same order) and 'weight_decay'. Both are there on every
-    rank, in this order, even if one is empty (a stage with only the embedding), so that a group's index means the
-    same everywhere. A parameter that comes twice (tied weights) is taken once, under its first name; frozen
-    parameters are left out. ValueError if a parameter has no spec.
+    Each has 'params', 'names' (one per parameter, in the same order) and 'weight_decay'. Both are there on
+    every rank, in this order, even if one is empty (a stage with only the embedding). A parameter that comes
+    twice (tied weights) is taken once, under its first name; frozen parameters are left out. ValueError if a
+    parameter has no spec.
     """
     decayed: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay}
     plain: dict[str, Any] = {"params": [], "names": [], "weight_decay": 0.0}
@@ -38,8 +38,8 @@ def parameter_groups(
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over `groups`, whose other keys it keeps.
 
-    Every group starts with 'lr' 0: the loop sets the schedule's rate before each step. 'adam' and 'adamw' are the
-    same, decoupled weight decay, as in Megatron. ConfigError if --use-apex cannot be done.
+    Every group starts with 'lr' 0: the loop sets the schedule's rate before each step. 'adam' and 'adamw' are
+    the same, with decoupled weight decay, as in Megatron. ConfigError if --use-apex cannot be done.
     """
     groups = [dict(group) for group in groups]
     if config.optimizer == "sgd":
@@ -57,16 +57,18 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices <= {"cpu", "cuda", "xpu", "mps"}
-    return torch.optim.AdamW(groups, **settings, **({"fused": True} if fused else {"foreach": True}))
+    return torch.optim.AdamW(groups, **settings, fused=fused, foreach=not fused)
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """NVIDIA apex's FusedAdam; ConfigError where the package of that name is another, or was built without CUDA."""
+    """NVIDIA apex's FusedAdam; ConfigError if `apex` is another package, or was built without CUDA."""
     advice = "install NVIDIA's apex with its CUDA extensions, or leave --use-apex out"
     try:
         from apex.optimizers import FusedAdam
     except ImportError as error:
-        raise ConfigError(f"--use-apex: apex.optimizers.FusedAdam cannot be imported ({error}): {advice}") from None
+        raise ConfigError(
+            f"--use-apex: apex.optimizers.FusedAdam cannot be imported ({error}): {advice}"
+        ) from None
     try:
         return FusedAdam(groups, adam_w_mode=True, **settings)
     except (RuntimeError, ImportError) as error:

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of how far training has come.
 
-Progress is counted after the step it is for: the first step of a warm-up over 100 iterations runs at rate / 100,
-not at 0, and the rate in a log line is the rate that the step in that line used. There is no state to save: a
-resumed run computes the rate from its counters.
+Progress is counted after the step it is for: the first step of a warm-up over 100 iterations runs at a
+hundredth of the rate, not at 0, and the rate in a log line is the one that the step in that line used.
+There is no state to save: a resumed run computes the rate from its counters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Literal
 from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
 
 Unit = Literal["iterations", "samples", "tokens"]
-_STYLES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class LearningRateSchedule:
     """Linear warm-up from 0 to max_rate, then a decay that reaches min_rate at decay_length and stays there.
 
     warmup: length of the warm-up, in warmup_unit.
-    decay_start, decay_length: where the decay starts (the end of the warm-up) and where it ends, counted from the
-        start of training, in decay_unit. Style 'constant' keeps max_rate and has no end.
-    note: what else the banner should say, for a flag that has nothing left to do.
+    decay_start, decay_length: where the decay starts (the end of the warm-up) and where it ends, both counted
+        from the start of training, in decay_unit. Style 'constant' keeps max_rate and has no end.
     """
 
     max_rate: float
@@ -50,31 +48,26 @@ class LearningRateSchedule:
     decay_start: float
     decay_length: int
     decay_unit: Unit
-    note: str = ""
 
     @classmethod
     def from_config(
         cls, schedule: ScheduleConfig, training: TrainingConfig, seq_length: int
     ) -> LearningRateSchedule:
-        """The schedule that the flags describe; ConfigError if they contradict each other.
+        """The schedule that the (validated) flags describe; ConfigError if the warm-up outlasts the decay.
 
-        A decay length that is not given is the length of training: --train-iters, or the one of --train-samples
-        and --train-tokens that ends first. Decay by tokens takes its warm-up in samples, and a sample counts
-        seq_length tokens at the end of the warm-up.
+        A decay length that is not given is the length of training: --train-iters, or the one of
+        --train-samples and --train-tokens that ends first. Decay by tokens takes its warm-up in samples, of
+        seq_length tokens each.
         """
-        _check(schedule, training)
         length, unit = _decay_length(schedule, training, seq_length)
         warmup, warmup_unit = _warmup_length(schedule, length, unit)
         start = warmup * seq_length if (warmup_unit, unit) == ("samples", "tokens") else warmup
         if start >= length and schedule.lr_decay_style != "constant":
             raise ConfigError(
                 f"the warm-up lasts {start:,.0f} {unit} but the learning rate has to reach its minimum after "
-                f"{length:,} {unit}: shorten the warm-up (--lr-warmup-{warmup_unit} or --lr-warmup-fraction) or raise "
+                f"{length:,} {unit}: shorten --lr-warmup-{_flag_end(warmup_unit)} or raise "
                 f"--lr-decay-{_flag_end(unit)}"
             )
-        note = ""
-        if schedule.lr_decay_tokens is not None and schedule.lr_decay_samples is not None:
-            note = f"; --lr-decay-tokens is given, so --lr-decay-samples {schedule.lr_decay_samples:,} is not used"
         return cls(
             max_rate=float(schedule.lr),
             min_rate=float(schedule.min_lr),
@@ -84,7 +77,6 @@ class LearningRateSchedule:
             decay_start=start,
             decay_length=length,
             decay_unit=unit,
-            note=note,
         )
 
     def rate(self, progress: Progress) -> float:
@@ -106,10 +98,10 @@ class LearningRateSchedule:
         """One line for the start banner."""
         warmup = f"warm-up over {self.warmup:,.0f} {self.warmup_unit}, then " if self.warmup else ""
         if self.style == "constant":
-            return f"learning rate: {warmup}constant at {self.max_rate:.3E}{self.note}"
+            return f"learning rate: {warmup}constant at {self.max_rate:.3E}"
         return (
             f"learning rate: {warmup}{self.style} from {self.max_rate:.3E} to {self.min_rate:.3E} "
-            f"at {self.decay_length:,} {self.decay_unit}{self.note}"
+            f"at {self.decay_length:,} {self.decay_unit}"
         )
 
 
@@ -118,58 +110,14 @@ def _flag_end(unit: Unit) -> str:
     return "iters" if unit == "iterations" else unit
 
 
-def _check(schedule: ScheduleConfig, training: TrainingConfig) -> None:
-    """Refuse values out of range, and iterations mixed with samples or tokens."""
-    if schedule.lr is None or schedule.lr < 0:
-        raise ConfigError(f"the learning rate is {schedule.lr}, expected a number >= 0: give one with --lr")
-    if not 0 <= schedule.min_lr <= schedule.lr:
-        raise ConfigError(
-            f"--min-lr {schedule.min_lr} must lie between 0 and --lr {schedule.lr}: lower --min-lr or raise --lr"
-        )
-    if schedule.lr_decay_style not in _STYLES:
-        raise ConfigError(f"--lr-decay-style {schedule.lr_decay_style} is none of {', '.join(_STYLES)}")
-    if schedule.lr_warmup_fraction is not None:
-        if not 0 <= schedule.lr_warmup_fraction < 1:
-            raise ConfigError(
-                f"--lr-warmup-fraction {schedule.lr_warmup_fraction} must be at least 0 and less than 1"
-            )
-        if schedule.lr_warmup_iters or schedule.lr_warmup_samples:
-            raise ConfigError(
-                "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples both set the warm-up: "
-                "give one of them"
-            )
-    by_samples = training.train_iters is None
-    flags = {
-        "--lr-decay-iters": (schedule.lr_decay_iters, by_samples),
-        "--lr-warmup-iters": (schedule.lr_warmup_iters, by_samples or schedule.lr_decay_tokens is not None),
-        "--lr-decay-samples": (schedule.lr_decay_samples, not by_samples),
-        "--lr-warmup-samples": (
-            schedule.lr_warmup_samples,
-            not by_samples and schedule.lr_decay_tokens is None,
-        ),
-    }
-    for flag, (value, misplaced) in flags.items():
-        if value and misplaced:
-            measured = "samples or tokens" if flag.endswith("iters") else "iterations"
-            other = flag.replace("iters", "samples") if flag.endswith("iters") else flag.replace("samples", "iters")
-            raise ConfigError(
-                f"{flag} {value:,} cannot be used in a run whose learning rate is measured in {measured}: "
-                f"use {other} instead"
-            )
-
-
 def _decay_length(schedule: ScheduleConfig, training: TrainingConfig, seq_length: int) -> tuple[int, Unit]:
     """Where the decay ends, counted from the start of training, and in what unit."""
-    given: list[tuple[str, int | None, Unit]] = [
-        ("--lr-decay-tokens", schedule.lr_decay_tokens, "tokens"),
-        ("--lr-decay-samples", schedule.lr_decay_samples, "samples"),
-        ("--lr-decay-iters", schedule.lr_decay_iters, "iterations"),
-    ]
-    for flag, value, unit in given:
-        if value is not None:
-            if value <= 0:
-                raise ConfigError(f"{flag} {value} must be at least 1")
-            return value, unit
+    if schedule.lr_decay_tokens is not None:
+        return schedule.lr_decay_tokens, "tokens"
+    if schedule.lr_decay_samples is not None:
+        return schedule.lr_decay_samples, "samples"
+    if schedule.lr_decay_iters is not None:
+        return schedule.lr_decay_iters, "iterations"
     if training.train_iters is not None:
         return training.train_iters, "iterations"
     samples, tokens = training.train_samples, training.train_tokens

@@ -33,7 +33,7 @@ def stage_bounds(
                 f"--partition-method {method} leaves stage {stage} of {num_stages} without a layer: give more "
                 f"layers to share out, or lower --pipeline-model-parallel-size"
             )
-    return list(bounds)
+    return [int(bound) for bound in bounds]
 
 
 def _weights(method: str, layer_names: Sequence[str], layer_parameters: Sequence[int]) -> list[int]:
@@ -45,9 +45,13 @@ def _weights(method: str, layer_names: Sequence[str], layer_parameters: Sequence
     try:
         matches = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise ConfigError(f"--partition-method {method}: {pattern} is no regular expression ({error})") from error
+        raise ConfigError(
+            f"--partition-method {method}: {pattern} is no regular expression ({error})"
+        ) from error
     weights = [1 if matches.search(name) else 0 for name in layer_names]
     if not any(weights):
         known = ", ".join(dict.fromkeys(layer_names))
-        raise ConfigError(f"--partition-method {method}: {pattern} matches none of the layers, which are {known}")
+        raise ConfigError(
+            f"--partition-method {method}: {pattern} matches none of the layers, which are {known}"
+        )
     return weights

@@ -22,13 +22,12 @@ def run_report(config: Config, plan: StagePlan, vocab_size: int, notes: Sequence
 
 def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    whole = plan.total_parameters * tensor
     padded = padded_vocab_size(vocab_size, model, tensor)
     return (
         f"model      {model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
         f"sequence {model.seq_length}, {model.position_embedding_type} positions, {config.precision.name}\n"
         f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
-        f"parameters about {whole / 1e9:,.3f} billion (replicated ones counted per tensor rank)"
+        f"parameters {plan.total_parameters:,}"
     )
 
 
@@ -55,7 +54,9 @@ def stage_map(plan: StagePlan) -> str:
     rows = [("stage", "layers", "parameters per rank", "content")]
     for stage in range(len(plan.bounds) - 1):
         first, last = plan.bounds[stage], plan.bounds[stage + 1] - 1
-        content = ", ".join(_counted(name, len(list(run))) for name, run in groupby(plan.names[first : last + 1]))
+        content = ", ".join(
+            _counted(name, len(list(run))) for name, run in groupby(plan.names[first : last + 1])
+        )
         rows.append((str(stage), f"{first}-{last}", f"{plan.stage_parameters(stage):,}", content))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(

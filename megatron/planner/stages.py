@@ -18,6 +18,8 @@ class StagePlan:
     parameters: list[int]
     """Per layer, on one tensor-parallel rank."""
     bounds: list[int]
+    total_parameters: int
+    """Of the whole model, the tied embedding counted once."""
 
     def stage_parameters(self, stage: int) -> int:
         """Parameters that one rank of the stage holds; embedding and head on one stage are one matrix."""
@@ -25,12 +27,6 @@ class StagePlan:
         held = sum(self.parameters[first:last])
         tied = [i for i in range(first, last) if self.names[i] == "EmbeddingPipe"]
         return held - (self.parameters[tied[-1]] if len(tied) == 2 else 0)
-
-    @property
-    def total_parameters(self) -> int:
-        """Parameters of one tensor-parallel slice of the model, the tied matrix counted once."""
-        tied = [i for i, name in enumerate(self.names) if name == "EmbeddingPipe"]
-        return sum(self.parameters) - self.parameters[tied[-1]]
 
 
 def plan_stages(config: Config, vocab_size: int) -> StagePlan:
@@ -40,7 +36,7 @@ def plan_stages(config: Config, vocab_size: int) -> StagePlan:
     context = LayerContext(config, tensor, DropoutStream(config.training.seed))
     layers = pipeline_layers(context, vocab_size, eod=0)
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
-    bounds = stage_bounds(
-        parallel.partition_method, names, parameters, parallel.pipeline_model_parallel_size
-    )
-    return StagePlan(names, parameters, bounds)
+    bounds = stage_bounds(parallel.partition_method, names, parameters, parallel.pipeline_model_parallel_size)
+    whole = layer_parameter_counts(layers, whole=True)
+    head = max(index for index, name in enumerate(names) if name == "EmbeddingPipe")
+    return StagePlan(names, parameters, bounds, total_parameters=sum(whole) - whole[head])

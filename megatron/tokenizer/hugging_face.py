@@ -40,14 +40,14 @@ class HuggingFaceTokenizer:
         self.eod: int = tokenizer.eos_token_id
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)[
-            "input_ids"
-        ]
+        batch = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+        return list(batch["input_ids"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)

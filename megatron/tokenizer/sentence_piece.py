@@ -28,11 +28,11 @@ class SentencePieceTokenizer:
             )
 
     def tokenize(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return list(self._processor.encode(text))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # num_threads=1: the tools run one process per core already.
-        return self._processor.encode(list(texts), num_threads=1)
+        return list(self._processor.encode(list(texts), num_threads=1))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._processor.decode([int(id) for id in ids])
+        return str(self._processor.decode([int(id) for id in ids]))

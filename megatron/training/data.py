@@ -8,6 +8,7 @@ from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets, data_fingerprint, prepare_index_files
 from megatron.data.loader import GPTBatchLoader
 from megatron.mpu.layout import ParallelLayout
+from megatron.training.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,11 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RunData:
-    """A loader per split, None where the split is empty, and what identifies the data."""
+    """A loader per split, None where the split is empty."""
 
     train: GPTBatchLoader | None
     valid: GPTBatchLoader | None
     test: GPTBatchLoader | None
-    fingerprint: dict
 
 
 def fingerprint_of(config: Config, length: RunLength) -> dict:
@@ -43,16 +43,22 @@ def fingerprint_of(config: Config, length: RunLength) -> dict:
     return data_fingerprint(config.data, config.model.seq_length, config.training.seed, length.train_samples)
 
 
-def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocab_size: int, eod: int) -> RunData:
+def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:
     """Builds what index files are missing (one process per node), then opens them on every rank. Collective."""
     samples = length.samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)
-    if config.parallel.local_rank == 0:
+    # Rank 0 first: on a shared file system the other nodes then find the files and only verify them.
+    if layout.rank == 0:
+        prepare_index_files(*where)
+    dist.barrier()
+    if config.parallel.local_rank == 0 and layout.rank != 0:
         prepare_index_files(*where)
     dist.barrier()
     train, valid, test = build_gpt_datasets(*where)
     if train is None and not config.training.no_train:
-        raise ConfigError(f"--split {config.data.split} leaves no document of {config.data.data_path[0]} to train on")
+        raise ConfigError(
+            f"--split {config.data.split} leaves no document of {config.data.data_path[0]} to train on"
+        )
 
     def loader(dataset: GPTDataset | None, num_workers: int) -> GPTBatchLoader | None:
         if dataset is None:
@@ -62,9 +68,9 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocab_s
             micro_batch_size=config.batch.micro_batch_size,
             data_rank=layout.data_rank,
             data_size=layout.data,
-            eod=eod,
+            eod=vocabulary.eod,
             eod_mask_loss=config.data.eod_mask_loss,
-            vocab_size=vocab_size,
+            vocab_size=vocabulary.size,
             num_workers=num_workers,
         )
 
@@ -72,5 +78,4 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocab_s
         loader(train, config.data.num_workers),
         loader(valid, config.data.valid_num_workers),
         loader(test, config.data.valid_num_workers),
-        fingerprint_of(config, length),
     )

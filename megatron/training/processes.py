@@ -39,6 +39,9 @@ def join_world(config: Config) -> int:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from megatron.engine.workarounds import compile_nothing_at_start
+
+    compile_nothing_at_start()
     backend = config.parallel.distributed_backend or get_accelerator().communication_backend_name()
     if backend == "nccl" and get_accelerator().device_name() == "cpu":
         raise ConfigError(

@@ -50,8 +50,8 @@ class ExitConditions:
     def reason(self, iteration: int, device: torch.device | str = "cpu") -> str | None:
         """Why to stop after step `iteration`, as a sentence, or None to go on.
 
-        Every rank calls it after every step and gets the same answer. The clock and the file are read by rank 0
-        alone, and told to the others through `device` by one all-reduce of one number; without minutes and
+        Every rank calls it after every step and gets the same answer. The clock and the file are read by rank
+        0 alone, and told to the others through `device` by one all-reduce of one number; without minutes and
         without a kill switch there is no communication.
         """
         at_interval = bool(self.interval) and iteration % int(self.interval or 1) == 0
@@ -76,14 +76,15 @@ class ExitConditions:
         if code == ExitCode.KILL_SWITCH:
             return f"exiting program: kill switch {self.kill_switch_path} exists"
         if code == ExitCode.DURATION:
-            return f"exiting program after {self._minutes():.1f} minutes (--exit-duration-in-mins {self.duration_mins:g})"
+            limit = f"--exit-duration-in-mins {self.duration_mins:g}"
+            return f"exiting program after {self._minutes():.1f} minutes ({limit})"
         if code == ExitCode.INTERVAL:
             return f"exiting program at iteration {iteration} (--exit-interval {self.interval})"
         return None
 
 
 def agree(code: int, device: torch.device | str = "cpu") -> int:
-    """The largest `code` of all ranks; every rank must call this at the same step. Just `code` without ranks."""
+    """The largest `code` of all ranks, all of which call this at the same step; `code` if alone."""
     if not _distributed():
         return int(code)
     largest = torch.tensor([int(code)], dtype=torch.int32, device=device)

@@ -1,0 +1,41 @@
+"""The config of a run: frozen sections, the command line made from them, and the checks at the start.
+
+Nothing here imports torch or deepspeed, so that a misspelt flag is answered at once.
+"""
+
+from megatron.config.batch import BatchSchedule
+from megatron.config.cli import CommandLine, legacy_flags_used, parse_args, read_command_line
+from megatron.config.config import Config
+from megatron.config.data import DataConfig
+from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError, exit_on_config_error
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.config.output import CheckpointConfig, LoggingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import BatchConfig, TrainingConfig
+from megatron.config.validate import validate
+from megatron.config.vocab import padded_vocab_size
+
+__all__ = [
+    "CONFIG_ERROR_EXIT_CODE",
+    "BatchConfig",
+    "BatchSchedule",
+    "CheckpointConfig",
+    "CommandLine",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "TrainingConfig",
+    "exit_on_config_error",
+    "legacy_flags_used",
+    "padded_vocab_size",
+    "parse_args",
+    "read_command_line",
+    "validate",
+]

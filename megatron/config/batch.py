@@ -1,0 +1,122 @@
+"""Batch arithmetic: how large each step's batch is, and how many steps a number of samples takes.
+
+Everything is a pure function of the number of samples consumed so far, in whole numbers, so that a resumed
+run and a run on another layout see the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.errors import ConfigError
+from megatron.config.training import BatchConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """The global batch size over a run.
+
+    rampup (start, increment, samples): the size starts at `start` and grows by `increment` at equal
+    distances in consumed samples, such that `global_batch_size` is reached after `samples` of them
+    (Megatron's rule).
+    """
+
+    global_batch_size: int
+    rampup: tuple[int, int, int] | None = None
+
+    @classmethod
+    def from_config(cls, batch: BatchConfig) -> BatchSchedule:
+        """The schedule that the flags ask for; ConfigError if the ramp-up misses the global batch size."""
+        schedule = cls(batch.global_batch_size, batch.rampup_batch_size)
+        if schedule.rampup is None:
+            return schedule
+        start, increment, samples = schedule.rampup
+        way = batch.global_batch_size - start
+        if way <= 0 or way % increment:
+            raise ConfigError(
+                f"--rampup-batch-size {start} {increment} {samples} does not lead to --global-batch-size "
+                f"{batch.global_batch_size}: expected a START below it, and {batch.global_batch_size} - "
+                f"START = {way} to be a multiple of INCREMENT"
+            )
+        return schedule
+
+    @property
+    def num_increments(self) -> int:
+        """How often the size grows."""
+        if self.rampup is None:
+            return 0
+        start, increment, _ = self.rampup
+        return (self.global_batch_size - start) // increment
+
+    def sizes(self) -> list[int]:
+        """Every global batch size of the run, in the order in which they come."""
+        if self.rampup is None:
+            return [self.global_batch_size]
+        start, increment, _ = self.rampup
+        return [start + step * increment for step in range(self.num_increments + 1)]
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Samples in the step that begins when `consumed_samples` have been consumed."""
+        if self.rampup is None:
+            return self.global_batch_size
+        start, increment, samples = self.rampup
+        steps = min(self.num_increments, consumed_samples * self.num_increments // samples)
+        return start + steps * increment
+
+    def num_micro_batches_at(
+        self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
+    ) -> int:
+        """Micro-batches of each replica (accumulation steps) in the step begun at `consumed_samples`."""
+        return self.global_batch_size_at(consumed_samples) // (micro_batch_size * data_parallel_size)
+
+    def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
+        """Consumed samples after `iterations` more steps that begin at `consumed_samples`."""
+        for begin, size, steps in self._plateaus(consumed_samples):
+            if steps is None or iterations <= steps:
+                return begin + iterations * size
+            iterations -= steps
+        raise AssertionError("the last plateau has no end")
+
+    def iterations_until(self, target_samples: int, consumed_samples: int = 0) -> int:
+        """The least number of steps from `consumed_samples` on that bring it to `target_samples` or more."""
+        iterations = 0
+        for begin, size, steps in self._plateaus(consumed_samples):
+            needed = max(0, -(-(target_samples - begin) // size))
+            if steps is None or needed <= steps:
+                return iterations + needed
+            iterations += steps
+        raise AssertionError("the last plateau has no end")
+
+    def iterations_within(self, samples: int, consumed_samples: int = 0) -> int:
+        """The largest number of steps from `consumed_samples` on that leave it at `samples` or fewer."""
+        iterations = self.iterations_until(samples, consumed_samples)
+        return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
+
+    def total_iterations(self, training: TrainingConfig, seq_length: int) -> int:
+        """Steps of the whole run: --train-iters, or the full batches in --train-samples.
+
+        With train_tokens the run ends with the first step that reaches them, if that comes earlier.
+        """
+        if training.train_iters is not None:
+            iterations = training.train_iters
+        elif training.train_samples is not None:
+            iterations = max(0, self.iterations_within(training.train_samples))
+        else:
+            raise ConfigError("the length of the run is missing: give --train-samples or --train-iters")
+        if training.train_tokens is not None:
+            samples = -(-training.train_tokens // seq_length)
+            iterations = min(iterations, self.iterations_until(samples))
+        return iterations
+
+    def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
+        """(consumed samples at its begin, batch size, steps) of each stretch of equal sizes; None: no end."""
+        if self.rampup is not None:
+            _, increment, samples = self.rampup
+            while (size := self.global_batch_size_at(consumed_samples)) < self.global_batch_size:
+                step = (size - self.rampup[0]) // increment
+                end = -(-(step + 1) * samples // self.num_increments)
+                steps = -(-(end - consumed_samples) // size)
+                yield consumed_samples, size, steps
+                consumed_samples += steps * size
+        yield consumed_samples, self.global_batch_size, None

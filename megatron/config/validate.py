@@ -1,0 +1,369 @@
+"""Checks across flags, before any process group is made: errors have the numbers and the flag to change."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron.config.batch import BatchSchedule
+from megatron.config.config import Config
+from megatron.config.data import DataConfig
+from megatron.config.errors import ConfigError
+from megatron.config.vocab import check_vocab_divides, padded_vocab_size
+
+# Names of the pipeline's layers that hold parameters, as a type:REGEX sees them. How many there are of each:
+# see _num_matching_layers.
+_EMBEDDING, _TRANSFORMER, _FINAL_NORM = "EmbeddingPipe", "ParallelTransformerLayerPipe", "MixedFusedLayerNorm"
+
+# The pipeline's list has this many entries besides the transformer layers (and one more for fp16 and bf16).
+_LIST_ENTRIES_BESIDES_LAYERS = 6
+
+_TOKENIZER_FLAGS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "PretrainedFromHF": ("tokenizer_name_or_path",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+}
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError for the first combination of settings that cannot be run."""
+    _check_layout(config)
+    _check_model(config)
+    check_partition_method(config.parallel.partition_method)
+    _check_stages(config)
+    _check_batches(config)
+    _check_length(config)
+    _check_schedule(config)
+    _check_precision(config)
+    _check_output(config)
+    _check_data(config)
+    if not config.training.dry_run:
+        _check_files(config.data)
+        if config.optimizer.use_apex:
+            _check_apex()
+
+
+def remarks(config: Config) -> tuple[str, ...]:
+    """One sentence for each setting that has no effect beside the others, for the log."""
+    found = []
+    schedule, data, logging = config.schedule, config.data, config.logging
+    if schedule.lr_decay_style == "constant":
+        for name in ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
+            if getattr(schedule, name):
+                found.append(f"{_option(name)} has no effect with --lr-decay-style constant")
+    for kind, names in _TOKENIZER_FLAGS.items():
+        for name in names:
+            if data.tokenizer_type != kind and getattr(data, name) is not None:
+                found.append(f"{_option(name)} has no effect with --tokenizer-type {data.tokenizer_type}")
+    if logging.tensorboard_dir is None:
+        for name in (
+            "log_timers_to_tensorboard",
+            "log_batch_size_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+        ):
+            if getattr(logging, name):
+                found.append(f"{_option(name)} has no effect without --tensorboard-dir")
+    return tuple(found)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_layout(config: Config) -> None:
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.world_size % (tensor * pipeline):
+        raise ConfigError(
+            f"{parallel.world_size} processes do not divide into replicas of --tensor-model-parallel-size "
+            f"{tensor} x --pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple "
+            "of that (--world-size with --dry-run), or change one of the two"
+        )
+    if parallel.zero_stage >= 2 and pipeline > 1:
+        raise ConfigError(
+            f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: a pipeline "
+            "sums its gradients over micro-batches and cannot share them out, use --zero-stage 1"
+        )
+    if parallel.zero_stage >= 2:
+        raise ConfigError(f"--zero-stage {parallel.zero_stage} is not supported yet: use --zero-stage 1 or 0")
+
+
+def _check_model(config: Config) -> None:
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        size = getattr(model, name)
+        if size % tensor:
+            raise ConfigError(
+                f"{_option(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: change "
+                "one of them"
+            )
+    if model.pad_vocab_size_to is not None:
+        check_vocab_divides(model.pad_vocab_size_to, tensor)
+    if model.vocab_size is not None:
+        padded_vocab_size(model.vocab_size, model, tensor)
+    if model.seq_length > model.max_position_embeddings:
+        raise ConfigError(
+            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
+            f"{model.max_position_embeddings}: raise the latter, or shorten the sequences"
+        )
+    if model.position_embedding_type == "rotary" and model.kv_channels % 2:
+        raise ConfigError(
+            f"--position-embedding-type rotary turns pairs of channels, a head has {model.kv_channels}: "
+            "make --kv-channels (hidden size / heads) even"
+        )
+    if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
+        raise ConfigError(
+            "--reset-position-ids does nothing with --position-embedding-type alibi, whose positions are "
+            "relative: drop it (--reset-attention-mask keeps documents apart)"
+        )
+
+
+def check_partition_method(method: str) -> None:
+    """Raise ConfigError unless the method is uniform, parameters or type:REGEX."""
+    kind, _, pattern = method.partition(":")
+    kind = kind.lower()
+    weighted = kind == "type" and re.search(r":\s*[\d.]+\s*(\||$)", pattern) is not None
+    if weighted or kind in ("weighted_type", "layout", "stages", "memory", "time", "profile"):
+        raise ConfigError(
+            f"--partition-method {method} is not supported yet: use uniform, parameters or type:REGEX "
+            "without weights"
+        )
+    if method.lower() in ("uniform", "parameters"):
+        return
+    if kind != "type" or not pattern:
+        raise ConfigError(f"--partition-method is '{method}': expected uniform, parameters or type:REGEX")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"--partition-method {method}: '{pattern}' is no regular expression ({error}), as "
+            "type:transformer has"
+        ) from error
+
+
+def _check_stages(config: Config) -> None:
+    method, stages = config.parallel.partition_method, config.parallel.pipeline_model_parallel_size
+    available, what = _num_matching_layers(config)
+    if available < stages:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {stages} is more than the {available} {what} that "
+            f"--partition-method {method} shares out (--num-layers {config.model.num_layers}): lower it, or "
+            "change the method"
+        )
+
+
+def _num_matching_layers(config: Config) -> tuple[int, str]:
+    """How many layers the partition method can share out, and what they are."""
+    method, num_layers = config.parallel.partition_method, config.model.num_layers
+    casts = config.precision.name != "fp32"
+    if method.lower() == "uniform":
+        return num_layers + _LIST_ENTRIES_BESIDES_LAYERS + casts, "pipeline layers"
+    if method.lower() == "parameters":
+        return num_layers + 3, "pipeline layers with parameters"
+    pattern = re.compile(method.partition(":")[2], re.IGNORECASE)
+    counts = {_TRANSFORMER: num_layers, _EMBEDDING: 2, _FINAL_NORM: 1}
+    return sum(
+        count for name, count in counts.items() if pattern.search(name)
+    ), "matching layers with parameters"
+
+
+def _check_batches(config: Config) -> None:
+    micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
+    schedule = BatchSchedule.from_config(config.batch)
+    for size in schedule.sizes():
+        if size % (micro * data) == 0:
+            continue
+        product = f"--micro-batch-size {micro} x data-parallel size {data} = {micro * data}"
+        if size == config.batch.global_batch_size:
+            raise ConfigError(
+                f"--global-batch-size {size} is not divisible by {product}: change one of the two sizes, or "
+                "the number of processes"
+            )
+        ramp = " ".join(map(str, config.batch.rampup_batch_size or ()))
+        raise ConfigError(
+            f"--rampup-batch-size {ramp} comes to a batch of {size}, which is not divisible by {product}: "
+            "change START or INCREMENT"
+        )
+
+
+def _check_length(config: Config) -> None:
+    training = config.training
+    if (training.train_iters is None) == (training.train_samples is None):
+        found = (
+            "neither of them"
+            if training.train_iters is None
+            else (f"{training.train_iters} and {training.train_samples}")
+        )
+        raise ConfigError(
+            f"exactly one of --train-iters and --train-samples sets the length of the run: got {found}"
+        )
+    first_batch = BatchSchedule.from_config(config.batch).global_batch_size_at(0)
+    if training.train_samples is not None and training.train_samples < first_batch:
+        raise ConfigError(
+            f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
+            "raise it, or lower --global-batch-size"
+        )
+    if training.checkpoint_num_layers != 1 and not training.checkpoint_activations:
+        raise ConfigError(
+            f"--checkpoint-num-layers {training.checkpoint_num_layers} without --checkpoint-activations "
+            "recomputes nothing: add the latter, or drop the former"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    schedule, training = config.schedule, config.training
+    by_iters = training.train_iters is not None
+    decay_unit = "iters" if by_iters else "samples"
+    # A decay by tokens counts its warm-up in samples, in a run of either kind.
+    warmup_unit = "iters" if by_iters and schedule.lr_decay_tokens is None else "samples"
+    misplaced = {
+        f"--lr-decay-{_other(decay_unit)}": getattr(schedule, f"lr_decay_{_other(decay_unit)}"),
+        f"--lr-warmup-{_other(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other(warmup_unit)}"),
+        "--rampup-batch-size": by_iters and " ".join(map(str, config.batch.rampup_batch_size or ())),
+    }
+    for option, value in misplaced.items():
+        if value:
+            length = f"--train-{decay_unit} {training.train_iters or training.train_samples}"
+            raise ConfigError(
+                f"{option} {value} does not go with {length}"
+                + (" and --lr-decay-tokens" if warmup_unit != decay_unit else "")
+                + ": count the whole run either in iterations or in samples"
+            )
+    decay = getattr(schedule, f"lr_decay_{decay_unit}")
+    if decay is not None and schedule.lr_decay_tokens is not None:
+        raise ConfigError(
+            f"--lr-decay-{decay_unit} {decay} and --lr-decay-tokens {schedule.lr_decay_tokens} both say "
+            "where the decay ends: give one of them"
+        )
+    warmup = getattr(schedule, f"lr_warmup_{warmup_unit}")
+    if schedule.lr_warmup_fraction is not None and warmup:
+        raise ConfigError(
+            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{warmup_unit} {warmup} both "
+            "give the length of the warm-up: give one of them"
+        )
+    if schedule.min_lr > schedule.lr:
+        raise ConfigError(f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: lower the former")
+    if schedule.lr_decay_style != "constant":
+        _check_warmup(config, warmup_unit, warmup)
+
+
+def _other(unit: str) -> str:
+    return "samples" if unit == "iters" else "iters"
+
+
+def _check_warmup(config: Config, unit: str, warmup: int) -> None:
+    schedule, training = config.schedule, config.training
+    option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
+    if schedule.lr_decay_tokens is not None:
+        # In whole samples: the warm-up has to end before the decay does.
+        option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
+    elif decay is None:
+        option, decay = f"--train-{unit}", getattr(training, f"train_{unit}")
+    if warmup and warmup >= decay:
+        raise ConfigError(
+            f"--lr-warmup-{unit} {warmup} does not end before the decay does ({option}: {decay}): shorten "
+            "the warm-up, or lengthen the decay"
+        )
+
+
+def _check_precision(config: Config) -> None:
+    precision = config.precision
+    if precision.fp16 and precision.bf16:
+        raise ConfigError(
+            "--fp16 and --bf16 are both given: the model computes in one of them, drop the other"
+        )
+    if precision.loss_scale is not None and not precision.fp16:
+        raise ConfigError(
+            f"--loss-scale {precision.loss_scale:g} without --fp16: {precision.name} needs no loss scale, "
+            "drop it or add --fp16"
+        )
+    if precision.fp32_residual_connection and precision.name == "fp32":
+        raise ConfigError(
+            "--fp32-residual-connection without --fp16 or --bf16: all of the model is fp32 then, drop it"
+        )
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise ConfigError(
+            f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale "
+            f"{precision.initial_loss_scale:g}: lower the former"
+        )
+
+
+def _check_output(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        raise ConfigError(
+            f"--save-interval {checkpoint.save_interval} without --save: say where checkpoints go, or drop it"
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    _check_split(data.split)
+    if len(data.data_path) > 1:
+        raise ConfigError(
+            f"--data-path with {len(data.data_path)} values: blends are not supported yet, give one prefix "
+            "(merge the files to train on all of them)"
+        )
+    if data.tokenizer_type is not None:
+        for name in _TOKENIZER_FLAGS[data.tokenizer_type]:
+            if getattr(data, name) is None:
+                raise ConfigError(
+                    f"--tokenizer-type {data.tokenizer_type} without {_option(name)}: give its path"
+                )
+    if config.training.dry_run:
+        return
+    if not data.data_path:
+        raise ConfigError(
+            "--data-path is missing: give the prefix of a .bin/.idx pair (not needed with --dry-run)"
+        )
+    if data.tokenizer_type is None:
+        documents = [
+            name
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if getattr(data, name)
+        ]
+        if documents:
+            raise ConfigError(
+                f"{_option(documents[0])} needs the token that ends a document: give --tokenizer-type"
+            )
+        if config.model.vocab_size is None:
+            raise ConfigError("the size of the vocabulary is unknown: give --tokenizer-type, or --vocab-size")
+
+
+def _check_split(split: str) -> None:
+    try:
+        parts = [float(part) for part in split.split("," if "," in split else "/")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
+        raise ConfigError(
+            f"--split is '{split}': expected parts for training, validation and test, such as 969,30,1"
+        )
+
+
+def _check_files(data: DataConfig) -> None:
+    files = [("--data-path", f"{prefix}{ending}") for prefix in data.data_path for ending in (".bin", ".idx")]
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(data, name)
+        if (
+            path is not None
+            and data.tokenizer_type is not None
+            and name in _TOKENIZER_FLAGS[data.tokenizer_type]
+        ):
+            files.append((_option(name), path))
+    for option, file in files:
+        if not Path(file).is_file():
+            raise ConfigError(f"{option}: there is no file {file}: correct the path")
+
+
+def _check_apex() -> None:
+    spec = find_spec("apex")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    if not any(
+        (folder / "optimizers").is_dir() and (folder / "normalization").is_dir() for folder in folders
+    ):
+        found = "another package of that name is" if spec else "it is not"
+        raise ConfigError(
+            f"--use-apex needs NVIDIA's apex, and {found} installed: install NVIDIA's, or drop the flag"
+        )

@@ -1,0 +1,1 @@
+"""DeepSpeed: what it is told, and what is done where it does otherwise than promised here."""

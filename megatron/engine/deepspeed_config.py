@@ -1,0 +1,280 @@
+"""A user's DeepSpeed JSON (--deepspeed_config) against the flags, and the settings that DeepSpeed is given.
+
+The flags own the run. The file may repeat them, as published scripts do, and must not contradict them; it
+alone decides on the loss scale; keys that no flag knows are passed on. DeepSpeed itself is told of an fp32
+run without clipping, since this repo's optimizer owns precision, clipping and the loss scale (see
+workarounds.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError
+from megatron.config.optimizer import PrecisionConfig
+from megatron.config.validate import validate
+
+# Sections that would take something over that the flags or this repo's optimizer own, with what to do
+# instead.
+_REFUSED_SECTIONS = {
+    "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
+    "scheduler": "the --lr flags make the schedule, remove it from the file",
+    "amp": "--fp16 or --bf16 choose the number format, remove it from the file",
+    "activation_checkpointing": "--checkpoint-activations decides on recomputation, remove it from the file",
+    "communication_data_type": "gradients are always reduced in fp32, remove it from the file",
+    "sparse_gradients": "the embedding's gradient is dense, remove it from the file",
+    "prescale_gradients": "gradients are averaged in fp32, remove it from the file",
+    "gradient_predivide_factor": "gradients are averaged in fp32, remove it from the file",
+    "elasticity": "--global-batch-size and the launcher decide, remove it from the file",
+    "data_efficiency": "it is not supported yet, remove it from the file",
+    "compression_training": "it is not supported, remove it from the file",
+}
+
+# Keys of a fp16 section that have a meaning here; "enabled" is compared with --fp16.
+_FP16_KEYS = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale", "initial_scale_power")
+
+# The loss scale is an fp32 number.
+_LARGEST_SCALE_POWER = 127
+
+# Keys that this module compares or replaces, which are therefore not passed on.
+_OWN_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_optimization",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "data_types",
+    "curriculum_learning",
+    "steps_per_print",
+    "zero_allow_untested_optimizer",
+    *_REFUSED_SECTIONS,
+)
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """The config after the file had its say, and what the user should read about it, one sentence each."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
+    """Read the file of --deepspeed_config, if any, and check it against the flags.
+
+    The returned config differs from the given one in the settings of the loss scale only. Raises ConfigError
+    for a file that is absent or no JSON, a contradiction with a flag (both are named), and what is not
+    supported. With --dry-run an absent file is noted.
+    """
+    path = config.training.deepspeed_config
+    if path is None:
+        return DeepSpeedSettings(config, ())
+    if _is_left_out(config):
+        return DeepSpeedSettings(config, (f"there is no --deepspeed_config {path}: it was not checked",))
+    settings = _load(path)
+    _refuse_unsupported(settings)
+    _compare_with_flags(config, settings)
+    notes: list[str] = []
+    precision = config.precision
+    if precision.fp16:
+        precision = _take_loss_scale(precision, _section(settings, "fp16"), notes)
+    if settings.get("steps_per_print") is not None:
+        notes.append(
+            f"the DeepSpeed config's steps_per_print {settings['steps_per_print']} is not used: "
+            f"--log-interval {config.logging.log_interval} decides when a line is printed"
+        )
+    for name, value in _passed_on(settings).items():
+        if value:
+            notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed as it is")
+    config = dataclasses.replace(config, precision=precision)
+    validate(config)
+    return DeepSpeedSettings(config, tuple(notes))
+
+
+def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
+    """What DeepSpeed is initialised with, for a step of `global_batch_size` samples.
+
+    Holds the keys of the user's file that no flag owns; with a ramp-up the size is that of the step to come.
+    """
+    micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
+    path = config.training.deepspeed_config
+    settings = {} if path is None or _is_left_out(config) else _load(path)
+    zero = {key: value for key, value in _section(settings, "zero_optimization").items() if not _unset(value)}
+    return {
+        "wall_clock_breakdown": False,
+        **{key: value for key, value in settings.items() if key not in _OWN_KEYS and not _unset(value)},
+        "train_batch_size": global_batch_size,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": global_batch_size // (micro * data),
+        "gradient_clipping": 0.0,
+        "zero_optimization": {**zero, "stage": config.parallel.zero_stage},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def _is_left_out(config: Config) -> bool:
+    """A plan can be made before the script that writes the file has run; a run needs the file."""
+    path = config.training.deepspeed_config
+    return config.training.dry_run and path is not None and not Path(path).exists()
+
+
+def _load(path: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"--deepspeed_config {path} cannot be read ({error.strerror}): correct the path, or drop the flag"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--deepspeed_config {path} is no JSON ({error}): correct the file") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, correct the file")
+    return settings
+
+
+def _unset(value: Any) -> bool:
+    return value is None or value == "auto"
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of the file, {} where it is left out."""
+    section = settings.get(name)
+    if _unset(section):
+        return {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"the DeepSpeed config's {name} is {section!r}: expected an object in braces")
+    return section
+
+
+def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
+    for name, instead in _REFUSED_SECTIONS.items():
+        section = settings.get(name)
+        # A section that says it is off asks for nothing.
+        off = isinstance(section, dict) and section.get("enabled") is False
+        if not (off or section is False or _unset(section)):
+            raise ConfigError(f"the DeepSpeed config has {name}: {instead}")
+    if _section(settings, "curriculum_learning").get("enabled") is True:
+        raise ConfigError(
+            "the DeepSpeed config has curriculum_learning enabled, which is not supported yet: set its "
+            "enabled to false"
+        )
+    for name, value in _section(settings, "data_types").items():
+        if not _unset(value) and value != "fp32":
+            raise ConfigError(
+                f"the DeepSpeed config's data_types.{name} is {value}, but gradients are always summed in "
+                "fp32: remove it from the file"
+            )
+    for name, value in _section(settings, "zero_optimization").items():
+        if name in ("offload_optimizer", "offload_param", "cpu_offload") and value and not _unset(value):
+            raise ConfigError(
+                f"the DeepSpeed config's zero_optimization.{name} is not supported: remove it from the file"
+            )
+    for name, value in _section(settings, "fp16").items():
+        if name not in ("enabled", *_FP16_KEYS) and value and not _unset(value):
+            raise ConfigError(f"the DeepSpeed config's fp16.{name} is not supported: remove it from the file")
+
+
+def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the file says otherwise than a flag."""
+    batch, parallel = config.batch, config.parallel
+    accumulation = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
+    bf16 = "bfloat16" if "bfloat16" in settings else "bf16"
+    pairs = [
+        (
+            "train_micro_batch_size_per_gpu",
+            settings.get("train_micro_batch_size_per_gpu"),
+            "--micro-batch-size",
+            batch.micro_batch_size,
+        ),
+        (
+            "train_batch_size",
+            settings.get("train_batch_size"),
+            "--global-batch-size",
+            batch.global_batch_size,
+        ),
+        (
+            "gradient_accumulation_steps",
+            settings.get("gradient_accumulation_steps"),
+            "--global-batch-size / (--micro-batch-size x data-parallel size)",
+            accumulation,
+        ),
+        ("gradient_clipping", settings.get("gradient_clipping"), "--clip-grad", config.optimizer.clip_grad),
+        (
+            "zero_optimization.stage",
+            _section(settings, "zero_optimization").get("stage"),
+            "--zero-stage",
+            parallel.zero_stage,
+        ),
+        ("fp16.enabled", _section(settings, "fp16").get("enabled"), "--fp16", config.precision.fp16),
+        (f"{bf16}.enabled", _section(settings, bf16).get("enabled"), "--bf16", config.precision.bf16),
+    ]
+    for key, in_file, flag, value in pairs:
+        if not _unset(in_file) and in_file != value:
+            raise ConfigError(
+                f"the DeepSpeed config's {key} is {_shown(in_file)} but {flag} is {_shown(value)}: change "
+                "one of them, or remove the key from the file"
+            )
+
+
+def _take_loss_scale(
+    precision: PrecisionConfig, fp16: Mapping[str, Any], notes: list[str]
+) -> PrecisionConfig:
+    """The precision with the file's loss scale; each setting that it changes is noted."""
+    in_file = {key: fp16[key] for key in _FP16_KEYS if not _unset(fp16.get(key))}
+    for key, value in in_file.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"the DeepSpeed config's fp16.{key} is {_shown(value)}: expected a number")
+    power = in_file.get("initial_scale_power", 0)
+    if not 0 <= power <= _LARGEST_SCALE_POWER:
+        raise ConfigError(
+            f"the DeepSpeed config's fp16.initial_scale_power is {power}: expected 0 to "
+            f"{_LARGEST_SCALE_POWER}, correct the file"
+        )
+    changes: dict[str, Any] = {}
+    if "loss_scale" in in_file:
+        changes["loss_scale"] = float(in_file["loss_scale"]) or None
+    for key in ("loss_scale_window", "hysteresis"):
+        if key in in_file:
+            changes[key] = int(in_file[key])
+    if "min_loss_scale" in in_file:
+        changes["min_loss_scale"] = float(in_file["min_loss_scale"])
+    if "initial_scale_power" in in_file:
+        changes["initial_loss_scale"] = 2.0**power
+    for name, value in changes.items():
+        before = getattr(precision, name)
+        if before != value:
+            notes.append(
+                f"the DeepSpeed config sets the loss scale: {_loss_scale_words(name, value)} from the file "
+                f"wins over {_loss_scale_words(name, before)} from --{name.replace('_', '-')}"
+            )
+    return dataclasses.replace(precision, **changes)
+
+
+def _loss_scale_words(name: str, value: float | None) -> str:
+    if name == "loss_scale":
+        return "a dynamic scale" if value is None else f"a static scale of {value:g}"
+    return f"{name} {value:g}"
+
+
+def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file holds beyond the flags' share, under 'key' or 'zero_optimization.key'."""
+    top = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
+    zero = {
+        f"zero_optimization.{key}": value
+        for key, value in _section(settings, "zero_optimization").items()
+        if key != "stage"
+    }
+    return {key: value for key, value in {**top, **zero}.items() if not _unset(value)}
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (bool, str)) else f"{value}"

@@ -1,0 +1,142 @@
+"""The training loop."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.native import TrainingState
+from megatron.config import Config
+from megatron.config.batch import BatchSchedule
+from megatron.config.vocab import padded_vocab_size
+from megatron.data.loader import GPTBatchLoader
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.optimizer.schedule import LearningRateSchedule, Progress
+from megatron.planner.flops import iteration_flops
+from megatron.training.data import RunData, RunLength
+from megatron.training.evaluate import evaluate, validation_start
+from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
+from megatron.training.signals import ExitConditions
+
+
+def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
+    """Iterations and samples of the whole run, resumed or not."""
+    iterations = schedule.total_iterations(config.training, config.model.seq_length)
+    return RunLength(iterations, schedule.consumed_after(iterations))
+
+
+@dataclass
+class Trainer:
+    """The parts that the loop works with, each made in `pretrain_gpt.py`."""
+
+    config: Config
+    engine: GPTEngine
+    data: RunData
+    length: RunLength
+    batches: BatchSchedule
+    rates: LearningRateSchedule
+    metrics: MetricsLogger
+    exits: ExitConditions
+    save: Callable[[TrainingState], None]
+    """Writes a checkpoint of the given state."""
+
+    def train(self, state: TrainingState) -> TrainingState:
+        """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
+        training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        saved = state
+        reason = self.exits.reason_before_training(self.engine.device)
+        while state.iteration < self.length.iterations and reason is None:
+            state = self.step(state)
+            if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
+                self.evaluate(state, "validation")
+            if save_interval and state.iteration % save_interval == 0:
+                self.save(state)
+                saved = state
+            reason = self.exits.reason(state.iteration, self.engine.device)
+        if self.config.checkpoint.save and saved != state:
+            self.save(state)
+        if reason:
+            self.metrics.print(reason)
+        return state
+
+    def step(self, state: TrainingState) -> TrainingState:
+        """One optimizer step on the next global batch."""
+        started = time.perf_counter()
+        batch_size = self.batches.global_batch_size_at(state.consumed_samples)
+        progress = Progress(
+            state.iteration + 1,
+            state.consumed_samples + batch_size,
+            state.consumed_tokens + batch_size * self.config.model.seq_length,
+        )
+        rate = self.rates.rate(progress)
+        loss = self.engine.train_step(
+            _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size),
+            state.consumed_samples,
+            batch_size,
+            rate,
+        )
+        optimizer = self.engine.optimizer
+        self.metrics.log_step(
+            StepRecord(
+                iteration=progress.iteration,
+                total_iterations=self.length.iterations,
+                consumed_samples=progress.consumed_samples,
+                consumed_tokens=progress.consumed_tokens,
+                learning_rate=rate,
+                global_batch_size=batch_size,
+                loss=loss,
+                grad_norm=optimizer.grad_norm,
+                loss_scale=optimizer.scaler.scale if self.config.precision.fp16 else None,
+                skipped=optimizer.overflow,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        return TrainingState(
+            progress.iteration,
+            progress.consumed_samples,
+            progress.consumed_tokens,
+            state.skipped_iterations + int(optimizer.overflow),
+        )
+
+    def evaluate(self, state: TrainingState, split: str, at: str = "") -> None:
+        """Evaluates on a split ('validation' or 'test') and logs its loss."""
+        loader = self.data.valid if split == "validation" else self.data.test
+        if loader is None or self.config.training.eval_iters == 0:
+            return
+        first = validation_start(self.config, state.iteration) if split == "validation" else 0
+        loss = evaluate(self.engine, loader, self.config, first)
+        self.metrics.log_validation(
+            ValidationRecord(
+                state.iteration, state.consumed_samples, state.consumed_tokens, loss.item(), split, at
+            )
+        )
+
+
+def _micro_batches(
+    engine: GPTEngine, loader: GPTBatchLoader, consumed_samples: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+    """The step's micro-batches; the stages between the first and the last read none."""
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        return iter(())
+    return loader.micro_batches(consumed_samples, batch_size)
+
+
+def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
+    """The logger of a run: rank 0 speaks."""
+    model, parallel = config.model, config.parallel
+    throughput = Throughput(
+        flops_per_sample=iteration_flops(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            seq_length=model.seq_length,
+            padded_vocab_size=padded_vocab_size(vocab_size, model, parallel.tensor_model_parallel_size),
+            batch_size=1,
+            recompute=config.training.checkpoint_activations,
+            gated_mlp=model.glu_activation is not None,
+        ),
+        tokens_per_sample=model.seq_length,
+        world_size=parallel.world_size,
+        data_parallel_size=parallel.data_parallel_size,
+    )
+    return MetricsLogger(config.logging, throughput, enabled=rank == 0)

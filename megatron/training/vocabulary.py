@@ -1,0 +1,44 @@
+"""The vocabulary of a run: its true size and the end-of-document token."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import Config, ConfigError
+from megatron.tokenizer import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`size`: real tokens, without padding; `eod`: id of the token that ends a document."""
+
+    size: int
+    eod: int
+
+
+def find_vocabulary(config: Config) -> Vocabulary:
+    """From the tokenizer. A dry run may lack its files: then from --vocab-size or --pad-vocab-size-to.
+
+    Raises ConfigError where the size cannot be known.
+    """
+    data, model = config.data, config.model
+    named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
+    files = [name for name in named if name is not None]
+    if files and (not config.training.dry_run or all(Path(name).exists() for name in files)):
+        tokenizer = build_tokenizer(data)
+        if model.vocab_size not in (None, tokenizer.vocab_size):
+            raise ConfigError(
+                f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has {tokenizer.vocab_size} tokens: "
+                f"leave the flag out"
+            )
+        return Vocabulary(tokenizer.vocab_size, tokenizer.eod)
+    if not config.training.dry_run:
+        raise ConfigError(
+            "no tokenizer: give --vocab-file and --merge-file (GPT2BPETokenizer), --tokenizer-name-or-path "
+            "(PretrainedFromHF) or --tokenizer-model (SentencePieceTokenizer)"
+        )
+    size = model.vocab_size or model.pad_vocab_size_to
+    if size is None:
+        raise ConfigError(
+            "the size of the vocabulary is unknown, for there is no tokenizer file here: give --vocab-size with --dry-run"
+        )
+    return Vocabulary(size, 0)

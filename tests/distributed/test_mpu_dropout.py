@@ -1,0 +1,45 @@
+"""Dropout over real tensor ranks: recomputation, gradients, and what each rank must agree on."""
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.random import DropoutStream, dropout
+from tests.distributed.pool import run_world
+
+
+def two_dropouts(x, stream, tensor):
+    """One where the activation is the same on all ranks, one where it is cut."""
+    x = dropout(x, 0.3, stream, "0.hidden", batch_dim=0, tensor=tensor)
+    own = x.chunk(tensor.size, -1)[tensor.rank]
+    return dropout(own, 0.3, stream, "0.attention", batch_dim=0, shard_dim=-1, tensor=tensor)
+
+
+def output_and_gradient(x, samples, recompute):
+    size = dist.get_world_size()
+    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
+    return outputs_of(x, samples, tensor, recompute)
+
+
+def outputs_of(x, samples, tensor, recompute):
+    x = x.clone().requires_grad_()
+    stream = DropoutStream(99)
+
+    def layer(x):
+        with stream.samples_in_use(samples):
+            return two_dropouts(x, stream, tensor)
+
+    y = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
+    y.sum().backward()
+    return y.detach(), x.grad
+
+
+def test_ranks_drop_their_parts_of_one_whole_also_when_recomputed():
+    x = torch.rand(2, 16, 64) + 1
+    whole, whole_grad = outputs_of(x, (5, 8), TensorGroup(), recompute=False)
+    assert 0.4 < (whole != 0).float().mean() < 0.58
+    for recompute in (False, True):
+        results = run_world(4, output_and_gradient, x, (5, 8), recompute)
+        assert torch.equal(torch.cat([y for y, _ in results], -1), whole)
+        torch.testing.assert_close(sum(grad for _, grad in results), whole_grad)

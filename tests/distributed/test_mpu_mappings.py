@@ -1,0 +1,94 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.mappings import (
+    copy_to_tensor_region,
+    gather_from_tensor_region,
+    reduce_from_tensor_region,
+    scatter_to_tensor_region,
+)
+from tests.distributed.pool import run_world
+
+MAPPINGS = {
+    "copy": copy_to_tensor_region,
+    "reduce": reduce_from_tensor_region,
+    "gather": gather_from_tensor_region,
+    "scatter": scatter_to_tensor_region,
+}
+
+
+def tensor_group_of_layout(tensor, pipeline):
+    layout = ParallelLayout.create(dist.get_world_size(), tensor, pipeline, dist.get_rank())
+    group = layout.make_tensor_group()
+    members = torch.tensor([dist.get_rank()])
+    dist.all_reduce(members, group=group.group)
+    return group.rank, group.size, dist.get_process_group_ranks(group.group), members.item()
+
+
+def apply_mapping(name, xs, upstreams):
+    """Output and gradient of one mapping; and whether it left its input and its upstream gradient alone."""
+    world = ParallelLayout.create(dist.get_world_size(), dist.get_world_size(), 1, dist.get_rank())
+    tensor = world.make_tensor_group()
+    x = xs[tensor.rank].clone().requires_grad_()
+    upstream = upstreams[tensor.rank].clone()
+    y = MAPPINGS[name](x, tensor)
+    y.backward(upstream)
+    untouched = torch.equal(x, xs[tensor.rank]) and torch.equal(upstream, upstreams[tensor.rank])
+    return y.detach(), x.grad, untouched
+
+
+def parts(*shape, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator) for _ in range(size)]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (4, 2), (2, 1)])
+def test_tensor_groups_are_neighbouring_ranks(tensor, pipeline):
+    for rank, (place, size, members, total) in enumerate(
+        run_world(8, tensor_group_of_layout, tensor, pipeline)
+    ):
+        first = rank - rank % tensor
+        assert (place, size, members) == (rank % tensor, tensor, list(range(first, first + tensor)))
+        assert total == sum(members)
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_in_a_group_of_one_the_argument_itself_comes_back(name):
+    x = torch.randn(3, 4)
+    assert MAPPINGS[name](x, TensorGroup()) is x
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_copy_sums_the_gradients(size):
+    xs, upstreams = parts(3, 8, size=1, seed=1) * size, parts(3, 8, size=size, seed=2)
+    for output, grad, untouched in run_world(size, apply_mapping, "copy", xs, upstreams):
+        assert torch.equal(output, xs[0]) and untouched
+        torch.testing.assert_close(grad, sum(upstreams))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reduce_sums_the_outputs(size):
+    xs, upstreams = parts(3, 8, size=size, seed=1), parts(3, 8, size=1, seed=2) * size
+    for output, grad, untouched in run_world(size, apply_mapping, "reduce", xs, upstreams):
+        torch.testing.assert_close(output, sum(xs))
+        assert torch.equal(grad, upstreams[0]) and untouched
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gather_joins_the_parts_and_returns_each_its_gradient(size):
+    xs, upstreams = parts(3, 2, size=size, seed=1), parts(3, 2 * size, size=1, seed=2) * size
+    for rank, (output, grad, untouched) in enumerate(run_world(size, apply_mapping, "gather", xs, upstreams)):
+        assert torch.equal(output, torch.cat(xs, -1)) and untouched
+        assert torch.equal(grad, upstreams[0].chunk(size, -1)[rank])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_scatter_keeps_the_own_part_and_joins_the_gradients(size):
+    xs, upstreams = parts(3, 2 * size, size=1, seed=1) * size, parts(3, 2, size=size, seed=2)
+    for rank, (output, grad, untouched) in enumerate(
+        run_world(size, apply_mapping, "scatter", xs, upstreams)
+    ):
+        assert torch.equal(output, xs[0].chunk(size, -1)[rank]) and untouched
+        torch.testing.assert_close(grad, torch.cat(upstreams, -1))

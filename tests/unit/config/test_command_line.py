@@ -1,0 +1,412 @@
+"""What users type: flags become the config, and what cannot be understood is answered in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.config import Config, ConfigError, legacy_flags_used, parse_args, read_command_line
+from megatron.config.cli import HELP_GROUPS, make_parser
+from megatron.config.config import SECTIONS
+from megatron.config.fields import flag_of, option_name
+from megatron.config.legacy import NOTHING_LEFT_TO_DO, STILL_TO_COME
+from tests.unit.config.command_lines import BLOOM, GPT_104B, PUBLISHED_FLAGS, SMALL
+
+# Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
+SETTINGS = [
+    ("--tensor-model-parallel-size 1", "parallel.tensor_model_parallel_size", 1),
+    ("--pipeline-model-parallel-size 1", "parallel.pipeline_model_parallel_size", 1),
+    ("--num-layers 24", "model.num_layers", 24),
+    ("--hidden-size 2_048", "model.hidden_size", 2048),
+    ("--num-attention-heads 16", "model.num_attention_heads", 16),
+    ("--seq-length 16", "model.seq_length", 16),
+    ("--micro-batch-size 2", "batch.micro_batch_size", 2),
+    ("--global-batch-size 512", "batch.global_batch_size", 512),
+    ("--train-samples 146_484_375", "training.train_samples", 146_484_375),
+    ("--optimizer sgd", "optimizer.optimizer", "sgd"),
+    ("--adam-beta1 .8", "optimizer.adam_beta1", 0.8),
+    ("--adam-beta2 0.95", "optimizer.adam_beta2", 0.95),
+    ("--adam-eps 1e-6", "optimizer.adam_eps", 1e-6),
+    ("--lr 2e-4", "schedule.lr", 2e-4),
+    ("--min-lr 1e-5", "schedule.min_lr", 1e-5),
+    ("--min-lr .0005", "schedule.min_lr", 0.0005),
+    ("--lr-decay-style cosine", "schedule.lr_decay_style", "cosine"),
+    ("--lr-warmup-samples 183", "schedule.lr_warmup_samples", 183),
+    ("--clip-grad 0.5", "optimizer.clip_grad", 0.5),
+    ("--weight-decay 1e-1", "optimizer.weight_decay", 0.1),
+    ("--exit-duration-in-mins 1190", "training.exit_duration_in_mins", 1190),
+    ("--log-interval 200", "logging.log_interval", 200),
+    ("--save-interval 1500 --save /nowhere", "checkpoint.save_interval", 1500),
+    ("--eval-interval 150", "training.eval_interval", 150),
+    ("--eval-iters 5", "training.eval_iters", 5),
+    ("--tensorboard-dir /tmp/tensorboard", "logging.tensorboard_dir", "/tmp/tensorboard"),
+    ("--tensorboard-queue-size 5", "logging.tensorboard_queue_size", 5),
+    ("--log-timers-to-tensorboard", "logging.log_timers_to_tensorboard", True),
+    ("--log-batch-size-to-tensorboard", "logging.log_batch_size_to_tensorboard", True),
+    ("--log-validation-ppl-to-tensorboard", "logging.log_validation_ppl_to_tensorboard", True),
+    ("--save /nowhere", "checkpoint.save", "/nowhere"),
+    ("--load /nowhere", "checkpoint.load", "/nowhere"),
+    ("--split 949,50,1", "data.split", "949,50,1"),
+    ("--data-impl mmap", "data.data_impl", "mmap"),
+    ("--distributed-backend gloo", "parallel.distributed_backend", "gloo"),
+    ("--deepspeed_config ds.json", "training.deepspeed_config", "ds.json"),
+    ("--deepspeed-config=ds.json", "training.deepspeed_config", "ds.json"),
+    ("--zero-stage 1", "parallel.zero_stage", 1),
+    ("--fp16", "precision.fp16", True),
+    ("--bf16", "precision.bf16", True),
+    ("--max-position-embeddings 64", "model.max_position_embeddings", 64),
+    ("--lr-decay-samples 73_242_187", "schedule.lr_decay_samples", 73_242_187),
+    ("--checkpoint-activations", "training.checkpoint_activations", True),
+    ("--rampup-batch-size 2 2 9_765_625", "batch.rampup_batch_size", (2, 2, 9_765_625)),
+    ("--fp16 --loss-scale 12", "precision.loss_scale", 12.0),
+    ("--data-path /nowhere/text_document", "data.data_path", ("/nowhere/text_document",)),
+    ("--ffn-hidden-size 100", "model.ffn_hidden_size", 100),
+    ("--vocab-file v.json --merge-file m.txt", "data.vocab_file", "v.json"),
+    ("--vocab-file v.json --merge-file m.txt", "data.merge_file", "m.txt"),
+    ("--vocab-file v.json --merge-file m.txt", "data.tokenizer_type", "GPT2BPETokenizer"),
+    (
+        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t5-small",
+        "data.tokenizer_type",
+        "PretrainedFromHF",
+    ),
+    (
+        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t5-small",
+        "data.tokenizer_name_or_path",
+        "t5-small",
+    ),
+    ("--seed 43", "training.seed", 43),
+    ("--position-embedding-type absolute", "model.position_embedding_type", "absolute"),
+    ("--position-embedding-type rotary", "model.position_embedding_type", "rotary"),
+    ("--position-embedding-type alibi", "model.position_embedding_type", "alibi"),
+    ("--init-method-std 0.006", "model.init_method_std", 0.006),
+    ("--embed-layernorm", "model.embed_layernorm", True),
+    ("--pp-partition-method type:transformer", "parallel.partition_method", "type:transformer"),
+    (
+        "--pp-partition-method 'type:transformer|embedding'",
+        "parallel.partition_method",
+        "type:transformer|embedding",
+    ),
+    ('--partition-method "parameters"', "parallel.partition_method", "parameters"),
+    ("--pad-vocab-size-to 250880", "model.pad_vocab_size_to", 250880),
+    ("--glu-activation geglu", "model.glu_activation", "geglu"),
+    ("--glu-activation liglu", "model.glu_activation", "liglu"),
+    ("--glu-activation reglu", "model.glu_activation", "reglu"),
+    ("--glu-activation swiglu", "model.glu_activation", "swiglu"),
+    ("--log-level info", "logging.log_level", "info"),
+    ("--log-level-replica critical", "logging.log_level_replica", "critical"),
+    ("--train-tokens 300_000_000_000", "training.train_tokens", 300_000_000_000),
+    ("--lr-decay-tokens 260_000_000_000", "schedule.lr_decay_tokens", 260_000_000_000),
+    ("--kill-switch-path /tmp/kill", "training.kill_switch_path", "/tmp/kill"),
+    ("--num-workers 2", "data.num_workers", 2),
+    ("--num-workers 2", "data.valid_num_workers", 2),
+    ("--num-workers 2 --valid-num-workers 0", "data.valid_num_workers", 0),
+    ("--no-train", "training.no_train", True),
+    ("--hidden-dropout 0", "model.hidden_dropout", 0.0),
+    ("--attention-dropout 0.0", "model.attention_dropout", 0.0),
+    ("--local_rank 3", "parallel.local_rank", 3),
+    ("--local_rank=3", "parallel.local_rank", 3),
+    ("--local-rank=3", "parallel.local_rank", 3),
+    ("--local-rank 3", "parallel.local_rank", 3),
+]
+
+
+def value_at(config: Config, path: str) -> object:
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def refusal(*words: str, env: dict[str, str] | None = None) -> str:
+    """The sentence with which SMALL and these words are refused."""
+    with pytest.raises(ConfigError) as caught:
+        parse_args([*SMALL, *words], env or {})
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(("words", "path", "value"), SETTINGS)
+def test_every_flag_of_published_scripts_sets_its_field(words: str, path: str, value: object) -> None:
+    found = value_at(parse_args([*SMALL, *words.split()], {}), path)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_value_with_spaces_stays_whole() -> None:
+    assert parse_args([*SMALL, "--split", "969, 30, 1"], {}).data.split == "969, 30, 1"
+
+
+def test_a_published_176b_command_line_parses() -> None:
+    command = read_command_line([*BLOOM, "--dry-run", "--world-size", "384"], {})
+    config = command.config
+    assert config.parallel.partition_method == "type:transformer|embedding"
+    assert config.parallel.data_parallel_size == 8
+    assert config.batch.rampup_batch_size == (192, 16, 9_765_625)
+    assert config.model.ffn_hidden_size == 4 * 14336
+    assert config.model.kv_channels == 128
+    assert config.precision.name == "bf16"
+    assert config.schedule.lr_warmup_samples == 183_105
+    reported = " ".join(command.notes)
+    for flag in ("--deepspeed ", "--deepspeed-activation-checkpointing ", "--abort-on-unmet-fused-kernel"):
+        assert flag in reported
+    assert len(command.notes) == 3
+
+
+def test_a_published_104b_command_line_parses() -> None:
+    command = read_command_line([*GPT_104B, "--dry-run", "--world-size", "256"], {})
+    config = command.config
+    assert config.data.tokenizer_type == "GPT2BPETokenizer"
+    assert config.precision.name == "fp16"
+    assert config.precision.loss_scale == 12.0
+    assert config.parallel.data_parallel_size == 2
+    assert config.parallel.local_rank == 3
+    assert config.training.train_tokens == 300_000_000_000
+    assert [note.split()[0] for note in command.notes] == [
+        "--deepspeed",
+        "--deepspeed-activation-checkpointing",
+        "--codecarbon-dir",
+    ]
+
+
+def test_defaults_are_megatrons() -> None:
+    config = parse_args(SMALL, {})
+    assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.1, 0.1)
+    assert config.model.init_method_std == 0.02
+    assert config.model.layernorm_epsilon == 1e-5
+    assert config.model.make_vocab_size_divisible_by == 128
+    assert config.model.ffn_hidden_size == 256
+    assert config.model.kv_channels == 16
+    assert config.optimizer.weight_decay == 0.01
+    assert config.optimizer.clip_grad == 1.0
+    assert config.precision.initial_loss_scale == 2**32
+    assert config.precision.loss_scale is None
+    assert config.data.split == "969, 30, 1"
+    assert config.training.seed == 1234
+    assert (config.training.eval_interval, config.training.eval_iters) == (1000, 100)
+    assert (config.logging.log_interval, config.logging.tensorboard_queue_size) == (100, 1000)
+    assert (config.logging.log_level, config.logging.log_level_replica) == ("warning", "error")
+
+
+def test_derived_position_table_is_the_sequence_for_relative_positions() -> None:
+    words = [word for word in SMALL if word != "--max-position-embeddings"]
+    words.remove("32")
+    assert parse_args([*words, "--position-embedding-type", "rotary"], {}).model.max_position_embeddings == 32
+
+
+def test_zero_as_loss_scale_means_a_dynamic_one() -> None:
+    assert parse_args([*SMALL, "--fp16", "--loss-scale", "0"], {}).precision.loss_scale is None
+
+
+def test_a_config_is_frozen() -> None:
+    config = parse_args(SMALL, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.num_layers = 5  # type: ignore[misc]
+
+
+def test_to_dict_holds_plain_types_and_from_dict_gives_the_config_back() -> None:
+    config = parse_args([*SMALL, "--data-path", "a", "--rampup-batch-size", "2", "2", "100"], {})
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_from_dict_names_what_it_does_not_know_and_what_it_lacks() -> None:
+    settings = parse_args(SMALL, {}).to_dict()
+    settings["model"]["num_experts"] = 8
+    with pytest.raises(ConfigError, match=r"model\.num_experts"):
+        Config.from_dict(settings)
+    with pytest.raises(ConfigError, match="modle"):
+        Config.from_dict({"modle": {}})
+    with pytest.raises(ConfigError, match=r"model\.num_layers"):
+        Config.from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--num_layers", "--num-layers"),
+        ("--ffn_hidden_size", "--ffn-hidden-size"),
+        ("--tensor-parallel-size", "--tensor-model-parallel-size"),
+        ("--lr-decay-sample=5", "--lr-decay-samples"),
+        ("--pp-partition-metod", "--pp-partition-method"),
+    ],
+)
+def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> None:
+    assert refusal(typed, "4") == f"{typed.split('=')[0]} is no flag: did you mean {meant}?"
+
+
+def test_a_flag_like_no_other_is_named() -> None:
+    assert refusal("--xyzzy-plugh") == "--xyzzy-plugh is no flag: see --help"
+
+
+def test_abbreviations_are_no_flags() -> None:
+    assert "--num-workers" in refusal("--num-work", "2")
+
+
+def test_a_stray_value_is_named() -> None:
+    assert refusal("--split", "969,", "30,", "1").startswith("'30,' belongs to no flag")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--num-layers 1e3", ("--num-layers", "'1e3'", "whole number")),
+        ("--num-layers four", ("--num-layers", "'four'", "whole number")),
+        ("--seed 1.0", ("--seed", "'1.0'", "whole number")),
+        ("--lr fast", ("--lr", "'fast'", "a number")),
+        ("--lr nan", ("--lr", "nan", "finite")),
+        ("--rampup-batch-size 1 2", ("--rampup-batch-size", "expected 3 arguments")),
+        ("--rampup-batch-size 1 2 x", ("--rampup-batch-size", "'x'", "whole number")),
+        ("--seed", ("--seed", "expected one argument")),
+        ("--fp16=1", ("--fp16", "'1'")),
+        ("--data-path", ("--data-path", "at least one")),
+        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw, sgd")),
+        ("--position-embedding-type relative", ("--position-embedding-type", "'relative'", "rotary")),
+        ("--log-level loud", ("--log-level", "'loud'", "warning")),
+        ("--data-impl lazy", ("--data-impl", "'lazy'", "mmap")),
+        ("--num-layers 0", ("--num-layers", "0", "at least 1")),
+        ("--hidden-size -4", ("--hidden-size", "-4", "at least 1")),
+        ("--num-attention-heads 0", ("--num-attention-heads", "0", "at least 1")),
+        ("--micro-batch-size 0", ("--micro-batch-size", "0", "at least 1")),
+        ("--rampup-batch-size 2 0 9", ("--rampup-batch-size", "0", "at least 1")),
+        ("--hidden-dropout 1", ("--hidden-dropout", "1.0", "less than 1")),
+        ("--attention-dropout -0.1", ("--attention-dropout", "-0.1", "at least 0")),
+        ("--lr 0", ("--lr", "0.0", "more than 0")),
+        ("--seed 4294967296", ("--seed", "4294967296", "at most 4294967295")),
+        ("--zero-stage 4", ("--zero-stage", "4", "at most 3")),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_what_was_expected(words: str, parts: tuple[str, ...]) -> None:
+    sentence = refusal(*words.split())
+    for part in parts:
+        assert part in sentence
+
+
+def test_missing_flags_are_listed_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--num-layers", "4", "--lr", "1e-3"], {})
+    for flag in (
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--global-batch-size",
+    ):
+        assert flag in str(caught.value)
+    assert "--num-layers" not in str(caught.value)
+
+
+def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
+    command = read_command_line(
+        [*SMALL, "--seed", "1", "--seed", "2", "--clip-grad", "1.0", "--clip-grad", "1"], {}
+    )
+    assert command.config.training.seed == 2
+    assert command.notes == ("--seed is given more than once: the last value, 2, counts",)
+
+
+@pytest.mark.parametrize("old", NOTHING_LEFT_TO_DO, ids=lambda old: old.name)
+def test_a_flag_with_nothing_left_to_do_is_reported_once_with_the_reason(old) -> None:
+    words = [old.name] if old.nargs == 0 else [old.name, "value"]
+    expected = (f"{old.name} has nothing left to do: {old.reason}",)
+    assert read_command_line([*SMALL, *words, *words], {}).notes == expected
+    assert legacy_flags_used([*SMALL, *words]) == expected
+
+
+@pytest.mark.parametrize("old", STILL_TO_COME, ids=lambda old: old.name)
+def test_a_flag_still_to_come_is_refused_in_every_spelling(old) -> None:
+    for name in old.names:
+        values = {0: [], None: ["10"], "+": ["13251-14000", "16651-19500"]}[old.nargs]
+        sentence = refusal(name, *values)
+        assert sentence.startswith(f"{old.name}: ")
+        assert "not supported yet" in sentence
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "type:embed:2|transformer:1",
+        "'type:embed:2|transformer:1'",
+        "type:transformer:1.5",
+        "weighted_type:embed:2",
+        "layout:1,2,3",
+        "stages:0,10,20",
+        "memory",
+        "time",
+        "profile",
+    ],
+)
+def test_weighted_partitions_are_refused_until_they_are_there(method: str) -> None:
+    sentence = refusal("--pp-partition-method", method)
+    assert method.strip("'") in sentence
+    assert "--partition-method" in sentence and "not supported yet" in sentence
+
+
+@pytest.mark.parametrize(
+    "method", ["uniform", "parameters", "type:transformer|embedding", "type:(?:trans|embed)"]
+)
+def test_deepspeeds_own_partition_methods_are_accepted(method: str) -> None:
+    assert parse_args([*SMALL, "--partition-method", method], {}).parallel.partition_method == method
+
+
+@pytest.mark.parametrize("method", ["balanced", "type:", "type:(", ""])
+def test_a_partition_method_that_is_none_is_refused(method: str) -> None:
+    assert "--partition-method" in refusal("--partition-method", method)
+
+
+def test_the_launchers_environment_gives_world_size_and_local_rank() -> None:
+    config = parse_args(SMALL, {"WORLD_SIZE": "4", "LOCAL_RANK": "2"})
+    assert (config.parallel.world_size, config.parallel.local_rank) == (4, 2)
+    assert parse_args([*SMALL, "--local-rank=1"], {"LOCAL_RANK": "2"}).parallel.local_rank == 1
+
+
+def test_a_planned_world_size_needs_dry_run() -> None:
+    config = parse_args([*SMALL, "--world-size", "8"], {"WORLD_SIZE": "2"})
+    assert config.parallel.world_size == 8
+    without = [word for word in SMALL if word != "--dry-run"]
+    with pytest.raises(ConfigError, match=r"--world-size 8 with 2 started .*--dry-run"):
+        parse_args([*without, "--world-size", "8"], {"WORLD_SIZE": "2"})
+
+
+def test_a_launcher_variable_that_is_no_number_is_named() -> None:
+    assert "WORLD_SIZE is 'many'" in refusal(env={"WORLD_SIZE": "many"})
+
+
+def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"], {})
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert [line[:-1] for line in lines if line.endswith(":") and line[:-1] in HELP_GROUPS] == list(
+        HELP_GROUPS
+    )
+    flags = [line.split()[0].rstrip(",") for line in lines if line.startswith("  --")]
+    assert len(flags) == len(set(flags))
+    for kind in SECTIONS.values():
+        for field in dataclasses.fields(kind):
+            assert flags.count(option_name(field.name)) == 1
+    for old in (*NOTHING_LEFT_TO_DO, *STILL_TO_COME):
+        assert flags.count(old.name) == 1
+
+
+def test_every_field_has_help_and_a_known_group() -> None:
+    for kind in SECTIONS.values():
+        for field in dataclasses.fields(kind):
+            assert flag_of(field).help
+            assert (flag_of(field).group or kind.group) in HELP_GROUPS
+
+
+def test_every_flag_of_published_scripts_is_known() -> None:
+    known = make_parser()._option_string_actions
+    assert [flag for flag in PUBLISHED_FLAGS if flag not in known] == []
+
+
+def test_importing_the_config_imports_neither_torch_nor_deepspeed() -> None:
+    program = (
+        "import sys, megatron.config, megatron.engine.deepspeed_config;"
+        "print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,216 @@
+"""The DeepSpeed JSON: it may repeat the flags, not contradict them, and it decides on the loss scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import ConfigError, parse_args
+from megatron.engine.deepspeed_config import DeepSpeedSettings, deepspeed_dict, read_deepspeed_config
+from tests.unit.config.command_lines import SMALL
+
+# As published scripts write it, for SMALL.
+PUBLISHED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 8,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 0},
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "initial_scale_power": 12,
+    },
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    """Reads settings as a file beside SMALL and more flags."""
+
+    def read_settings(settings: Any, *words: str) -> DeepSpeedSettings:
+        file = tmp_path / "ds_config.json"
+        file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
+        return read_deepspeed_config(parse_args([*SMALL, *words, "--deepspeed_config", str(file)], {}))
+
+    return read_settings
+
+
+def test_without_a_file_nothing_changes() -> None:
+    config = parse_args(SMALL, {})
+    assert read_deepspeed_config(config) == DeepSpeedSettings(config, ())
+
+
+def test_a_published_file_agrees_and_its_loss_scale_wins(read) -> None:
+    settings = read(PUBLISHED, "--fp16", "--loss-scale", "12")
+    precision = settings.config.precision
+    assert precision.loss_scale is None
+    assert precision.initial_loss_scale == 4096
+    assert precision.loss_scale_window == 500
+    assert (precision.hysteresis, precision.min_loss_scale) == (2, 1.0)
+    assert (
+        "a dynamic scale from the file wins over a static scale of 12 from --loss-scale" in settings.notes[0]
+    )
+    assert len([note for note in settings.notes if "wins over" in note]) == 3
+    assert any("steps_per_print 2000 is not used" in note for note in settings.notes)
+
+
+def test_a_static_loss_scale_in_the_file_wins_too(read) -> None:
+    settings = read({"fp16": {"enabled": True, "loss_scale": 128}}, "--fp16")
+    assert settings.config.precision.loss_scale == 128.0
+    assert len(settings.notes) == 1
+    assert (
+        "a static scale of 128 from the file wins over a dynamic scale from --loss-scale" in settings.notes[0]
+    )
+
+
+def test_a_file_without_loss_scale_leaves_the_flag_alone(read) -> None:
+    settings = read({"fp16": {"enabled": True}}, "--fp16", "--loss-scale", "12")
+    assert settings.config.precision.loss_scale == 12.0
+    assert settings.notes == ()
+
+
+def test_a_loss_scale_in_a_file_for_bf16_changes_nothing(read) -> None:
+    settings = read({"fp16": {"enabled": False, "loss_scale": 5}, "bf16": {"enabled": True}}, "--bf16")
+    assert settings.config.precision.loss_scale is None
+
+
+def test_auto_and_null_leave_the_decision_to_the_flags(read) -> None:
+    file = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": None,
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": "auto"},
+        "bf16": "auto",
+        "optimizer": None,
+    }
+    settings = read(file, "--fp16", "--loss-scale", "12")
+    assert settings.notes == ()
+    assert settings.config.precision.loss_scale == 12.0
+    assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 0}
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "parts"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 2},
+            "",
+            ("train_micro_batch_size_per_gpu is 2", "--micro-batch-size is 1"),
+        ),
+        ({"train_batch_size": 16}, "", ("train_batch_size is 16", "--global-batch-size is 8")),
+        (
+            {"gradient_accumulation_steps": 4},
+            "",
+            ("gradient_accumulation_steps is 4", "--global-batch-size", "is 8"),
+        ),
+        ({"gradient_clipping": 0.5}, "", ("gradient_clipping is 0.5", "--clip-grad is 1.0")),
+        ({"zero_optimization": {"stage": 1}}, "", ("zero_optimization.stage is 1", "--zero-stage is 0")),
+        ({"fp16": {"enabled": True}}, "", ("fp16.enabled is true", "--fp16 is false")),
+        ({"fp16": {"enabled": False}}, "--fp16", ("fp16.enabled is false", "--fp16 is true")),
+        ({"bf16": {"enabled": True}}, "", ("bf16.enabled is true", "--bf16 is false")),
+        ({"bfloat16": {"enabled": True}}, "", ("bfloat16.enabled is true", "--bf16 is false")),
+    ],
+)
+def test_a_contradiction_names_the_key_and_the_flag(
+    read, file: dict[str, Any], words: str, parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(file, *words.split())
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "parts"),
+    [
+        ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning", "not supported yet")),
+        ({"optimizer": {"type": "Adam"}}, ("optimizer", "--optimizer")),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "--lr")),
+        ({"amp": {"enabled": True}}, ("amp", "--fp16")),
+        ({"activation_checkpointing": {"partition_activations": True}}, ("--checkpoint-activations",)),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types.grad_accum_dtype is bf16", "fp32")),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ("offload_optimizer", "not supported"),
+        ),
+        ({"fp16": {"auto_cast": True}}, ("fp16.auto_cast", "not supported")),
+        ({"communication_data_type": "fp16"}, ("communication_data_type", "fp32")),
+        ({"fp16": 5}, ("fp16 is 5", "braces")),
+        ([1], ("expected a JSON object",)),
+        ("{", ("no JSON",)),
+    ],
+)
+def test_what_flags_own_or_nothing_supports_is_refused(read, file: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(file)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("loss_scale", "high"), ("initial_scale_power", 128)])
+def test_a_loss_scale_that_is_none_is_refused(read, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"fp16.{key}"):
+        read({"fp16": {"enabled": True, key: value}}, "--fp16")
+
+
+def test_a_section_that_is_off_asks_for_nothing(read) -> None:
+    read({"curriculum_learning": {"enabled": False}, "amp": {"enabled": False}, "sparse_gradients": False})
+
+
+def test_an_absent_file_is_refused_by_a_run_and_noted_by_a_plan(tmp_path: Path) -> None:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"text{ending}").touch()
+    absent = str(tmp_path / "none.json")
+    words = [*SMALL, "--vocab-size", "9", "--data-path", str(tmp_path / "text"), "--deepspeed_config", absent]
+    plan = parse_args(words, {})
+    assert absent in read_deepspeed_config(plan).notes[0]
+    assert deepspeed_dict(plan, 8)["train_batch_size"] == 8
+    run = parse_args([word for word in words if word != "--dry-run"], {})
+    with pytest.raises(ConfigError, match="--deepspeed_config .*none.json"):
+        read_deepspeed_config(run)
+
+
+def test_deepspeed_is_told_of_an_fp32_run_without_clipping() -> None:
+    config = parse_args([*SMALL, "--world-size", "2", "--bf16", "--zero-stage", "1"], {})
+    assert deepspeed_dict(config, 8) == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "wall_clock_breakdown": False,
+    }
+
+
+def test_with_a_ramp_up_deepspeed_is_told_of_the_step_to_come() -> None:
+    config = parse_args([*SMALL, "--rampup-batch-size", "2", "2", "100"], {})
+    told = deepspeed_dict(config, 2)
+    assert (told["train_batch_size"], told["gradient_accumulation_steps"]) == (2, 2)
+
+
+def test_keys_that_no_flag_knows_are_passed_on_and_noted(read) -> None:
+    file = {
+        **PUBLISHED,
+        "zero_optimization": {"stage": 0, "reduce_bucket_size": 1000},
+        "comms_logger": {"enabled": True},
+        "wall_clock_breakdown": True,
+    }
+    settings = read(file, "--fp16")
+    told = deepspeed_dict(settings.config, 8)
+    assert told["comms_logger"] == {"enabled": True}
+    assert told["wall_clock_breakdown"] is True
+    assert told["zero_optimization"] == {"stage": 0, "reduce_bucket_size": 1000}
+    assert told["gradient_clipping"] == 0.0
+    assert "fp16" not in told and "steps_per_print" not in told
+    for key in ("comms_logger", "wall_clock_breakdown", "zero_optimization.reduce_bucket_size"):
+        assert any(f"{key} is passed to DeepSpeed" in note for note in settings.notes)

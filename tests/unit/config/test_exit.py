@@ -1,0 +1,24 @@
+"""A wrong setting ends every rank with exit code 2, and is printed by rank 0 only."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import ConfigError, exit_on_config_error
+
+
+@pytest.mark.parametrize(("env", "printed"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])
+def test_a_config_error_ends_with_code_2_and_one_line(
+    env: dict[str, str], printed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught, exit_on_config_error(env):
+        raise ConfigError("--lr is 0: expected more")
+    assert caught.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == ("error: --lr is 0: expected more\n" if printed else "")
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(KeyError), exit_on_config_error({}):
+        raise KeyError("x")

@@ -1,0 +1,277 @@
+"""Checks across flags: each refusal has the numbers and the flag to change."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError, ModelConfig, padded_vocab_size, parse_args, read_command_line
+from tests.unit.config.command_lines import SMALL
+
+ITERATIONS = [word for word in SMALL if word not in ("--train-samples", "800")]
+
+REFUSED = [
+    ("--world-size 6 --tensor-model-parallel-size 4", ("6 processes", "--tensor-model-parallel-size 4")),
+    (
+        "--world-size 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        ("6 processes", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "= 4"),
+    ),
+    (
+        "--world-size 8 --tensor-model-parallel-size 8",
+        ("--num-attention-heads 4", "--tensor-model-parallel-size 8"),
+    ),
+    (
+        "--world-size 4 --tensor-model-parallel-size 4 --ffn-hidden-size 102",
+        ("--ffn-hidden-size 102", "--tensor-model-parallel-size 4"),
+    ),
+    (
+        "--world-size 2 --tensor-model-parallel-size 2 --pad-vocab-size-to 1001",
+        ("--pad-vocab-size-to 1001", "--tensor-model-parallel-size 2", "1002"),
+    ),
+    ("--vocab-size 2000 --pad-vocab-size-to 1000", ("--pad-vocab-size-to 1000", "2000")),
+    ("--hidden-size 66", ("--hidden-size 66", "--num-attention-heads 4", "--kv-channels")),
+    ("--position-embedding-type rotary --hidden-size 60", ("rotary", "15", "--kv-channels")),
+    ("--seq-length 64", ("--seq-length 64", "--max-position-embeddings 32")),
+    ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "data-parallel size 1")),
+    ("--world-size 16", ("--global-batch-size 8", "data-parallel size 16", "= 16")),
+    (
+        "--micro-batch-size 4 --rampup-batch-size 2 2 100",
+        ("--rampup-batch-size 2 2 100", "batch of 2", "--micro-batch-size 4"),
+    ),
+    (
+        "--micro-batch-size 4 --rampup-batch-size 4 2 100",
+        ("--rampup-batch-size 4 2 100", "batch of 6", "--micro-batch-size 4"),
+    ),
+    ("--rampup-batch-size 3 2 100", ("--rampup-batch-size 3 2 100", "--global-batch-size 8")),
+    ("--rampup-batch-size 8 2 100", ("--rampup-batch-size 8 2 100", "--global-batch-size 8")),
+    (
+        "--world-size 8 --pipeline-model-parallel-size 8",
+        ("--pipeline-model-parallel-size 8", "4 matching layers", "type:transformer", "--num-layers 4"),
+    ),
+    (
+        "--world-size 8 --pipeline-model-parallel-size 8 --partition-method parameters",
+        ("--pipeline-model-parallel-size 8", "7 pipeline layers", "parameters"),
+    ),
+    (
+        "--partition-method type:mamba",
+        ("--pipeline-model-parallel-size 1", "0 matching layers", "type:mamba"),
+    ),
+    (
+        "--world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2",
+        ("--zero-stage 2", "--pipeline-model-parallel-size 2", "--zero-stage 1"),
+    ),
+    ("--zero-stage 2", ("--zero-stage 2", "not supported yet")),
+    ("--zero-stage 3", ("--zero-stage 3", "not supported yet")),
+    ("--fp16 --bf16", ("--fp16", "--bf16")),
+    ("--loss-scale 12", ("--loss-scale 12", "--fp16", "fp32")),
+    ("--bf16 --loss-scale 12", ("--loss-scale 12", "--fp16", "bf16")),
+    ("--fp32-residual-connection", ("--fp32-residual-connection", "--fp16", "--bf16")),
+    ("--fp16 --min-loss-scale 8 --initial-loss-scale 4", ("--min-loss-scale 8", "--initial-loss-scale 4")),
+    ("--train-iters 10", ("--train-iters", "--train-samples", "10 and 800")),
+    ("--train-samples 7", ("--train-samples 7", "first batch of 8", "--global-batch-size")),
+    ("--lr-decay-iters 10", ("--lr-decay-iters 10", "--train-samples 800")),
+    ("--lr-warmup-iters 10", ("--lr-warmup-iters 10", "--train-samples 800")),
+    ("--lr-decay-samples 10 --lr-decay-tokens 320", ("--lr-decay-samples 10", "--lr-decay-tokens 320")),
+    (
+        "--lr-warmup-samples 10 --lr-warmup-fraction 0.1",
+        ("--lr-warmup-samples 10", "--lr-warmup-fraction 0.1"),
+    ),
+    ("--lr-warmup-samples 800", ("--lr-warmup-samples 800", "--train-samples: 800")),
+    ("--lr-warmup-samples 20 --lr-decay-samples 10", ("--lr-warmup-samples 20", "--lr-decay-samples: 10")),
+    ("--lr-warmup-samples 20 --lr-decay-tokens 320", ("--lr-warmup-samples 20", "--lr-decay-tokens", "10")),
+    ("--min-lr 1", ("--min-lr 1.0", "--lr 0.001")),
+    ("--checkpoint-num-layers 2", ("--checkpoint-num-layers 2", "--checkpoint-activations")),
+    ("--save-interval 10", ("--save-interval 10", "--save")),
+    ("--position-embedding-type alibi --reset-position-ids", ("--reset-position-ids", "alibi", "relative")),
+    ("--data-path 0.3 A 0.7 B", ("--data-path", "4 values", "not supported yet")),
+    ("--split 1,2,3,4", ("--split", "'1,2,3,4'", "969,30,1")),
+    ("--split 0,0,0", ("--split", "'0,0,0'")),
+    ("--split a,b", ("--split", "'a,b'")),
+    ("--split 5,-1,1", ("--split", "'5,-1,1'")),
+    ("--tokenizer-type PretrainedFromHF", ("--tokenizer-type PretrainedFromHF", "--tokenizer-name-or-path")),
+    ("--tokenizer-type SentencePieceTokenizer", ("SentencePieceTokenizer", "--tokenizer-model")),
+    ("--vocab-file v.json", ("GPT2BPETokenizer", "--merge-file")),
+]
+
+
+def sentence_of(words: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(words, {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_contradiction_is_refused_with_its_numbers_and_flags(words: str, parts: tuple[str, ...]) -> None:
+    sentence = sentence_of([*SMALL, *words.split()])
+    for part in parts:
+        assert part in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("", ("--train-iters", "--train-samples", "neither")),
+        ("--train-iters 10 --lr-decay-samples 80", ("--lr-decay-samples 80", "--train-iters 10")),
+        ("--train-iters 10 --lr-warmup-samples 8", ("--lr-warmup-samples 8", "--train-iters 10")),
+        ("--train-iters 10 --rampup-batch-size 2 2 20", ("--rampup-batch-size 2 2 20", "--train-iters 10")),
+        ("--train-iters 10 --lr-warmup-iters 10", ("--lr-warmup-iters 10", "--train-iters: 10")),
+        (
+            "--train-iters 10 --lr-decay-tokens 3200 --lr-warmup-iters 2",
+            ("--lr-warmup-iters 2", "--lr-decay-tokens"),
+        ),
+        (
+            "--train-iters 10 --lr-decay-iters 5 --lr-decay-tokens 32",
+            ("--lr-decay-iters 5", "--lr-decay-tokens 32"),
+        ),
+    ],
+)
+def test_iterations_and_samples_are_not_mixed(words: str, parts: tuple[str, ...]) -> None:
+    sentence = sentence_of([*ITERATIONS, *words.split()])
+    for part in parts:
+        assert part in sentence
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--train-iters 10 --lr-warmup-iters 2 --lr-decay-iters 8",
+        "--train-iters 10 --lr-decay-tokens 3200 --lr-warmup-samples 8",
+        "--train-samples 80 --lr-decay-tokens 2560 --lr-warmup-samples 8 --train-tokens 3200",
+        "--train-samples 80 --lr-warmup-fraction 0.1",
+    ],
+)
+def test_one_unit_throughout_is_accepted(words: str) -> None:
+    parse_args([*ITERATIONS, *words.split()], {})
+
+
+def test_absolute_positions_need_the_size_of_their_table() -> None:
+    words = list(SMALL)
+    place = words.index("--max-position-embeddings")
+    del words[place : place + 2]
+    sentence = sentence_of(words)
+    assert "--max-position-embeddings" in sentence and "--seq-length 32" in sentence
+
+
+def test_kv_channels_frees_the_hidden_size_from_the_heads() -> None:
+    assert parse_args([*SMALL, "--hidden-size", "66", "--kv-channels", "16"], {}).model.kv_channels == 16
+
+
+def test_a_uniform_partition_shares_out_the_whole_list() -> None:
+    words = [*SMALL, "--partition-method", "uniform", "--pipeline-model-parallel-size", "10"]
+    assert parse_args([*words, "--world-size", "10"], {}).parallel.pipeline_model_parallel_size == 10
+    assert "10 pipeline layers" in sentence_of([*words[:-1], "11", "--world-size", "11"])
+    assert parse_args([*words[:-1], "11", "--world-size", "11", "--bf16"], {}).precision.name == "bf16"
+
+
+def test_embeddings_count_where_the_regex_names_them() -> None:
+    words = [*SMALL, "--pipeline-model-parallel-size", "6", "--world-size", "6"]
+    parse_args([*words, "--partition-method", "type:transformer|embedding"], {})
+
+
+def test_settings_without_effect_are_reported() -> None:
+    words = "--lr-decay-style constant --min-lr 1e-5 --log-timers-to-tensorboard"
+    notes = read_command_line([*SMALL, *words.split()], {}).notes
+    assert notes == (
+        "--min-lr has no effect with --lr-decay-style constant",
+        "--log-timers-to-tensorboard has no effect without --tensorboard-dir",
+    )
+
+
+class TestFiles:
+    """What a run needs and a dry run does not."""
+
+    RUN = [word for word in SMALL if word != "--dry-run"]
+
+    def test_a_run_needs_data(self) -> None:
+        assert "--data-path is missing" in sentence_of(self.RUN)
+
+    def test_a_run_needs_both_token_files(self, tmp_path: Path) -> None:
+        words = [*self.RUN, "--vocab-size", "100", "--data-path", str(tmp_path / "text")]
+        (tmp_path / "text.bin").touch()
+        sentence = sentence_of(words)
+        assert "--data-path" in sentence and str(tmp_path / "text.idx") in sentence
+        (tmp_path / "text.idx").touch()
+        parse_args(words, {})
+
+    def test_a_run_needs_a_tokenizer_or_the_size_of_the_vocabulary(self) -> None:
+        sentence = sentence_of([*self.RUN, "--data-path", "text"])
+        assert "--tokenizer-type" in sentence and "--vocab-size" in sentence
+
+    @pytest.mark.parametrize("flag", ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"])
+    def test_document_boundaries_need_a_tokenizer(self, flag: str) -> None:
+        sentence = sentence_of([*self.RUN, "--data-path", "text", "--vocab-size", "100", flag])
+        assert flag in sentence and "--tokenizer-type" in sentence
+
+    def test_a_run_needs_the_files_of_its_tokenizer(self, tmp_path: Path) -> None:
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"text{ending}").touch()
+        vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+        words = [*self.RUN, "--data-path", str(tmp_path / "text")]
+        words += ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+        assert f"--vocab-file: there is no file {vocab}" in sentence_of(words)
+        vocab.touch()
+        assert f"--merge-file: there is no file {merges}" in sentence_of(words)
+        merges.touch()
+        assert parse_args(words, {}).data.tokenizer_type == "GPT2BPETokenizer"
+
+    def test_an_absent_folder_to_load_from_is_a_fresh_start(self, tmp_path: Path) -> None:
+        parse_args([*SMALL, "--load", str(tmp_path / "none")], {})
+
+
+class TestApex:
+    """The package of that name on PyPI is another one."""
+
+    @pytest.fixture
+    def words(self, tmp_path: Path) -> list[str]:
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"text{ending}").touch()
+        run = [word for word in SMALL if word != "--dry-run"]
+        return [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), "--use-apex"]
+
+    def test_absent(self, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", [])
+        assert "it is not installed" in sentence_of(words)
+
+    def test_another_package_of_that_name(
+        self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "apex").mkdir()
+        (tmp_path / "apex" / "__init__.py").touch()
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        assert "another package of that name is installed" in sentence_of(words)
+
+    def test_nvidias(self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for part in ("", "optimizers", "normalization"):
+            (tmp_path / "apex" / part).mkdir(exist_ok=True)
+            (tmp_path / "apex" / part / "__init__.py").touch()
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        assert parse_args(words, {}).optimizer.use_apex
+
+
+def model(**sizes: int) -> ModelConfig:
+    return ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, max_position_embeddings=8, **sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("true_size", "tensor_parallel", "padded"),
+    [(50257, 1, 50304), (50257, 4, 50688), (128, 1, 128), (129, 1, 256), (1, 2, 256)],
+)
+def test_the_vocabulary_is_padded_to_a_multiple_that_grows_with_the_tensor_ranks(
+    true_size: int, tensor_parallel: int, padded: int
+) -> None:
+    assert padded_vocab_size(true_size, model(), tensor_parallel) == padded
+
+
+def test_the_vocabulary_is_padded_to_exactly_the_size_asked_for() -> None:
+    assert padded_vocab_size(250680, model(pad_vocab_size_to=250880), 4) == 250880
+    with pytest.raises(ConfigError, match=r"--pad-vocab-size-to 100 is smaller than the vocabulary of 101"):
+        padded_vocab_size(101, model(pad_vocab_size_to=100), 1)
+    with pytest.raises(ConfigError, match=r"--pad-vocab-size-to 101 .*--tensor-model-parallel-size 2.*102"):
+        padded_vocab_size(100, model(pad_vocab_size_to=101), 2)

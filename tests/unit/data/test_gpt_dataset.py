@@ -1,0 +1,110 @@
+"""Samples and splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import ConfigError
+from megatron.data.gpt_dataset import (
+    build_gpt_datasets,
+    data_fingerprint,
+    fingerprint_differences,
+    prepare_index_files,
+)
+from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+
+SIZES = [5, 0, 7, 3, 9, 11, 2, 6, 1, 1, 1, 30, 0, 8, 4, 4, 4, 10, 12, 13]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write_documents(tmp_path / "data", numbered_documents(SIZES))
+
+
+def test_a_sample_is_the_documents_in_order_cut_every_seq_length_tokens(prefix: str) -> None:
+    data = data_config(prefix)
+    prepare_index_files(data, 6, 7, (60, 0, 0))
+    train, valid, test = build_gpt_datasets(data, 6, 7, (60, 0, 0))
+    assert train is not None and valid is None and test is None
+    assert len(train) >= 60
+    stem = f"{prefix}_train_indexmap_60ns_6sl_7s"
+    documents = numbered_documents(SIZES)
+    stream = np.concatenate([documents[i] for i in np.load(f"{stem}_doc_idx.npy")])
+    for i, row in enumerate(np.load(f"{stem}_shuffle_idx.npy")):
+        sample = train[i]
+        assert sample.dtype == np.int64
+        assert sample.tolist() == stream[row * 6 : row * 6 + 7].tolist()
+    for outside in (-1, len(train)):
+        with pytest.raises(IndexError):
+            train[outside]
+
+
+def test_splits_share_no_document(prefix: str) -> None:
+    data = data_config(prefix, split="50,25,25")
+    prepare_index_files(data, 3, 7, (5, 5, 5))
+    datasets = build_gpt_datasets(data, 3, 7, (5, 5, 5))
+    assert [dataset.name for dataset in datasets if dataset] == ["train", "valid", "test"]
+    ends = np.cumsum(SIZES)
+    bounds = [0, ends[9], ends[14], ends[19]]
+    for dataset, start, end in zip(datasets, bounds[:-1], bounds[1:], strict=True):
+        assert dataset is not None
+        tokens = np.concatenate([dataset[i] for i in range(len(dataset))])
+        assert start <= tokens.min() and tokens.max() < end
+
+
+def test_splits_without_weight_documents_or_wanted_samples_are_none(prefix: str) -> None:
+    data = data_config(prefix, split="999,1,0")
+    prepare_index_files(data, 3, 7, (5, 5, 5))
+    train, valid, test = build_gpt_datasets(data, 3, 7, (5, 5, 5))
+    assert train is not None and valid is None and test is None
+    assert build_gpt_datasets(data, 3, 7, (0, 0, 0)) == (None, None, None)
+
+
+def test_reading_before_preparing_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="there is no .*_train_indexmap_5ns_3sl_7s_doc_idx.npy"):
+        build_gpt_datasets(data_config(prefix), 3, 7, (5, 0, 0))
+
+
+def test_one_prefix_is_expected(prefix: str) -> None:
+    for prefixes in ((), ("0.5", prefix, "0.5", prefix)):
+        with pytest.raises(ConfigError, match=f"--data-path has {len(prefixes)} values"):
+            prepare_index_files(data_config(*prefixes), 3, 7, (5, 0, 0))
+
+
+def test_fingerprint_is_equal_exactly_when_the_order_is(prefix: str, tmp_path: Path) -> None:
+    def order(seed: int, seq_length: int, samples: int) -> list[list[int]]:
+        prepare_index_files(data_config(prefix), seq_length, seed, (samples, 0, 0))
+        train = build_gpt_datasets(data_config(prefix), seq_length, seed, (samples, 0, 0))[0]
+        assert train is not None
+        return [train[i].tolist() for i in range(20)]
+
+    saved = data_fingerprint(data_config(prefix), 4, 1, 20)
+    longer_in_the_same_epoch = data_fingerprint(data_config(prefix), 4, 1, 25)
+    assert fingerprint_differences(saved, longer_in_the_same_epoch) == []
+    assert order(1, 4, 20) == order(1, 4, 25)
+    for seed, seq_length, samples, name in [
+        (2, 4, 20, "seed"),
+        (1, 5, 20, "seq_length"),
+        (1, 4, 90, "epochs"),
+    ]:
+        other = data_fingerprint(data_config(prefix), seq_length, seed, samples)
+        assert any(difference.startswith(f"{name}: ") for difference in fingerprint_differences(saved, other))
+        assert order(1, 4, 20) != order(seed, seq_length, samples)
+
+
+def test_fingerprint_names_other_data_but_not_another_folder(prefix: str, tmp_path: Path) -> None:
+    saved = data_fingerprint(data_config(prefix), 4, 1, 20)
+    (tmp_path / "moved").mkdir()
+    moved = write_documents(tmp_path / "moved" / "data", numbered_documents(SIZES))
+    assert fingerprint_differences(saved, data_fingerprint(data_config(moved), 4, 1, 20)) == []
+    other = write_documents(tmp_path / "other", numbered_documents([*SIZES, 3]))
+    differences = fingerprint_differences(saved, data_fingerprint(data_config(other, split="9,1"), 4, 1, 20))
+    assert [difference.split(":")[0] for difference in differences] == [
+        "documents",
+        "paths",
+        "split",
+        "tokens",
+    ]

@@ -1,0 +1,127 @@
+"""Index files beside the data."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import ConfigError
+from megatron.data import index_cache
+from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
+from megatron.data.indexed_dataset import IndexedDataset
+from tests.unit.data.token_files import numbered_documents, write_documents
+
+SIZES = [5, 0, 7, 3, 9, 11, 2, 6]
+KINDS = ["doc", "sample", "shuffle"]
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> IndexRequest:
+    dataset = IndexedDataset(write_documents(tmp_path / "data", numbered_documents(SIZES)))
+    return IndexRequest(dataset, "train", range(0, 8), num_samples=25, seq_length=4, seed=1234)
+
+
+def arrays(request: IndexRequest) -> list[Any]:
+    index = load_sample_index(request)
+    return [index.documents.tolist(), index.samples.tolist(), index.shuffle.tolist()]
+
+
+def index_file(request: IndexRequest, kind: str) -> str:
+    return f"{request.dataset.prefix}_train_indexmap_25ns_4sl_1234s_{kind}_idx.npy"
+
+
+def test_files_have_megatrons_names_and_nothing_else_is_left(request_: IndexRequest, tmp_path: Path) -> None:
+    prepare_sample_index(request_)
+    names = [f"data_train_indexmap_25ns_4sl_1234s_{kind}_idx.npy" for kind in KINDS]
+    assert sorted(os.listdir(tmp_path)) == sorted(["data.bin", "data.idx", *names])
+
+
+def test_good_files_are_left_alone(request_: IndexRequest) -> None:
+    prepare_sample_index(request_)
+    before = [os.stat(path).st_ino for path in request_.paths()]
+    prepare_sample_index(request_)
+    assert [os.stat(path).st_ino for path in request_.paths()] == before
+
+
+def damage_truncate(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) - 3)
+
+
+def damage_empty(path: str) -> None:
+    os.truncate(path, 0)
+
+
+def damage_shorter(path: str) -> None:
+    np.save(path, np.load(path)[:-1])
+
+
+def damage_zeros(path: str) -> None:
+    np.save(path, np.zeros_like(np.load(path)))
+
+
+def damage_remove(path: str) -> None:
+    os.remove(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "damage", [damage_truncate, damage_empty, damage_shorter, damage_zeros, damage_remove]
+)
+def test_the_builder_makes_a_damaged_file_anew(request_: IndexRequest, kind: str, damage: Any) -> None:
+    prepare_sample_index(request_)
+    good = arrays(request_)
+    damage(index_file(request_, kind))
+    prepare_sample_index(request_)
+    assert arrays(request_) == good
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", [damage_truncate, damage_empty, damage_shorter, damage_remove])
+def test_a_reader_names_a_damaged_file(request_: IndexRequest, kind: str, damage: Any) -> None:
+    prepare_sample_index(request_)
+    damage(index_file(request_, kind))
+    with pytest.raises(ConfigError, match=re.escape(index_file(request_, kind))):
+        load_sample_index(request_)
+
+
+def test_the_builder_notices_other_data_of_the_same_size(request_: IndexRequest, tmp_path: Path) -> None:
+    prepare_sample_index(request_)
+    good = arrays(request_)
+    write_documents(tmp_path / "data", numbered_documents(SIZES[::-1]))
+    other = IndexRequest(IndexedDataset(tmp_path / "data"), "train", range(0, 8), 25, 4, 1234)
+    prepare_sample_index(other)
+    assert arrays(other)[0] == good[0]
+    assert arrays(other)[1] != good[1]
+
+
+def test_the_builder_replaces_an_order_with_another_rule_for_the_last_epoch(request_: IndexRequest) -> None:
+    prepare_sample_index(request_)
+    good = arrays(request_)
+    assert request_.plan().separate_last_epoch
+    mixed = np.random.RandomState(0).permutation(request_.plan().total_samples).astype(np.uint32)
+    np.save(index_file(request_, "shuffle"), mixed)
+    prepare_sample_index(request_)
+    assert arrays(request_) == good
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    request_: IndexRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(index_cache.np, "save", refuse)
+    with pytest.raises(ConfigError, match=rf"cannot write index files into {tmp_path} \(Permission denied\)"):
+        prepare_sample_index(request_)
+    assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
+
+
+def test_too_few_tokens_are_refused_with_numbers(request_: IndexRequest) -> None:
+    short = IndexRequest(request_.dataset, "valid", range(0, 2), 1, 5, 1234)
+    with pytest.raises(ConfigError, match=r"valid split has 5 tokens in 2 documents.*needs 6.*--seq-length"):
+        prepare_sample_index(short)

@@ -1,0 +1,199 @@
+"""From jsonl to token files: the functions, and the tool as users type it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import ConfigError
+from megatron.data import preprocessing
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preprocessing import preprocess
+from megatron.tokenizer import build_tokenizer
+from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
+
+REPOSITORY = Path(__file__).parents[3]
+RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "title": f"title {i}"} for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    vocab, merges = train_gpt2_vocabulary(tmp_path_factory.mktemp("gpt2"))
+    return SimpleNamespace(
+        tokenizer_type=None,
+        vocab_file=vocab,
+        merge_file=merges,
+        tokenizer_name_or_path=None,
+        tokenizer_model=None,
+    )
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return str(path)
+
+
+def documents(prefix: Path | str) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_documents_are_the_tokenized_texts_in_order(
+    jsonl: str, tmp_path: Path, flags: Any, append_eod: bool
+) -> None:
+    progress = preprocess([jsonl], str(tmp_path / "out"), ["text"], flags, append_eod=append_eod)
+    tokenizer = build_tokenizer(flags)
+    end = [tokenizer.eod] if append_eod else []
+    expected = [tokenizer.tokenize(record["text"]) + end for record in RECORDS]
+    assert documents(tmp_path / "out_text_document") == expected
+    assert IndexedDataset(tmp_path / "out_text_document").dtype == np.uint16
+    assert progress.documents == {"text": 300}
+    assert progress.tokens == {"text": sum(map(len, expected))}
+    assert (progress.lines, progress.input_bytes) == (300, os.path.getsize(jsonl))
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
+
+
+def test_the_number_of_workers_and_the_batches_change_nothing(
+    jsonl: str, tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocess([jsonl, jsonl], str(tmp_path / "one"), ["text"], flags)
+    monkeypatch.setattr(preprocessing, "BATCH_LINES", 7)
+    preprocess([jsonl, jsonl], str(tmp_path / "two"), ["text"], flags, workers=2)
+    for ending in ("bin", "idx"):
+        one, two = (tmp_path / f"{name}_text_document.{ending}" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+    assert len(IndexedDataset(tmp_path / "two_text_document")) == 600
+
+
+def test_each_json_key_gets_its_files(jsonl: str, tmp_path: Path, flags: Any) -> None:
+    preprocess([jsonl], str(tmp_path / "out"), ["text", "title"], flags)
+    tokenizer = build_tokenizer(flags)
+    assert documents(tmp_path / "out_title_document") == [tokenizer.tokenize(r["title"]) for r in RECORDS]
+    assert documents(tmp_path / "out_text_document") == [tokenizer.tokenize(r["text"]) for r in RECORDS]
+
+
+def test_gz_files_are_read_and_blank_lines_and_empty_documents_passed_over(
+    tmp_path: Path, flags: Any
+) -> None:
+    lines = ['{"text": "one"}', "", '{"text": ""}', "  ", '{"text": "two"}']
+    with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))  # and no newline at the end
+    progress = preprocess(
+        [str(tmp_path / "in.jsonl.gz")], str(tmp_path / "out"), ["text"], flags, append_eod=True
+    )
+    tokenizer = build_tokenizer(flags)
+    expected = [tokenizer.tokenize(text) + [tokenizer.eod] for text in ("one", "two")]
+    assert documents(tmp_path / "out_text_document") == expected
+    assert progress.skipped == []
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "not valid json"),
+    (b"[1]", "expected a json object, got list"),
+    (b'{"title": "a"}', "has no key 'text'"),
+    (b'{"text": 3}', "expected text under 'text', got 3"),
+    (b'{"text": null}', "expected text under 'text', got None"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": "\\ud800"}', "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("line, reason", BAD_LINES)
+def test_a_bad_line_is_named_and_nothing_is_written(
+    tmp_path: Path, flags: Any, line: bytes, reason: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=rf"{path}, line 3: .*{reason}.*--skip-bad-lines"):
+        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_bad_lines_can_be_skipped_and_are_counted(tmp_path: Path, flags: Any) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join([*(line for line, _ in BAD_LINES), b'{"text": "good"}']))
+    progress = preprocess([str(path)], str(tmp_path / "out"), ["text"], flags, skip_bad_lines=True)
+    assert [bad.line for bad in progress.skipped] == list(range(1, len(BAD_LINES) + 1))
+    assert progress.lines == len(BAD_LINES) + 1
+    assert documents(tmp_path / "out_text_document") == [build_tokenizer(flags).tokenize("good")]
+
+
+def test_a_truncated_gz_file_is_named(tmp_path: Path, flags: Any) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    whole = gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=rf"--input {path}: cannot be read beyond line \d+"):
+        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
+    path.write_bytes(b"plain text")
+    with pytest.raises(ConfigError, match=rf"--input {path}: cannot be read beyond line 1"):
+        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
+
+
+def test_input_without_text_is_refused(tmp_path: Path, flags: Any) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ConfigError, match="no line has text under the json key 'text'"):
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags)
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_tool_writes_what_training_reads(jsonl: str, tmp_path: Path, flags: Any) -> None:
+    prefix = str(tmp_path / "out")
+    done = run_tool(
+        "--input", jsonl, "--output-prefix", prefix, "--tokenizer-type", "GPT2BPETokenizer",
+        "--vocab-file", flags.vocab_file, "--merge-file", flags.merge_file, "--append-eod", "--workers", "2",
+        "--dataset-impl", "mmap", "--log-interval", "100",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("processed 300 documents, ") and "MB/s" in lines[0] and "docs/s" in lines[0]
+    assert lines[1].startswith(f"{prefix}_text_document: 300 documents, ")
+    tokenizer = build_tokenizer(flags)
+    expected = [[*tokenizer.tokenize(record["text"]), tokenizer.eod] for record in RECORDS]
+    assert documents(prefix + "_text_document") == expected
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"--input": "/nowhere.jsonl"}, "--input /nowhere.jsonl: no such file"),
+        ({"--output-prefix": "/nowhere/out"}, "there is no folder /nowhere"),
+        ({"--vocab-file": "/nowhere.json"}, "--vocab-file /nowhere.json: no such file"),
+        ({"--workers": "0"}, "--workers is 0, expected 1 or more"),
+        ({"--workers": "many"}, "--workers"),
+        ({"--dataset-impl": "lazy"}, "--dataset-impl"),
+        ({"--json-keys": "body"}, "line 1: has no key 'body'"),
+        ({"--inputs": "x"}, "--inputs"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    jsonl: str, tmp_path: Path, flags: Any, change: dict[str, str], expected: str
+) -> None:
+    given = {
+        "--input": jsonl,
+        "--output-prefix": str(tmp_path / "out"),
+        "--vocab-file": flags.vocab_file,
+        "--merge-file": flags.merge_file,
+    } | change
+    done = run_tool(*(word for pair in given.items() for word in pair))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and expected in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == ["in.jsonl"]

@@ -1,0 +1,31 @@
+"""Small datasets for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config import DataConfig
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+
+
+def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16") -> str:
+    """Write token files through the builder; return their prefix."""
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for document in documents:
+            builder.add_document(np.array(document, dtype=np.int64))
+        builder.finalize()
+    return str(prefix)
+
+
+def numbered_documents(sizes: Sequence[int]) -> list[list[int]]:
+    """Documents of these sizes whose tokens count up over all of them: every token names its place."""
+    ends = np.cumsum(sizes)
+    return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+def data_config(*prefixes: str, split: str = "1") -> DataConfig:
+    """By default all documents train."""
+    return DataConfig(data_path=prefixes, split=split)

@@ -1,0 +1,154 @@
+import pytest
+import torch
+
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.random import DropoutStream, dropout
+
+ONE = TensorGroup()
+
+
+def stream(*samples, seed=1234):
+    result = DropoutStream(seed)
+    result.samples = samples
+    return result
+
+
+def kept(shape, p, dropout_stream, salt="3.hidden", **kwargs):
+    return dropout(torch.ones(shape), p, dropout_stream, salt, tensor=ONE, **{"batch_dim": 0, **kwargs}) != 0
+
+
+def test_without_dropout_the_argument_itself_comes_back():
+    x = torch.randn(2, 3)
+    assert dropout(x, 0.0, DropoutStream(1), "a", batch_dim=0, tensor=ONE) is x
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
+def test_the_wanted_part_is_dropped_in_every_row_and_column_and_the_rest_scaled(p):
+    x = torch.rand(4, 256, 512) + 1
+    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tensor=ONE)
+    keep = y != 0
+    torch.testing.assert_close(y[keep], x[keep] / (1 - p))
+    dropped = (~keep).double()
+    for dims in ((0, 1, 2), (1, 2), (0, 1), (0, 2)):
+        counts = dropped.sum(dims)
+        expected = p * keep.numel() / counts.numel()
+        # Five deviations and a half; the constant is for the tail of small counts.
+        assert (counts - expected).abs().max() < 5.5 * (expected * (1 - p)) ** 0.5 + 10, dims
+
+
+def test_neighbours_samples_places_and_seeds_are_independent():
+    shape = (1, 512, 512)
+    mask = kept(shape, 0.5, stream(7)).double()[0] * 2 - 1
+    others = {
+        "next sample": kept(shape, 0.5, stream(8))[0],
+        "sample 7 + 2**32": kept(shape, 0.5, stream(7 + 2**32))[0],
+        "other place": kept(shape, 0.5, stream(7), "4.hidden")[0],
+        "other seed": kept(shape, 0.5, stream(7, seed=1235))[0],
+        "next column": (mask > 0).roll(1, 1),
+        "next row": (mask > 0).roll(1, 0),
+        "32 columns further": (mask > 0).roll(32, 1),
+        "diagonal": (mask > 0).roll((1, 1), (0, 1)),
+        "transposed": (mask > 0).t(),
+    }
+    limit = 5 / mask.numel() ** 0.5
+    for name, other in others.items():
+        assert (mask * (other.double() * 2 - 1)).mean().abs() < limit, name
+    # Not in pairs only: four corners of a rectangle, which a mere sum of two keys would give away.
+    for dy, dx in ((1, 1), (1, 2), (2, 1), (16, 16)):
+        corners = mask * mask.roll(dy, 0) * mask.roll(dx, 1) * mask.roll((dy, dx), (0, 1))
+        assert corners.mean().abs() < 2 * limit, (dy, dx)
+    # No two rows or columns are alike.
+    for lines in (mask, mask.t()):
+        assert (lines @ lines.t() / 512 - torch.eye(512)).abs().max() < 6.5 / 512**0.5
+
+
+def test_runs_of_equal_values_have_the_lengths_of_coin_tosses():
+    mask = kept((1, 1024, 1024), 0.5, stream(11)).flatten()
+    for length in range(1, 9):
+        windows = mask.unfold(0, length, length)
+        for pattern in (torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.bool)):
+            share = (windows == pattern).all(1).double().mean().item()
+            expected = 2.0**-length
+            assert abs(share - expected) < 5 * (expected * (1 - expected) / len(windows)) ** 0.5
+
+
+def test_a_sample_has_its_mask_in_every_micro_batch():
+    together = kept((4, 6, 64), 0.3, stream(10, 11, 12, 13))
+    for row, sample in enumerate((10, 11, 12, 13)):
+        assert torch.equal(kept((1, 6, 64), 0.3, stream(sample))[0], together[row])
+    assert torch.equal(kept((2, 6, 64), 0.3, stream(13, 10)), together[[3, 0]])
+
+
+def test_the_place_of_the_batch_does_not_matter():
+    batch_first = kept((3, 16, 64), 0.3, stream(4, 5, 6))
+    sequence_first = kept((16, 3, 64), 0.3, stream(4, 5, 6), batch_dim=1)
+    assert torch.equal(sequence_first.transpose(0, 1), batch_first)
+    assert torch.equal(kept((16, 3, 64), 0.3, stream(4, 5, 6), batch_dim=-2), sequence_first)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("shard_dim", [1, 3, -1, -2])
+def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
+    shape = (2, 8, 12, 20)
+    x = torch.rand(shape) + 1
+    whole = dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tensor=ONE)
+    parts = [
+        dropout(
+            part,
+            0.4,
+            stream(3, 4),
+            "a",
+            batch_dim=0,
+            shard_dim=shard_dim,
+            tensor=TensorGroup(rank=rank, size=size),
+        )
+        for rank, part in enumerate(x.chunk(size, shard_dim))
+    ]
+    assert torch.equal(torch.cat(parts, shard_dim), whole)
+
+
+def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
+    x = torch.rand(2, 8, 12) + 1
+    first, second = (
+        dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tensor=TensorGroup(rank=rank, size=2))
+        for rank in (0, 1)
+    )
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_has_the_mask_and_scale_of_the_output(dtype):
+    x = (torch.rand(2, 5, 300) + 1).to(dtype).requires_grad_()
+    y = dropout(x, 0.25, stream(1, 2), "a", batch_dim=0, tensor=ONE)
+    upstream = torch.randn(2, 5, 300).to(dtype)
+    y.backward(upstream)
+    assert y.dtype == x.grad.dtype == dtype
+    expected = torch.where(y != 0, upstream.float() / 0.75, 0.0)
+    torch.testing.assert_close(
+        x.grad.float(), expected, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+    )
+
+
+def test_large_activations_are_masked_as_small_ones():
+    large = kept((1, 40, 20000), 0.5, stream(5))  # more than one piece
+    assert torch.equal(kept((1, 3, 20000), 0.5, stream(5)), large[:, :3])
+    assert torch.equal(kept((1, 40, 100), 0.5, stream(5)), large[:, :, :100])
+
+
+def test_recomputation_finds_the_samples_of_its_forward_pass():
+    dropout_stream = stream(1, 2)
+    before = kept((2, 4, 64), 0.5, dropout_stream)
+    samples = dropout_stream.samples
+    dropout_stream.samples = (3, 4)
+    with dropout_stream.samples_in_use(samples):
+        assert torch.equal(kept((2, 4, 64), 0.5, dropout_stream), before)
+    assert dropout_stream.samples == (3, 4)
+
+
+def test_what_cannot_be_meant_is_refused():
+    with pytest.raises(ValueError, match="outside"):
+        kept((1, 4), 1.0, stream(1))
+    with pytest.raises(ValueError, match="3 samples, and the stream 2"):
+        kept((3, 4), 0.1, stream(1, 2))
+    with pytest.raises(ValueError, match="last dimension"):
+        kept((4, 3), 0.1, stream(1, 2, 3), batch_dim=1)

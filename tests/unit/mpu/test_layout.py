@@ -1,0 +1,50 @@
+import pytest
+
+from megatron.config import ConfigError
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "pipeline"), [(1, 1, 1), (8, 2, 2), (8, 1, 4), (12, 3, 2), (16, 2, 1), (6, 6, 1)]
+)
+def test_coordinates_are_those_of_deepspeeds_topology(world_size, tensor, pipeline):
+    for rank in range(world_size):
+        layout = ParallelLayout.create(world_size, tensor, pipeline, rank)
+        coordinate = layout.topology.get_coord(rank)
+        assert (layout.pipeline_stage, layout.data_rank, layout.tensor_rank) == (
+            coordinate.pipe,
+            coordinate.data,
+            coordinate.model,
+        )
+        assert layout.world_size == layout.topology.world_size() == world_size
+
+
+def test_first_and_last_stage_are_known():
+    stages = [ParallelLayout.create(6, 1, 3, rank) for rank in range(6)]
+    assert [layout.is_first_stage for layout in stages] == [True, True, False, False, False, False]
+    assert [layout.is_last_stage for layout in stages] == [False, False, False, False, True, True]
+
+
+def test_processes_that_cannot_be_divided_are_refused_with_numbers_and_flags():
+    with pytest.raises(ConfigError) as error:
+        ParallelLayout.create(10, tensor=4, pipeline=2)
+    for part in ("10", "8", "--tensor-model-parallel-size (4)", "--pipeline-model-parallel-size (2)"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ((4, 0, 1), "--tensor-model-parallel-size"),
+        ((4, 1, -1), "--pipeline-model-parallel-size"),
+        ((0, 1, 1), "--world-size"),
+        ((4, 1, 1, 4), "RANK"),
+    ],
+)
+def test_impossible_degrees_are_refused(arguments, flag):
+    with pytest.raises(ConfigError, match=flag):
+        ParallelLayout.create(*arguments)
+
+
+def test_a_tensor_group_of_one_needs_no_process_group():
+    assert ParallelLayout.create(4, 1, 2, 3).make_tensor_group() == TensorGroup(rank=0, size=1, group=None)

@@ -1,0 +1,145 @@
+"""Who is decayed, and which optimizer moves them."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.config import ConfigError, OptimizerConfig
+from megatron.mpu.parameters import ParameterSpec
+from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
+
+
+def parameter(*shape, weight_decay=True):
+    made = nn.Parameter(torch.ones(shape))
+    made.spec = ParameterSpec(whole_shape=shape, weight_decay=weight_decay)
+    return made
+
+
+def named():
+    return [
+        ("embedding.weight", parameter(8, 4)),
+        ("norm.weight", parameter(4, weight_decay=False)),
+        ("dense.weight", parameter(4, 4)),
+        ("dense.bias", parameter(4, weight_decay=False)),
+    ]
+
+
+def test_matrices_decay_and_biases_and_norms_do_not():
+    decayed, plain = parameter_groups(named(), 0.1)
+    assert (decayed["names"], decayed["weight_decay"]) == (["embedding.weight", "dense.weight"], 0.1)
+    assert (plain["names"], plain["weight_decay"]) == (["norm.weight", "dense.bias"], 0.0)
+    assert [tuple(p.shape) for p in decayed["params"]] == [(8, 4), (4, 4)]
+
+
+def test_a_stage_with_only_the_embedding_still_has_both_groups():
+    decayed, plain = parameter_groups(named()[:1], 0.1)
+    assert decayed["names"] == ["embedding.weight"]
+    assert (plain["names"], plain["params"]) == ([], [])
+
+
+def test_tied_and_frozen_parameters():
+    parameters = named()
+    parameters[2][1].requires_grad_(False)
+    decayed, _ = parameter_groups([*parameters, ("head.weight", parameters[0][1])], 0.1)
+    assert decayed["names"] == ["embedding.weight"]
+
+
+def test_a_parameter_without_a_spec_is_an_error():
+    with pytest.raises(ValueError, match="ParameterSpec"):
+        parameter_groups([("stray", nn.Parameter(torch.ones(2)))], 0.1)
+
+
+def adamw_step(weight, gradient, rate, decay, betas=(0.9, 0.95), eps=1e-8):
+    """The first step of Adam with decoupled weight decay, written out."""
+    first = (1 - betas[0]) * gradient / (1 - betas[0])
+    second = (1 - betas[1]) * gradient**2 / (1 - betas[1])
+    return weight * (1 - rate * decay) - rate * first / (second.sqrt() + eps)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_decays_apart_from_its_moments(name):
+    groups = parameter_groups(named(), 0.1)
+    optimizer = make_optimizer(groups, OptimizerConfig(optimizer=name, adam_beta2=0.95))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+        for weight in group["params"]:
+            weight.grad = torch.full_like(weight, 0.5)
+    optimizer.step()
+    for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
+        for weight in group["params"]:
+            ones = torch.ones_like(weight)
+            torch.testing.assert_close(weight.data, adamw_step(ones, 0.5 * ones, 0.01, decay))
+
+
+def test_extra_keys_survive_and_the_rate_starts_at_zero():
+    groups = parameter_groups(named(), 0.1)
+    optimizer = make_optimizer(groups, OptimizerConfig())
+    assert [group["names"] for group in optimizer.param_groups] == [group["names"] for group in groups]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert "lr" not in groups[0]
+
+
+def test_an_empty_group_takes_steps():
+    optimizer = make_optimizer(parameter_groups(named()[:1], 0.1), OptimizerConfig())
+    weight = optimizer.param_groups[0]["params"][0]
+    weight.grad = torch.ones_like(weight)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert float(weight.data.max()) < 1
+
+
+def test_sgd_has_momentum_and_decay():
+    optimizer = make_optimizer(
+        parameter_groups(named(), 0.1), OptimizerConfig(optimizer="sgd", sgd_momentum=0.8)
+    )
+    assert isinstance(optimizer, torch.optim.SGD)
+    weight = optimizer.param_groups[0]["params"][0]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    for expected in (1 - 0.5 * 1.1, None):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        if expected is not None:
+            assert float(weight.data[0, 0]) == pytest.approx(expected)
+    buffer = 0.8 * 1.1 + 1 + 0.1 * 0.45
+    assert float(weight.data[0, 0]) == pytest.approx(0.45 - 0.5 * buffer)
+
+
+def fake_apex(monkeypatch, fused_adam):
+    package, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
+    if fused_adam is not None:
+        optimizers.FusedAdam = fused_adam
+    monkeypatch.setitem(sys.modules, "apex", package)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+
+
+def test_apex_is_asked_for_decoupled_decay(monkeypatch):
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, groups, adam_w_mode, **settings):
+            assert adam_w_mode
+            super().__init__(groups, **settings)
+
+    fake_apex(monkeypatch, FusedAdam)
+    optimizer = make_optimizer(parameter_groups(named(), 0.1), OptimizerConfig(use_apex=True))
+    assert isinstance(optimizer, FusedAdam)
+    assert optimizer.param_groups[0]["names"] == ["embedding.weight", "dense.weight"]
+
+
+def test_another_package_named_apex_is_refused(monkeypatch):
+    fake_apex(monkeypatch, None)
+    with pytest.raises(ConfigError, match="--use-apex.*NVIDIA"):
+        make_optimizer(parameter_groups(named(), 0.1), OptimizerConfig(use_apex=True))
+
+
+def test_apex_without_its_extensions_is_refused(monkeypatch):
+    def unbuilt(groups, **settings):
+        raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
+
+    fake_apex(monkeypatch, unbuilt)
+    with pytest.raises(ConfigError, match="--use-apex.*cuda extensions"):
+        make_optimizer(parameter_groups(named(), 0.1), OptimizerConfig(use_apex=True))
