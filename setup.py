@@ -4,14 +4,13 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-version_line = next(
-    line for line in Path("megatron/__init__.py").read_text().splitlines() if line.startswith("__version__")
-)
+source = Path("megatron/__init__.py").read_text()
+version = next(line.split('"')[1] for line in source.splitlines() if line.startswith("__version__"))
 
 setup(
     name="megatron-gpt-pretraining",
-    version=version_line.split('"')[1],
-    description="GPT pretraining with tensor, pipeline and data parallelism: the same numbers on every layout",
+    version=version,
+    description="GPT pretraining, tensor, pipeline and data parallel: the same numbers on every layout",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron", "megatron.*"]),
     install_requires=[

@@ -14,29 +14,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.tool_parser import ToolParser
 from megatron.data.preprocessing import Progress, output_name, preprocess
-from megatron.tokenizer import TOKENIZER_TYPES
+from megatron.tokenizer.flags import add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
 
 
-class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are ConfigErrors, so that they are printed like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
-
-
-def build_parser() -> Parser:
+def build_parser() -> ToolParser:
     """The flags, named as in Megatron."""
-    parser = Parser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input", nargs="+", required=True, help="jsonl files, plain or .gz, read in this order"
@@ -47,14 +38,7 @@ def build_parser() -> Parser:
     group.add_argument(
         "--skip-bad-lines", action="store_true", help="leave out and count lines that are not usable"
     )
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the one that the files fit"
-    )
-    group.add_argument("--vocab-file", help="GPT-2's vocab.json")
-    group.add_argument("--merge-file", help="GPT-2's merges.txt")
-    group.add_argument("--tokenizer-name-or-path", help="folder of a Hugging Face tokenizer")
-    group.add_argument("--tokenizer-model", help="SentencePiece .model file")
+    group = add_tokenizer_flags(parser)
     group.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )

@@ -1,9 +1,9 @@
 """Saving and resuming through DeepSpeed's engine, on the layout that the checkpoint was written on.
 
-A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: how far the run
-had come, its configuration, vocabulary, layout and data. The file `latest` beside the folders names the newest.
-Nothing else has to be remembered: dropout and initial weights are functions of the seed and of global sample
-numbers, and the learning rate of progress, so there is no random state to save.
+A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: how far the
+run had come, its configuration, vocabulary, layout and data. The file `latest` beside the folders names the
+newest. Nothing else has to be remembered: dropout and initial weights are functions of the seed and of global
+sample numbers, and the learning rate of progress, so there is no random state to save.
 """
 
 import json
@@ -51,9 +51,9 @@ class Checkpoint:
         return int(self.run["vocab_size"])
 
     @property
-    def eod(self) -> int:
-        """Id of the end-of-document token."""
-        return int(self.run["eod"])
+    def eod(self) -> int | None:
+        """Id of the end-of-document token, None if the run knew none."""
+        return self.run["eod"]
 
 
 def find_latest(folder: str | Path) -> Checkpoint | None:
@@ -115,8 +115,8 @@ def check_layout(checkpoint: Checkpoint, config: Config, bounds: list[int]) -> N
     differences = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
     if differences:
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} was written on another layout ({'; '.join(differences)}): resume with "
-            f"the flags that wrote it"
+            f"checkpoint {checkpoint.folder} was written on another layout ({'; '.join(differences)}): "
+            f"resume with the flags that wrote it"
         )
 
 
@@ -141,8 +141,8 @@ def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
     differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
     if differences:
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): give the flags that "
-            f"wrote it, or start anew in another --save folder"
+            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): "
+            f"give the flags that wrote it, or start anew in another --save folder"
         )
 
 
@@ -152,7 +152,7 @@ def save_checkpoint(
     state: TrainingState,
     bounds: list[int],
     vocab_size: int,
-    eod: int,
+    eod: int | None,
     fingerprint: dict[str, Any],
 ) -> Path:
     """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective."""

@@ -93,7 +93,7 @@ class BatchEncoder:
             if not line.strip():
                 continue
             num_lines += 1
-            fields = _parse_line(line, self.json_keys)
+            fields = parse_line(line, self.json_keys)
             if isinstance(fields, str):
                 bad_lines.append(BadLine(batch.path, number, fields))
                 continue
@@ -143,7 +143,7 @@ def preprocess(
             for key in dict.fromkeys(json_keys)
         }
         encoder = BatchEncoder(tokenizer, tuple(builders), append_eod)
-        batches = _read_batches(inputs)
+        batches = read_batches(inputs)
         encoded = (
             map(encoder.encode, batches)
             if workers == 1
@@ -174,7 +174,7 @@ def output_name(output_prefix: str, json_key: str) -> str:
     return f"{output_prefix}_{json_key}_document"
 
 
-def _parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
+def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     """The texts under `json_keys`, or what is wrong with the line."""
     try:
         record = json.loads(line)
@@ -201,7 +201,7 @@ def _parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     return texts
 
 
-def _read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
+def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
     """The lines of the files, in order, in batches of about a megabyte that never span two files."""
     for path in inputs:
         opened = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")

@@ -50,8 +50,8 @@ class GPTEngine(SameNumbersPipelineEngine):
             data_size=layout.data,
             data_rank=layout.data_rank,
             model=grid.get_model_parallel_group() if layout.pipeline * layout.tensor > 1 else None,
-            description=f"rank {layout.rank} (stage {layout.pipeline_stage}, tensor rank {layout.tensor_rank}, "
-            f"data rank {layout.data_rank})",
+            description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
+            f"tensor rank {layout.tensor_rank}, data rank {layout.data_rank})",
         )
         return MixedPrecisionOptimizer(
             optimizer,
@@ -67,7 +67,7 @@ class GPTEngine(SameNumbersPipelineEngine):
     def train_step(
         self, micro_batches: Iterator[MicroBatch], consumed_samples: int, global_batch_size: int, rate: float
     ) -> Tensor:
-        """One step on the global batch that follows `consumed_samples`; returns its mean loss (a device scalar).
+        """One step on the global batch after `consumed_samples`; returns its mean loss, a device scalar.
 
         Raises NonFiniteError on every rank, before any weight has changed.
         """

@@ -16,8 +16,8 @@ Each entry was seen with DeepSpeed 0.19.8; the test beside it fails when the wor
 6. `PipelineEngine` finds the code of a schedule's instruction in a table of its own class, past any override:
    the table is made anew here.
 7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
-8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a lock
-   file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
+8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
+   lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
 """
 
 from typing import ClassVar

@@ -34,9 +34,15 @@ class EmbeddingPipe(nn.Module):
     """
 
     def __init__(
-        self, context: LayerContext, vocab_size: int, padded_vocab_size: int, eod: int, is_head: bool = False
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        padded_vocab_size: int,
+        eod: int | None,
+        is_head: bool = False,
     ) -> None:
-        """`vocab_size`: rows that are real tokens; the rest of the `padded_vocab_size` rows is padding."""
+        """`vocab_size`: rows that are real tokens; the rest of the `padded_vocab_size` rows is padding.
+        `eod`: the token that ends a document, where --reset-... flags need it."""
         super().__init__()
         model = context.config.model
         self.word_embeddings = VocabParallelEmbedding(

@@ -82,7 +82,7 @@ class CrossEntropy:
         return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
 
 
-def pipeline_layers(context: LayerContext, vocab_size: int, eod: int) -> list[LayerSpec | Callable]:
+def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
     """The fixed list above, for this rank's place in the tensor-parallel group."""
     config = context.config
     model = config.model
@@ -145,7 +145,7 @@ class GPTModelPipe(PipelineModule):
         layout: ParallelLayout,
         tensor: TensorGroup,
         vocab_size: int,
-        eod: int,
+        eod: int | None,
         bounds: Sequence[int],
     ) -> None:
         self.stage_bounds = list(bounds)

@@ -7,7 +7,7 @@ numbers would depend on its layout. Here is one path for all:
 - gradients accumulate in one flat fp32 buffer per parameter group, whatever the parameters' precision;
 - copies of a tied weight are summed over their stages, then everything over data-parallel ranks, in fp32;
 - the norm counts each parameter of the model once;
-- fp32 master weights and the moments belong to `partitions` ranks in equal parts (ZeRO-1) or to each (ZeRO-0).
+- fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all.
 
 The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them.
 """

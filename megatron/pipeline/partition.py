@@ -30,8 +30,8 @@ def stage_bounds(
     for stage in range(num_stages):
         if bounds[stage] == bounds[stage + 1]:
             raise ConfigError(
-                f"--partition-method {method} leaves stage {stage} of {num_stages} without a layer: give more "
-                f"layers to share out, or lower --pipeline-model-parallel-size"
+                f"--partition-method {method} leaves stage {stage} of {num_stages} without a layer: "
+                f"give more layers to share out, or lower --pipeline-model-parallel-size"
             )
     return [int(bound) for bound in bounds]
 

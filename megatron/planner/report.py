@@ -24,8 +24,9 @@ def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     padded = padded_vocab_size(vocab_size, model, tensor)
     return (
-        f"model      {model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
-        f"sequence {model.seq_length}, {model.position_embedding_type} positions, {config.precision.name}\n"
+        f"model      {model.num_layers} layers x {model.hidden_size} hidden, "
+        f"{model.num_attention_heads} heads, sequence {model.seq_length}, "
+        f"{model.position_embedding_type} positions, {config.precision.name}\n"
         f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
         f"parameters {plan.total_parameters:,}"
     )
@@ -33,13 +34,14 @@ def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
 
 def _layout_lines(config: Config) -> str:
     parallel, batch = config.parallel, config.batch
-    data, stages = parallel.data_parallel_size, parallel.pipeline_model_parallel_size
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    data = parallel.data_parallel_size
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * data)
     lines = [
-        f"layout     {parallel.world_size} processes = tensor {parallel.tensor_model_parallel_size} x pipeline {stages} "
-        f"x data {data}, ZeRO stage {parallel.zero_stage}",
-        f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} x {micro_batches} "
-        f"accumulation steps x data {data}",
+        f"layout     {parallel.world_size} processes = tensor {tensor} x pipeline {stages} x data {data}, "
+        f"ZeRO stage {parallel.zero_stage}",
+        f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
+        f"x {micro_batches} accumulation steps x data {data}",
         f"pipeline   efficiency m/(m+p-1) = {micro_batches}/({micro_batches}+{stages}-1) = "
         f"{pipeline_efficiency(micro_batches, stages):.3f}",
     ]

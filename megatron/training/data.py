@@ -19,7 +19,7 @@ class RunLength:
     train_samples: int
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
-        """Samples that training, validation and test read, validation once per interval and once at the end."""
+        """Samples that training, validation and test read; validation: per interval and at the end."""
         training, batch = config.training, config.batch.global_batch_size
         validations = self.iterations // training.eval_interval + 1
         return (
@@ -44,7 +44,7 @@ def fingerprint_of(config: Config, length: RunLength) -> dict:
 
 
 def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:
-    """Builds what index files are missing (one process per node), then opens them on every rank. Collective."""
+    """Builds what index files are missing, then opens them on every rank. Collective."""
     samples = length.samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)
     # Rank 0 first: on a shared file system the other nodes then find the files and only verify them.

@@ -33,8 +33,9 @@ def quiet_library_logs(config: Config) -> None:
 def join_world(config: Config) -> int:
     """Makes the default process group; returns this process's global rank.
 
-    The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who is who; a process
-    started without a launcher is a world of one. Raises ConfigError for a back-end that the device lacks.
+    The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who is who; a
+    process started without a launcher is a world of one. Raises ConfigError for a back-end that the device
+    lacks.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator

@@ -9,14 +9,16 @@ from megatron.tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`size`: real tokens, without padding; `eod`: id of the token that ends a document."""
+    """`size`: real tokens, without padding; `eod`: id of the token that ends a document, None if unknown."""
 
     size: int
-    eod: int
+    eod: int | None
 
 
 def find_vocabulary(config: Config) -> Vocabulary:
-    """From the tokenizer. A dry run may lack its files: then from --vocab-size or --pad-vocab-size-to.
+    """From the tokenizer, or from --vocab-size where the data was made without one.
+
+    A dry run may lack the tokenizer's files, and then makes do with --pad-vocab-size-to.
 
     Raises ConfigError where the size cannot be known.
     """
@@ -27,18 +29,14 @@ def find_vocabulary(config: Config) -> Vocabulary:
         tokenizer = build_tokenizer(data)
         if model.vocab_size not in (None, tokenizer.vocab_size):
             raise ConfigError(
-                f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has {tokenizer.vocab_size} tokens: "
-                f"leave the flag out"
+                f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
+                f"{tokenizer.vocab_size} tokens: leave the flag out"
             )
         return Vocabulary(tokenizer.vocab_size, tokenizer.eod)
-    if not config.training.dry_run:
-        raise ConfigError(
-            "no tokenizer: give --vocab-file and --merge-file (GPT2BPETokenizer), --tokenizer-name-or-path "
-            "(PretrainedFromHF) or --tokenizer-model (SentencePieceTokenizer)"
-        )
-    size = model.vocab_size or model.pad_vocab_size_to
+    size = model.vocab_size or (model.pad_vocab_size_to if config.training.dry_run else None)
     if size is None:
         raise ConfigError(
-            "the size of the vocabulary is unknown, for there is no tokenizer file here: give --vocab-size with --dry-run"
+            "the size of the vocabulary is unknown, for no tokenizer file is at hand: give the tokenizer's "
+            "flags, or --vocab-size"
         )
-    return Vocabulary(size, 0)
+    return Vocabulary(size, None)

@@ -1,0 +1,34 @@
+"""What a benchmark ran on, printed beside its numbers."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def describe_machine() -> str:
+    """Processor, cores, versions and commit, in one line."""
+    import deepspeed
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return (
+        f"{device}, {os.cpu_count()} cores, torch {torch.__version__}, deepspeed {deepspeed.__version__}, "
+        f"commit {_commit()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parent
+    result = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or "unknown"

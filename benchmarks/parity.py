@@ -1,0 +1,104 @@
+"""Same numbers on every layout: the whole matrix, each row against the single-process fp32 run.
+
+    .venv/bin/python benchmarks/parity.py             # 408 fp32 rows and 34 in bf16 and fp16: 40 minutes
+    .venv/bin/python benchmarks/parity.py --rows 40   # that many, spread evenly over the matrix
+
+Each row trains the tiny model of tests/distributed/layouts.py for 20 steps, on gloo. Bounds, at every step:
+fp32 rows 1e-5 relative in loss and grad norm, bf16 and fp16 rows 2e-3 relative in loss. Exit code 1 if a row
+is beyond its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe_machine  # noqa: E402
+from tests.distributed.layouts import (  # noqa: E402
+    FP32_BOUND,
+    LOW_PRECISION_BOUND,
+    Row,
+    covering_rows,
+    full_matrix,
+    relative_errors,
+    train_layout,
+)
+from tests.distributed.pool import WorldError, run_world  # noqa: E402
+
+ROW_TIMEOUT_S = 300.0
+
+
+def all_rows() -> list[Row]:
+    """The fp32 matrix, in order of the number of processes, and each layout once in bf16 and in fp16."""
+    low = [
+        dataclasses.replace(row, precision=precision)
+        for precision in ("bf16", "fp16")
+        for row in covering_rows()
+    ]
+    return sorted(full_matrix(), key=lambda row: row.world_size) + low
+
+
+def spread(rows: list[Row], count: int) -> list[Row]:
+    """About `count` rows at equal distances in the list, its first and last among them."""
+    if count >= len(rows):
+        return rows
+    return [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+@cache
+def reference(row: Row) -> list[tuple[float, float]]:
+    """The single-process history that a row is compared with."""
+    return run_world(1, train_layout, row)[0]
+
+
+def check(row: Row) -> tuple[str, bool]:
+    """The row's line of the table, and whether it keeps its bound."""
+    started = time.perf_counter()
+    try:
+        ranks = run_world(row.world_size, train_layout, row, timeout=ROW_TIMEOUT_S)
+    except WorldError as error:
+        return f"{row!s:<54} failed: {str(error).splitlines()[0]}", False
+    seconds = time.perf_counter() - started
+    errors = [relative_errors(history, reference(row.reference)) for history in ranks]
+    loss, norm = max(error[0] for error in errors), max(error[1] for error in errors)
+    kept = (
+        loss <= FP32_BOUND and norm <= FP32_BOUND if row.precision == "fp32" else loss <= LOW_PRECISION_BOUND
+    )
+    mark = "" if kept else "  BEYOND ITS BOUND"
+    return f"{row!s:<54} {loss:10.1e} {norm:10.1e} {seconds:6.1f}{mark}", kept
+
+
+def main() -> int:
+    """Runs the rows and prints the table; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, help="run about this many rows in place of all")
+    arguments = parser.parse_args()
+    rows = all_rows()
+    if arguments.rows is not None:
+        rows = spread(rows, arguments.rows)
+    print(describe_machine())
+    print(
+        f"{'row':<54} {'loss':>10} {'grad norm':>10} {'s':>6}   (largest relative error over 20 steps)",
+        flush=True,
+    )
+    failed = []
+    for row in rows:
+        line, kept = check(row)
+        print(line, flush=True)
+        if not kept:
+            failed.append(row)
+    print(f"{len(rows) - len(failed)} of {len(rows)} rows within their bounds")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
