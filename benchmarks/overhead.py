@@ -87,7 +87,7 @@ def run_worker(tensor_size: int, pipeline_size: int, rounds: int) -> None:
 
     world = int(os.environ["WORLD_SIZE"])
     config = make_config(tensor_size, pipeline_size, world)
-    quiet_library_logs(config)
+    quiet_library_logs(config.logging)
     rank = join_world(config)
     layout = ParallelLayout.create(world, tensor_size, pipeline_size, rank)
     tensor = layout.make_tensor_group()

@@ -7,10 +7,13 @@ order: where they overlap (a resume from an older checkpoint), the later one cou
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.training.log_lines import parse_log_line
 

@@ -3,8 +3,8 @@
 
     python tools/train_tokenizer.py --input text.jsonl --vocab-size 32768 --output-dir tokenizer
 
-writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The vocabulary has all 256
-bytes, so that any text can be written in it, and <|endoftext|> (id 0), which ends a document.
+writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The vocabulary has
+all 256 bytes, so that any text can be written in it, and <|endoftext|> (id 0), which ends a document.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--input", nargs="+", required=True, help="files, plain or .gz; jsonl where the name has .jsonl"
     )
-    parser.add_argument("--json-key", default="text", help="key whose text is taken from jsonl (default: text)")
+    parser.add_argument(
+        "--json-key", default="text", help="key whose text is taken from jsonl (default: text)"
+    )
     parser.add_argument("--vocab-size", type=int, required=True, help="tokens, <|endoftext|> included")
     parser.add_argument("--output-dir", required=True, help="folder for vocab.json and merges.txt")
     parser.add_argument(
@@ -61,7 +63,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
-    """The documents of a jsonl file, or pieces of whole lines of a plain one; ConfigError names a bad line."""
+    """The documents of a jsonl file, or pieces of a text file; ConfigError names a bad line."""
     is_jsonl = ".jsonl" in os.path.basename(path)
     for batch in read_batches([path]):
         if not is_jsonl:
@@ -72,7 +74,9 @@ def read_texts(path: str, json_key: str) -> Iterator[str]:
                 continue
             fields = parse_line(line, [json_key])
             if isinstance(fields, str):
-                raise ConfigError(f"--input {path}, line {number}: {fields} (--json-key names the text's key)")
+                raise ConfigError(
+                    f"--input {path}, line {number}: {fields} (--json-key names the text's key)"
+                )
             yield fields[0]
 
 

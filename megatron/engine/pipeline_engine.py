@@ -83,11 +83,22 @@ class GPTEngine(SameNumbersPipelineEngine):
             self.layout.data,
         )
         self._samples_to_come = iter([tuple(row) for row in samples.tolist()])
-        return self.train_batch(micro_batches)
+        loss = self.train_batch(micro_batches)
+        self._let_go_of_activations()
+        return loss
 
     def evaluate(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Tensor:
         """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank."""
-        return self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
+        loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
+        self._let_go_of_activations()
+        return loss
+
+    def _let_go_of_activations(self) -> None:
+        """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep them
+        until the next step, and with them, through hooks that Python cannot see, the engine itself for ever."""
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self.loss = self.loss.detach()
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         if (

@@ -19,12 +19,12 @@ from megatron.mpu.random import DropoutStream
 class WholeGPT(nn.Module):
     """The layers of `pipeline_layers`, one after the other, under the parameter names of `GPTModelPipe`.
 
-    It needs no process group. Its parameters are uninitialised fp32 until weights are loaded, for example with
-    `megatron.checkpoint.weights.load_whole_weights`.
+    It needs no process group. Its parameters are uninitialised fp32 until weights are loaded, for example
+    with `megatron.checkpoint.weights.load_whole_weights`. Layer norms are PyTorch's, never apex's.
     """
 
     def __init__(self, config: Config, vocab_size: int, eod: int) -> None:
-        """`vocab_size`: real tokens; `eod`: the token that ends a document. Layer norms are always PyTorch's."""
+        """`vocab_size`: real tokens; `eod`: the token that ends a document."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, TensorGroup(), DropoutStream(config.training.seed))

@@ -261,6 +261,7 @@ class MixedPrecisionOptimizer:
             "loss_scaler": self.scaler.state_dict(),
         }
 
+    @torch.no_grad()
     def load_state_dict(
         self,
         state: dict | None = None,

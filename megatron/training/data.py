@@ -39,8 +39,14 @@ class RunData:
 
 
 def fingerprint_of(config: Config, length: RunLength) -> dict:
-    """What identifies the training data and its order."""
-    return data_fingerprint(config.data, config.model.seq_length, config.training.seed, length.train_samples)
+    """What identifies the training data and its order; ConfigError if there is none to train on."""
+    model, training = config.model, config.training
+    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, length.train_samples)
+    if fingerprint["epochs"] is None and not training.no_train:
+        raise ConfigError(
+            f"--split {config.data.split} leaves no document of {config.data.data_path[0]} to train on"
+        )
+    return fingerprint
 
 
 def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:
@@ -55,10 +61,6 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
         prepare_index_files(*where)
     dist.barrier()
     train, valid, test = build_gpt_datasets(*where)
-    if train is None and not config.training.no_train:
-        raise ConfigError(
-            f"--split {config.data.split} leaves no document of {config.data.data_path[0]} to train on"
-        )
 
     def loader(dataset: GPTDataset | None, num_workers: int) -> GPTBatchLoader | None:
         if dataset is None:

@@ -3,27 +3,33 @@
 import logging
 import os
 import socket
+import warnings
 
 import torch.distributed as dist
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config, ConfigError, LoggingConfig
 
 # Said once per process at import on a machine without GPU; the start banner says which device is used.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
 
 
-def quiet_library_logs(config: Config) -> None:
+def is_main_process() -> bool:
+    """Whether this is global rank 0, by the launcher's variables: the processes need not have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def quiet_library_logs(logging_config: LoggingConfig) -> None:
     """Applies --log-level (global rank 0) and --log-level-replica (others). To be called before DeepSpeed is
     imported, which logs while it is imported."""
-    logging_config = config.logging
-    is_main = os.environ.get("RANK", "0") == "0"
-    name = logging_config.log_level if is_main else logging_config.log_level_replica
+    name = logging_config.log_level if is_main_process() else logging_config.log_level_replica
     level = getattr(logging, name.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def wanted(record: logging.LogRecord) -> bool:
         return record.levelno >= level and _ACCELERATOR_NOTICE not in record.getMessage()
 
+    # DeepSpeed gathers activations over tensor ranks through a name that PyTorch is about to change.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     deepspeed_logger = logging.getLogger("DeepSpeed")
     deepspeed_logger.addFilter(wanted)
     if level < logging.WARNING:

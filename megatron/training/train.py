@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,10 +13,12 @@ from megatron.config.batch import BatchSchedule
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.planner.flops import iteration_flops
 from megatron.training.data import RunData, RunLength
 from megatron.training.evaluate import evaluate, validation_start
+from megatron.training.failures import RunStopped
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
 from megatron.training.signals import ExitConditions
 
@@ -38,12 +41,14 @@ class Trainer:
     rates: LearningRateSchedule
     metrics: MetricsLogger
     exits: ExitConditions
-    save: Callable[[TrainingState], None]
-    """Writes a checkpoint of the given state."""
+    save: Callable[[TrainingState], Path]
+    """Writes a checkpoint of the given state; returns its folder."""
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        if training.no_train:
+            return state
         saved = state
         reason = self.exits.reason_before_training(self.engine.device)
         while state.iteration < self.length.iterations and reason is None:
@@ -51,11 +56,11 @@ class Trainer:
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 self.evaluate(state, "validation")
             if save_interval and state.iteration % save_interval == 0:
-                self.save(state)
+                self.checkpoint(state)
                 saved = state
             reason = self.exits.reason(state.iteration, self.engine.device)
         if self.config.checkpoint.save and saved != state:
-            self.save(state)
+            self.checkpoint(state)
         if reason:
             self.metrics.print(reason)
         return state
@@ -70,12 +75,11 @@ class Trainer:
             state.consumed_tokens + batch_size * self.config.model.seq_length,
         )
         rate = self.rates.rate(progress)
-        loss = self.engine.train_step(
-            _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size),
-            state.consumed_samples,
-            batch_size,
-            rate,
-        )
+        micro_batches = _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size)
+        try:
+            loss = self.engine.train_step(micro_batches, state.consumed_samples, batch_size, rate)
+        except NonFiniteError as error:
+            raise RunStopped(f"iteration {progress.iteration}: {error}") from error
         optimizer = self.engine.optimizer
         self.metrics.log_step(
             StepRecord(
@@ -98,6 +102,19 @@ class Trainer:
             progress.consumed_tokens,
             state.skipped_iterations + int(optimizer.overflow),
         )
+
+    def checkpoint(self, state: TrainingState) -> None:
+        """Saves, and says where."""
+        started = time.perf_counter()
+        folder = self.save(state)
+        self.metrics.print(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+
+    def evaluate_at_end(self, state: TrainingState) -> None:
+        """Evaluates on validation and test data once the run is over; one that left early goes on later."""
+        if self.config.training.no_train or state.iteration >= self.length.iterations:
+            for split, data in (("validation", "val"), ("test", "test")):
+                at = f"the end of training for {data} data, iteration {state.iteration}"
+                self.evaluate(state, split, at)
 
     def evaluate(self, state: TrainingState, split: str, at: str = "") -> None:
         """Evaluates on a split ('validation' or 'test') and logs its loss."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import (
     BatchConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout, TensorGroup
+    from megatron.mpu.parameters import ParameterSpec
 
 STEPS = 20
 VOCAB = 101
@@ -171,17 +175,19 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
             bf16=row.precision == "bf16", fp16=row.precision == "fp16", initial_loss_scale=2.0**12
         ),
         "data": DataConfig(),
+        "checkpoint": CheckpointConfig(),
     }
     for section, fields in changes.items():
         sections[section] = dataclasses.replace(sections[section], **fields)
     return Config(**sections)
 
 
-def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
-    """Model and engine of this rank, inside `run_world`; `bounds`, if any, cuts the layers into stages."""
+def build_model(
+    config: Config, bounds: list[int] | None = None
+) -> tuple[ParallelLayout, TensorGroup, GPTModelPipe]:
+    """This rank's stage, inside `run_world`; `bounds`, if any, cuts the layers otherwise than the flags."""
     import torch.distributed as dist
 
-    from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
@@ -195,7 +201,55 @@ def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
     )
     tensor = layout.make_tensor_group()
     bounds = bounds or plan_stages(config, VOCAB).bounds
-    return GPTEngine(config, layout, tensor, GPTModelPipe(config, layout, tensor, VOCAB, EOD, bounds))
+    return layout, tensor, GPTModelPipe(config, layout, tensor, VOCAB, EOD, bounds)
+
+
+def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
+    """This rank's stage in its engine, inside `run_world`."""
+    from megatron.engine.pipeline_engine import GPTEngine
+
+    return GPTEngine(config, *build_model(config, bounds))
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """What one rank holds: its place, and specs and shards by global name."""
+
+    tensor_rank: int
+    data_rank: int
+    stage: int
+    specs: dict[str, ParameterSpec]
+    shards: dict[str, torch.Tensor]
+
+
+def weights_of(engine: GPTEngine) -> RankWeights:
+    """Copies of the engine's parameters, to be sent home."""
+    from megatron.mpu.parameters import spec_of
+
+    layout, parameters = engine.layout, dict(engine.module.named_parameters())
+    return RankWeights(
+        layout.tensor_rank,
+        layout.data_rank,
+        layout.pipeline_stage,
+        {name: spec_of(p) for name, p in parameters.items()},
+        {name: p.detach().clone() for name, p in parameters.items()},
+    )
+
+
+def whole_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
+    """Whole parameters by name, of the first replica that has them; the vocabulary without its padding."""
+    from megatron.mpu.parameters import merge_shards
+
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    specs: dict[str, ParameterSpec] = {}
+    for rank in ranks:
+        specs |= rank.specs
+        for name, shard in rank.shards.items():
+            shards.setdefault(name, {}).setdefault(rank.tensor_rank, shard)
+    return {
+        name: merge_shards(specs[name], [of_ranks[i] for i in sorted(of_ranks)])[: specs[name].used_rows]
+        for name, of_ranks in shards.items()
+    }
 
 
 def sample_tokens(first: int, count: int) -> torch.Tensor:

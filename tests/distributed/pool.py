@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -276,6 +277,8 @@ def _leave_world(state: dict[str, dict[str, Any]]) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # An engine is full of reference cycles, and each process group that it holds on to keeps its threads.
+    gc.collect()
     for name, values in state.items():
         module = sys.modules[name]
         for key in [key for key in vars(module) if not key.startswith("__") and key not in values]:

@@ -1,5 +1,5 @@
 """Same numbers on every layout: loss and grad norm of 20 steps against the single-process run, and that run
-against a GPT in plain PyTorch. `benchmarks/parity.py` runs the whole matrix, here is a subset that covers it."""
+against a GPT in plain PyTorch. A subset that covers the matrix, which `benchmarks/parity.py` runs whole."""
 
 from functools import cache
 

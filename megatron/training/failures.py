@@ -1,0 +1,92 @@
+"""How a run ends on an error: every process ends, and one of them says why, in the last line of the log.
+
+Needs no torch, so that a wrong flag is answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError
+
+FAILURE_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
+
+# A launcher ends all processes as soon as one has ended, be it before the one that speaks has spoken: so the
+# silent ones stay until the launcher ends them, and no longer than this.
+_LONGEST_WAIT_S = 10.0
+
+
+class RunStopped(Exception):
+    """The run must not go on, by no fault of its flags: one sentence. Raised on every rank alike."""
+
+
+@contextmanager
+def told_once(*, same_everywhere: bool = False, env: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """End this process on an error, which one process of the run tells on stderr.
+
+    A ConfigError ends with exit code 2, anything else with 1; a mistake is told in one sentence, the
+    unforeseen with its traceback. Once the processes have met, the first that fails speaks, for what the
+    others then run into is its consequence. Before, rank 0 speaks; another rank, which may see other files,
+    does so if nobody has ended it after a while, unless its errors are the `same_everywhere`, as with flags.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        sentence, code, by_rank_0 = f"error: {error}", CONFIG_ERROR_EXIT_CODE, False
+    except RunStopped as error:
+        sentence, code, by_rank_0 = f"error: {error}", FAILURE_EXIT_CODE, True
+    except KeyboardInterrupt:
+        sentence, code, by_rank_0 = "interrupted", INTERRUPTED_EXIT_CODE, True
+    except Exception as error:
+        where = f"rank {env.get('RANK', '0')} on {socket.gethostname()}"
+        sentence = f"{traceback.format_exc()}error: {where}: {type(error).__name__}: {error}"
+        code, by_rank_0 = FAILURE_EXIT_CODE, False
+    else:
+        return
+    rank = env.get("RANK", "0")
+    met = _processes_have_met()
+    speaks = _is_first_to_fail() if met and not by_rank_0 else rank == "0"
+    if not speaks:
+        _wait_to_be_ended(code)
+        if not met and not same_everywhere and not by_rank_0:
+            sentence, speaks = f"rank {rank} on {socket.gethostname()}: {sentence}", True
+    _end(sentence if speaks else None, code)
+
+
+def _end(sentence: str | None, code: int) -> NoReturn:
+    sys.stdout.flush()
+    if sentence is not None:
+        print(sentence, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _processes_have_met() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _is_first_to_fail() -> bool:
+    """Whether no other rank has failed before, by the store through which the processes met."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        return _get_default_store().add("failed ranks", 1) == 1
+    except Exception:
+        # The process that held the store is gone, and whether it spoke cannot be known.
+        return True
+
+
+def _wait_to_be_ended(code: int) -> None:
+    """Wait for the launcher's SIGTERM, on which this process ends with `code`."""
+    sys.stdout.flush()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(_LONGEST_WAIT_S)

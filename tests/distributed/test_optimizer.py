@@ -1,0 +1,434 @@
+"""One optimizer for all layouts: fp32 sums, one norm, clipping, loss scale, ZeRO-1, errors on every rank."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.optimizer.mixed_precision import NORM_CHUNK, NonFiniteError, accurate_norm
+from tests.distributed.layouts import (
+    FP32_BOUND,
+    GLOBAL_BATCH,
+    RATE,
+    SEQ,
+    VOCAB,
+    Row,
+    build_engine,
+    config_of,
+    global_batch,
+    micro_batches,
+    relative_errors,
+    sample_tokens,
+    train,
+    train_layout,
+    weights_of,
+    whole_weights,
+)
+from tests.distributed.pool import run_world
+from tests.reference.plain_gpt import plain_gpt_logits
+
+LAYOUTS = {
+    "one process": Row(),
+    "TP 2": Row(tp=2, micro_batch=2),
+    "PP 2": Row(pp=2, micro_batch=2),
+    "DP 2, ZeRO 1": Row(dp=2, zero=1, micro_batch=2),
+    "TP 2 x PP 2": Row(tp=2, pp=2, micro_batch=2),
+    "PP 2 x DP 2, ZeRO 1": Row(pp=2, dp=2, zero=1, micro_batch=2),
+}
+TWO_LAYERS = {"num_layers": 2}
+
+
+# --- sums in fp32 ---
+
+
+def backward_many_times(precision):
+    """The sum of a parameter's gradients: 1 once, then 512 times 2^-9, which bf16 loses beside 1."""
+    engine = build_engine(config_of(Row(precision=precision)))
+    parameter = dict(engine.module.named_parameters())["3.input_layernorm.weight"]
+    for gradient in [1.0] + [2.0**-9] * 512:
+        (parameter * gradient).sum().backward()
+    return parameter.dtype, parameter.main_grad.dtype, parameter.main_grad.unique().tolist()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_small_gradients_are_not_lost_in_a_large_sum(precision):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    assert run_world(1, backward_many_times, precision) == [(dtype, torch.float32, [2.0])]
+
+
+def norm_of_copies_of_one_sample(row, copies):
+    """The grad norm of a global batch of equal samples, one per micro-batch: that of a single one."""
+    engine = build_engine(config_of(row, model=TWO_LAYERS, batch={"global_batch_size": copies}))
+    tokens = sample_tokens(0, 1)
+    batch = tokens[:, :-1], (tokens[:, 1:], torch.ones(1, SEQ))
+    engine.train_step(iter([batch] * (copies // row.dp)), 0, copies, RATE)
+    return engine.optimizer.grad_norm
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("row", [Row(), Row(pp=2), Row(pp=2, zero=1), Row(dp=2, zero=1)], ids=str)
+def test_many_micro_batches_add_up_in_fp32(row, precision):
+    # Dividing the loss by a power of two is exact in every format: only the sum could lose digits.
+    row = replace(row, precision=precision)
+    expected = run_world(1, norm_of_copies_of_one_sample, replace(row, pp=1, dp=1, zero=0), 1)[0]
+    for norm in run_world(row.world_size, norm_of_copies_of_one_sample, row, 128):
+        # A tied embedding's two gradients are added in 16 bits on one stage, in fp32 over two.
+        assert norm == pytest.approx(expected, rel=1e-6 if row.pp == 1 else 1e-3)
+
+
+# --- one norm, one clipping ---
+
+
+def initial_weights_and_first_norm(row, precision):
+    engine = build_engine(config_of(replace(row, precision=precision)))
+    weights = weights_of(engine)
+    train(engine, range(1))
+    return weights, engine.optimizer.grad_norm
+
+
+def plain_norm(weights):
+    """The first step's norm in fp64: plain autograd over the whole model, in which each parameter is one."""
+    weights = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    tokens, labels = global_batch(0)
+    logits = plain_gpt_logits(weights, tokens, layers=4, heads=4, vocab=VOCAB)
+    torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1)).backward()
+    return math.sqrt(sum(weight.grad.square().sum().item() for weight in weights.values()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_norm_counts_tied_and_replicated_parameters_once(layout):
+    row = LAYOUTS[layout]
+    ranks = run_world(row.world_size, initial_weights_and_first_norm, row, "fp32")
+    expected = plain_norm(whole_weights([weights for weights, _ in ranks]))
+    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * row.world_size
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("row", [Row(pp=2), Row(pp=2, zero=1), Row(tp=2, pp=2, micro_batch=2)], ids=str)
+def test_the_norm_counts_once_in_16_bits_too(row, precision):
+    ranks = run_world(row.world_size, initial_weights_and_first_norm, row, precision)
+    expected = plain_norm(
+        {name: weight.double() for name, weight in whole_weights([w for w, _ in ranks]).items()}
+    )
+    # A tied weight counted twice makes 1 part in 10 here; 16-bit rounding makes a few in 1000 with bf16.
+    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=5e-3)] * row.world_size
+
+
+def weights_before_and_after_a_clipped_step(row, clip):
+    sgd = {"optimizer": "sgd", "weight_decay": 0.0, "clip_grad": clip}
+    engine = build_engine(config_of(row, optimizer=sgd))
+    before = weights_of(engine)
+    train(engine, range(1))
+    return before, weights_of(engine), engine.optimizer.grad_norm
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
+    """A first step of SGD moves the weights by the learning rate times the clipped gradient."""
+    row, clip = replace(LAYOUTS[layout], precision=precision), 0.25
+    ranks = run_world(row.world_size, weights_before_and_after_a_clipped_step, row, clip)
+    before, after = (whole_weights([rank[i] for rank in ranks]) for i in (0, 1))
+    assert all(norm > 2 * clip for _, _, norm in ranks)
+    squares = [(after[name].double() - before[name].double()).square().sum().item() for name in before]
+    length = math.sqrt(sum(squares))
+    # fp16 weights are rounded after the step, by about as much as the step is long.
+    assert length == pytest.approx(RATE * clip, rel=1e-4 if precision == "fp32" else 0.5)
+
+
+def clipped_sgd_history(row):
+    return train_layout(row, 5, optimizer={"optimizer": "sgd", "clip_grad": 0.3}, schedule={"lr": 1.0})
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
+    """Adam forgives a wrong factor on all gradients, SGD does not."""
+    row = LAYOUTS[layout]
+    expected = run_world(1, clipped_sgd_history, Row())[0]
+    for history in run_world(row.world_size, clipped_sgd_history, row):
+        assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+@pytest.mark.parametrize("numel", [0, 1, NORM_CHUNK - 1, NORM_CHUNK, 3 * NORM_CHUNK + 17, 20_000_000])
+def test_the_norm_of_a_tensor_is_exact_to_fp32_rounding(numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(3))
+    values *= torch.logspace(-6, 2, numel) if numel > 1 else 1.0
+    expected = math.sqrt(sum(part.double().square().sum().item() for part in values.split(1_000_000)))
+    assert accurate_norm(values).item() == pytest.approx(expected, rel=1e-7)
+    if 1 < numel < 10_000:
+        assert accurate_norm(values.view(1, -1).t()).item() == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_norm_of_a_tensor_with_a_bad_element_is_not_finite(bad):
+    values = torch.ones(3 * NORM_CHUNK + 1)
+    for place in (0, NORM_CHUNK, 3 * NORM_CHUNK):
+        broken = values.clone()
+        broken[place] = bad
+        assert not math.isfinite(accurate_norm(broken).item())
+
+
+# --- loss scale ---
+
+
+def steps_with_loss_scale(row, precision, steps):
+    """Per step: (overflow, norm is finite, scale after it, weights are as before)."""
+    engine = build_engine(config_of(row, model=TWO_LAYERS, precision=precision))
+    records = []
+    for step in range(steps):
+        before = weights_of(engine).shards
+        train(engine, [step])
+        optimizer, after = engine.optimizer, weights_of(engine).shards
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        records.append((optimizer.overflow, math.isfinite(optimizer.grad_norm), optimizer.scaler.scale, same))
+    return records
+
+
+@pytest.mark.parametrize(
+    "row", [Row(micro_batch=4), Row(pp=2, micro_batch=4), Row(tp=2, dp=2, zero=1, micro_batch=4)], ids=str
+)
+def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_lowers_the_scale(row):
+    row = replace(row, precision="fp16")
+    settings = {"initial_loss_scale": 2.0**40, "hysteresis": 2, "loss_scale_window": 2}
+    ranks = run_world(row.world_size, steps_with_loss_scale, row, settings, 40)
+    assert all(records == ranks[0] for records in ranks)
+    records = ranks[0]
+    skipped = [overflow for overflow, *_ in records].index(False)
+    assert skipped >= 3, "the first scales were meant to overflow"
+    scale = 2.0**40
+    for step, (overflow, finite, after, same) in enumerate(records[:skipped]):
+        scale = scale / 2 if step >= 1 else scale  # the first overflow is forgiven: hysteresis 2
+        assert (overflow, finite, after, same) == (True, False, scale, True)
+    assert records[skipped] == (False, True, scale, False)
+    assert records[skipped + 1] == (False, True, 2 * scale, False), "doubled after two good steps"
+
+
+def test_a_scale_does_not_fall_below_its_minimum():
+    settings = {"initial_loss_scale": 2.0**40, "min_loss_scale": 2.0**39, "hysteresis": 1}
+    row = Row(precision="fp16", micro_batch=4)
+    (records,) = run_world(1, steps_with_loss_scale, row, settings, 3)
+    assert records == [(True, False, 2.0**39, True)] * 3
+
+
+def test_skipped_steps_are_counted_and_reported_by_the_loop():
+    ((counts, skipped),) = run_world(1, loop_over_overflows)
+    assert skipped[0] is True and skipped[-1] is False
+    assert counts == [sum(skipped[: step + 1]) for step in range(len(skipped))]
+
+
+def loop_over_overflows():
+    """Skipped steps so far in the training state after each step, and what was logged of each."""
+    from types import SimpleNamespace
+
+    from megatron.checkpoint.native import TrainingState
+    from megatron.config import BatchSchedule
+    from megatron.training.train import Trainer
+
+    config = config_of(
+        Row(precision="fp16", micro_batch=4),
+        model=TWO_LAYERS,
+        precision={"initial_loss_scale": 2.0**24, "hysteresis": 1},
+    )
+    engine = build_engine(config)
+    records = []
+
+    def read(consumed, batch_size):
+        return micro_batches(engine, consumed // batch_size)
+
+    trainer = Trainer(
+        config,
+        engine,
+        SimpleNamespace(train=SimpleNamespace(micro_batches=read)),
+        SimpleNamespace(iterations=20),
+        BatchSchedule.from_config(config.batch),
+        SimpleNamespace(rate=lambda progress: RATE),
+        SimpleNamespace(log_step=records.append),
+        None,
+        None,
+    )
+    states = [TrainingState()]
+    for _ in range(20):
+        states.append(trainer.step(states[-1]))
+    return [state.skipped_iterations for state in states[1:]], [record.skipped for record in records]
+
+
+def test_a_static_scale_gives_the_numbers_of_an_equal_dynamic_one():
+    row = Row(precision="fp16", micro_batch=4)
+    dynamic = run_world(1, train_with_scale, row, {"initial_loss_scale": 2.0**10})
+    static = run_world(1, train_with_scale, row, {"loss_scale": 2.0**10})
+    assert static == dynamic
+
+
+def train_with_scale(row, precision):
+    return train_layout(row, 5, model=TWO_LAYERS, precision=precision)
+
+
+# --- gradients that are not finite ---
+
+
+def step_with_a_bad_gradient(row, bad_rank, name, settings):
+    """The error of the second step, in which one rank's gradient of one parameter becomes NaN, and whether
+    the weights are as before it."""
+    engine = build_engine(config_of(row, model=TWO_LAYERS, precision=settings))
+    train(engine, [0])
+    before = weights_of(engine).shards
+    if engine.layout.rank == bad_rank:
+        dict(engine.module.named_parameters())[name].register_hook(lambda gradient: gradient * math.nan)
+    try:
+        train(engine, [1])
+    except NonFiniteError as error:
+        after = weights_of(engine).shards
+        return str(error), all(torch.equal(before[key], after[key]) for key in before)
+    return None
+
+
+@pytest.mark.parametrize(
+    "row, bad_rank, name, settings, place",
+    [
+        (Row(), 0, "3.mlp.dense_h_to_4h.bias", {}, "rank 0 (stage 0, tensor rank 0, data rank 0)"),
+        (
+            Row(dp=2, zero=1),
+            1,
+            "4.input_layernorm.weight",
+            {},
+            "rank 1 (stage 0, tensor rank 0, data rank 1)",
+        ),
+        (
+            Row(tp=2, pp=2, dp=2, zero=1, micro_batch=4, precision="bf16"),
+            7,
+            "4.self_attention.dense.weight",
+            {},
+            "rank 7 (stage 1, tensor rank 1, data rank 1)",
+        ),
+        (
+            Row(pp=2, precision="fp16"),
+            1,
+            "6.bias",
+            {"loss_scale": 128.0},
+            "rank 1 (stage 1, tensor rank 0, data rank 0)",
+        ),
+    ],
+    ids=str,
+)
+def test_every_rank_names_the_bad_gradient_and_nothing_has_moved(row, bad_rank, name, settings, place):
+    answers = run_world(row.world_size, step_with_a_bad_gradient, row, bad_rank, name, settings)
+    assert len(set(answers)) == 1, "all ranks say the same"
+    message, unchanged = answers[0]
+    assert unchanged
+    # Stages before it received a gradient that is still good, or none at all.
+    assert f"{place}: {name} (and 0 more)" in message
+
+
+def step_with_a_bad_loss(row):
+    engine = build_engine(config_of(row, model=TWO_LAYERS))
+    final_norm = dict(engine.module.named_parameters()).get("6.weight")
+    if final_norm is not None:
+        final_norm.data.fill_(math.inf)
+    before = weights_of(engine).shards
+    try:
+        train(engine, [0])
+    except NonFiniteError as error:
+        after = weights_of(engine).shards
+        return str(error), all(torch.equal(before[key], after[key]) for key in before)
+    return None
+
+
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2, micro_batch=2), Row(dp=2, precision="bf16")], ids=str)
+def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(row):
+    answers = run_world(row.world_size, step_with_a_bad_loss, row)
+    assert len(set(answers)) == 1
+    message, unchanged = answers[0]
+    assert unchanged and "the step was not taken" in message and "stage" in message
+
+
+# --- ZeRO-1, tied and replicated weights ---
+
+
+def sizes_of_state(row):
+    """(elements of the moments here, parameters here, groups)."""
+    engine = build_engine(config_of(row))
+    train(engine, [0])
+    states = engine.optimizer.optimizer.state.values()
+    held = sum(state["exp_avg"].numel() for state in states)
+    assert held == sum(state["exp_avg_sq"].numel() for state in states)
+    return held, sum(p.numel() for p in engine.module.parameters()), len(engine.optimizer.flat)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
+    row = Row(dp=dp, zero=1, micro_batch=2, precision=precision)
+    for held, parameters, groups in run_world(dp, sizes_of_state, row):
+        # Each group is padded to a multiple of the alignment times the number of parts.
+        assert parameters / dp <= held <= parameters / dp + 2 * groups
+    for held, parameters, _ in run_world(dp, sizes_of_state, replace(row, zero=0)):
+        assert held == pytest.approx(parameters, abs=4)
+
+
+def train_with_bounds(row, bounds):
+    engine = build_engine(config_of(row), bounds)
+    history = train(engine, range(5))
+    names = sorted(name for name, _ in engine.module.named_parameters())
+    return engine.layout.pipeline_stage, names, history
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_with_only_the_embedding_or_only_the_head_do_not_hang(zero, precision):
+    row = Row(pp=3, dp=2, zero=zero, micro_batch=2, precision=precision)
+    expected = run_world(1, train_layout, Row(), 5)[0]
+    ranks = run_world(row.world_size, train_with_bounds, row, [0, 2, 9, 10 + (precision == "bf16")])
+    word_embedding = "tied_modules.embed.word_embeddings.weight"
+    for stage, names, history in ranks:
+        if stage == 0:
+            assert names == ["tied_modules.embed.position_embeddings.weight", word_embedding]
+        if stage == 2:
+            assert names == [word_embedding]
+        loss_error, norm_error = relative_errors(history, expected)
+        assert loss_error <= (FP32_BOUND if precision == "fp32" else 2e-3)
+        assert norm_error <= (FP32_BOUND if precision == "fp32" else 2e-2)
+
+
+def weights_after_steps(row):
+    engine = build_engine(config_of(row, model={"embed_layernorm": True, **TWO_LAYERS}))
+    train(engine, range(3))
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero, precision):
+    """Replicas, tied copies on other stages, and parameters that all tensor ranks hold whole."""
+    row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4, precision=precision)
+    copies = {}
+    for rank in run_world(row.world_size, weights_after_steps, row):
+        for name, shard in rank.shards.items():
+            part = 0 if rank.specs[name].shard_dim is None else rank.tensor_rank
+            copies.setdefault((name, part), []).append(shard)
+    tied = copies["tied_modules.embed.word_embeddings.weight", 0]
+    assert len(tied) == 4, "two stages of two replicas"
+    assert len(copies["3.mlp.dense_4h_to_h.bias", 0]) == 4, "two tensor ranks of two replicas"
+    for (name, part), shards in copies.items():
+        assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
+
+
+def padding_rows(row):
+    engine = build_engine(config_of(row))
+    train(engine, range(3))
+    return weights_of(engine)
+
+
+def test_padding_rows_of_the_vocabulary_stay_zero():
+    from megatron.mpu.parameters import merge_shards
+
+    ranks = run_world(2, padding_rows, Row(tp=2, micro_batch=4))
+    name = "tied_modules.embed.word_embeddings.weight"
+    whole = merge_shards(ranks[0].specs[name], [rank.shards[name] for rank in ranks])
+    assert whole.shape[0] == 112 and not whole[VOCAB:].any() and whole[:VOCAB].any(dim=1).all()
+
+
+def test_one_global_batch_size_serves_all_rows():
+    """Every layout must cut it into whole micro-batches, or the comparisons would be of other batches."""
+    for row in LAYOUTS.values():
+        assert GLOBAL_BATCH % (row.micro_batch * row.dp) == 0

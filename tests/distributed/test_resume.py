@@ -1,0 +1,279 @@
+"""An interrupted run continues as if it had not been; what it cannot go on from is refused by name."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.checkpoint.native import (
+    TrainingState,
+    find_checkpoint,
+    find_latest,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron.config import ConfigError
+from tests.distributed.layouts import (
+    EOD,
+    GLOBAL_BATCH,
+    SEQ,
+    VOCAB,
+    Row,
+    build_engine,
+    build_model,
+    config_of,
+    train,
+    weights_of,
+    whole_weights,
+)
+from tests.distributed.pool import run_world
+
+FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
+LAYOUTS = {
+    "one process": Row(micro_batch=4),
+    "TP 2": Row(tp=2, micro_batch=4),
+    "PP 2": Row(pp=2, micro_batch=4),
+    "DP 2": Row(dp=2, micro_batch=4),
+    "TP 2 x PP 2": Row(tp=2, pp=2, micro_batch=4),
+}
+# Small, with dropout, whose masks must go on too; the loss scale overflows at first and grows again soon.
+CHANGES = {
+    "model": {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "precision": {"initial_loss_scale": 2.0**24, "hysteresis": 1, "loss_scale_window": 2},
+}
+
+
+def config_for(row, optimizer):
+    return config_of(row, optimizer={"optimizer": optimizer}, **CHANGES)
+
+
+def state_after(steps):
+    return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
+
+
+def outcome(engine, steps):
+    """Losses and norms of the steps, then everything that the run's future depends on."""
+    history = train(engine, steps)
+    scaler = engine.optimizer.scaler.state_dict()
+    moments = [
+        value
+        for state in engine.optimizer.optimizer.state.values()
+        for key, value in sorted(state.items())
+        if isinstance(value, torch.Tensor)
+    ]
+    masters = [flat.master.detach().clone() for flat in engine.optimizer.flat]
+    return history, scaler, moments + masters, weights_of(engine).shards
+
+
+def save_and_go_on(row, optimizer, folder):
+    engine = build_engine(config_for(row, optimizer))
+    train(engine, range(3))
+    save_checkpoint(engine, folder, state_after(3), engine.module.stage_bounds, VOCAB, EOD, FINGERPRINT)
+    return outcome(engine, range(3, 6))
+
+
+def resume_and_go_on(row, optimizer, folder):
+    engine = build_engine(config_for(row, optimizer))
+    train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
+    state = load_checkpoint(engine, find_latest(folder))
+    return state, outcome(engine, range(3, 6))
+
+
+@pytest.mark.parametrize(
+    "optimizer, precision, zero",
+    [("adam", precision, zero) for precision in ("fp32", "bf16", "fp16") for zero in (0, 1)]
+    + [("sgd", "bf16", 0), ("sgd", "fp32", 1)],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
+    layout, optimizer, precision, zero, tmp_path
+):
+    row = replace(LAYOUTS[layout], precision=precision, zero=zero)
+    uninterrupted = run_world(row.world_size, save_and_go_on, row, optimizer, tmp_path)
+    resumed = run_world(row.world_size, resume_and_go_on, row, optimizer, tmp_path)
+    for (state, after), expected in zip(resumed, uninterrupted, strict=True):
+        assert state == state_after(3)
+        assert after[:2] == expected[:2], "losses, norms or the loss scale differ"
+        assert len(after[2]) == len(expected[2]) >= 2
+        assert all(torch.equal(a, b) for a, b in zip(after[2], expected[2], strict=True)), "moments, masters"
+        assert all(torch.equal(after[3][name], expected[3][name]) for name in expected[3]), "weights"
+
+
+# --- what is refused ---
+
+
+def save_untrained(row, folder):
+    engine = build_engine(config_of(row))
+    save_checkpoint(engine, folder, TrainingState(), engine.module.stage_bounds, VOCAB, EOD, FINGERPRINT)
+    return weights_of(engine)
+
+
+BOUNDS = [0, 10]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a checkpoint of the single-process model."""
+    run_world(1, save_untrained, Row(), tmp_path)
+    return tmp_path
+
+
+def find(folder, row=None, bounds=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
+    config = config_of(row or Row(), checkpoint={"load": str(folder)}, **changes)
+    return find_checkpoint(config, bounds or BOUNDS, vocab, fingerprint)
+
+
+def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
+    checkpoint = find(saved)
+    assert checkpoint.folder == saved / "global_step0" and checkpoint.state == TrainingState()
+    assert (checkpoint.vocab_size, checkpoint.eod) == (VOCAB, EOD)
+    assert checkpoint.config == config_of(Row())
+    assert find(tmp_path_factory.mktemp("empty")) is None
+
+
+@pytest.mark.parametrize(
+    "row, bounds, named",
+    [
+        (Row(tp=2), [0, 10], "tensor_model_parallel_size was 1, is 2"),
+        (Row(pp=2), [0, 5, 10], "pipeline_model_parallel_size was 1, is 2"),
+        (Row(dp=2), [0, 10], "data_parallel_size was 1, is 2"),
+        (Row(zero=1), [0, 10], "zero_stage was 0, is 1"),
+        (Row(precision="bf16"), [0, 11], "precision was fp32, is bf16"),
+        (Row(), [0, 9], r"stage_bounds was \[0, 10\], is \[0, 9\]"),
+    ],
+)
+def test_another_layout_is_refused_by_name(saved, row, bounds, named):
+    with pytest.raises(ConfigError, match=named):
+        find(saved, row, bounds)
+
+
+def test_another_optimizer_is_refused_by_name(saved):
+    with pytest.raises(ConfigError, match="optimizer was adam, is sgd"):
+        find(saved, optimizer={"optimizer": "sgd"})
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"num_layers": 3}, "num_layers was 4, is 3"),
+        ({"num_attention_heads": 8}, "num_attention_heads was 4, is 8"),
+        ({"position_embedding_type": "rotary"}, "position_embedding_type was absolute, is rotary"),
+        ({"embed_layernorm": True}, "embed_layernorm was False, is True"),
+        ({"glu_activation": "swiglu"}, "glu_activation was None, is swiglu"),
+    ],
+)
+def test_another_model_is_refused_by_name(saved, change, named):
+    with pytest.raises(ConfigError, match=named):
+        find(saved, model=change)
+
+
+def test_another_vocabulary_is_refused_by_name(saved):
+    with pytest.raises(ConfigError, match="had 101 tokens, has 102"):
+        find(saved, vocab=102)
+
+
+def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
+    with pytest.raises(ConfigError, match=r"tokens: \[5000\] in the checkpoint, \[6000\] now"):
+        find(saved, fingerprint={**FINGERPRINT, "tokens": [6000]})
+    assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing", "without state", "other state"])
+def test_a_damaged_run_file_is_named(saved, damage):
+    path = saved / "global_step0" / "run.json"
+    run = json.loads(path.read_text())
+    if damage == "cut":
+        path.write_text(path.read_text()[:-40])
+    elif damage == "empty":
+        path.write_text("")
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "without state":
+        path.write_text(json.dumps({key: value for key, value in run.items() if key != "state"}))
+    else:
+        path.write_text(json.dumps({**run, "state": {"iteration": 0, "no such field": 1}}))
+    with pytest.raises(ConfigError, match=r"global_step0: run\.json cannot be read"):
+        find(saved)
+
+
+def test_latest_that_names_no_folder_is_refused(saved):
+    (saved / "latest").write_text("global_step7")
+    with pytest.raises(ConfigError, match="global_step7"):
+        find(saved)
+
+
+# --- whole weights ---
+
+
+def save_trained(row, folder, steps):
+    engine = build_engine(config_of(row))
+    train(engine, range(steps))
+    state = state_after(steps)
+    save_checkpoint(engine, folder, state, engine.module.stage_bounds, VOCAB, EOD, FINGERPRINT)
+    return weights_of(engine)
+
+
+def whole_weights_from(folder):
+    """Names and values of a single-process model, as it starts and as it is loaded."""
+    from megatron.checkpoint.weights import load_whole_weights
+
+    _, _, model = build_model(config_of(Row()))
+    fresh = {name: p.detach().clone() for name, p in model.named_parameters()}
+    load_whole_weights(model, find_latest(folder).folder)
+    return fresh, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_whole_weights_of_a_new_checkpoint_are_those_of_one_process(tmp_path):
+    row = Row(tp=2, pp=2)
+    run_world(row.world_size, save_trained, row, tmp_path, 0)
+    ((fresh, loaded),) = run_world(1, whole_weights_from, tmp_path)
+    assert fresh.keys() == loaded.keys()
+    assert all(torch.equal(fresh[name], loaded[name]) for name in fresh)
+
+
+def test_whole_weights_of_a_trained_checkpoint_are_its_shards_put_together(tmp_path):
+    row = Row(tp=2, pp=2, micro_batch=4)
+    expected = whole_weights(run_world(row.world_size, save_trained, row, tmp_path, 2))
+    ((fresh, loaded),) = run_world(1, whole_weights_from, tmp_path)
+    word_embedding = "tied_modules.embed.word_embeddings.weight"
+    assert loaded[word_embedding].shape == (104, 32) and not loaded[word_embedding][VOCAB:].any()
+    loaded[word_embedding] = loaded[word_embedding][:VOCAB]
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert not torch.equal(loaded["6.mlp.dense_4h_to_h.weight"], fresh["6.mlp.dense_4h_to_h.weight"])
+
+
+def load_into_another_model(folder, changes):
+    from megatron.checkpoint.weights import load_whole_weights
+
+    _, _, model = build_model(config_of(Row(), model=changes))
+    try:
+        load_whole_weights(model, folder)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"embed_layernorm": True}, "lacks 2 parameters, among them tied_modules.embed.word_embeddings.norm"),
+        ({"position_embedding_type": "alibi"}, "position_embeddings.weight, which the model does not have"),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_name(saved, changes, named):
+    (message,) = run_world(1, load_into_another_model, saved / "global_step0", changes)
+    assert named in message
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+    (message,) = run_world(1, load_into_another_model, tmp_path, {})
+    assert "holds no layer files" in message
+
+
+def test_the_saved_config_is_complete():
+    config = config_of(Row(tp=2, zero=1, precision="bf16"))
+    assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert dataclasses.is_dataclass(config)

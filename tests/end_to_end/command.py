@@ -1,0 +1,113 @@
+"""Runs `pretrain_gpt.py` as a user types it, and reads what it printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.log_lines import ParsedLine, parse_log_line
+
+ROOT = Path(__file__).resolve().parents[2]
+# Far above what any of these runs takes: a run that hangs fails, a slow machine does not.
+TIMEOUT_S = 300.0
+
+# What a line says of speed differs from run to run; all else may not.
+SPEEDS = ("seconds_per_iteration", "samples_per_second", "tflops_per_device")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. cpu_s, peak_bytes: of the process that was started, without launched ones."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    cpu_s: float
+    peak_bytes: int
+
+    @property
+    def facts(self) -> list[ParsedLine]:
+        """What each training and validation line says, without speeds."""
+        lines = [parse_log_line(line) for line in self.stdout.splitlines()]
+        return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines if line is not None]
+
+    @property
+    def steps(self) -> list[ParsedLine]:
+        return [line for line in self.facts if line["kind"] == "training"]
+
+    @property
+    def evaluations(self) -> list[ParsedLine]:
+        return [line for line in self.facts if line["kind"] == "validation"]
+
+    @property
+    def errors(self) -> list[str]:
+        """The program's own error lines on stderr."""
+        return [line for line in self.stderr.splitlines() if re.match(r"(rank \d+ on \S+: )?error: ", line)]
+
+    @property
+    def rank_exit_codes(self) -> set[int]:
+        """Exit codes of the ranks by the launcher's report."""
+        return {int(code) for code in re.findall(r"exitcode\s*:\s*(-?\d+)", self.stderr)}
+
+
+def pretrain(
+    flags: list[str],
+    *,
+    processes: int = 0,
+    launcher: str = "run",
+    on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
+) -> Run:
+    """Run the program; processes: 0 for plain python, else through torch.distributed.run or .launch.
+
+    on_line: called with each line of stdout as it is printed.
+    """
+    command = [sys.executable, "-u"]
+    if processes:
+        command += ["-m", f"torch.distributed.{launcher}", "--nproc_per_node", str(processes)]
+        command += ["--master_port", str(_free_port())]
+    return _run([*command, "pretrain_gpt.py", *flags], on_line)
+
+
+def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], None] | None) -> Run:
+    launcher_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in launcher_variables}
+    env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.append(process.stderr.read()))
+    reader.start()
+    deadline = threading.Timer(TIMEOUT_S, process.terminate)
+    deadline.start()
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if on_line is not None:
+                on_line(line, process)
+        reader.join()
+        _, status, usage = os.wait4(process.pid, 0)
+    finally:
+        deadline.cancel()
+        process.returncode = 0 if process.returncode is None else process.returncode
+    return Run(
+        os.waitstatus_to_exitcode(status),
+        "".join(lines),
+        errors[0],
+        usage.ru_utime + usage.ru_stime,
+        usage.ru_maxrss * 1024,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
