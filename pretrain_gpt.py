@@ -69,7 +69,8 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     model = GPTModelPipe(config, layout, tensor, vocabulary.size, vocabulary.eod, plan.bounds)
     engine = GPTEngine(config, layout, tensor, model)
     state = load_checkpoint(engine, checkpoint) if checkpoint else TrainingState()
-    start = checkpoint.folder if checkpoint else "new weights"
+    absent = f" (--load {config.checkpoint.load} holds no checkpoint)" if config.checkpoint.load else ""
+    start = checkpoint.folder if checkpoint else f"new weights{absent}"
     metrics.print(f"starting from {start}, iteration {state.iteration}")
 
     data = open_data(config, layout, length, vocabulary)

@@ -34,9 +34,10 @@ def told_once(*, same_everywhere: bool = False, env: Mapping[str, str] = os.envi
     """End this process on an error, which one process of the run tells on stderr.
 
     A ConfigError ends with exit code 2, anything else with 1; a mistake is told in one sentence, the
-    unforeseen with its traceback. Once the processes have met, the first that fails speaks, for what the
-    others then run into is its consequence. Before, rank 0 speaks; another rank, which may see other files,
-    does so if nobody has ended it after a while, unless its errors are the `same_everywhere`, as with flags.
+    unforeseen with its traceback. Once the processes have met, the first that fails speaks, and all end with
+    its code, for what the others then run into is its consequence. Before, rank 0 speaks; another rank,
+    which may see other files, does so if nobody has ended it after a while, unless its errors are the
+    `same_everywhere`, as with flags.
     """
     try:
         yield
@@ -54,7 +55,10 @@ def told_once(*, same_everywhere: bool = False, env: Mapping[str, str] = os.envi
         return
     rank = env.get("RANK", "0")
     met = _processes_have_met()
-    speaks = _is_first_to_fail() if met and not by_rank_0 else rank == "0"
+    speaks = rank == "0"
+    if met and not by_rank_0:
+        first, code = _first_failure(rank, code)
+        speaks = rank == first
     if not speaks:
         _wait_to_be_ended(code)
         if not met and not same_everywhere and not by_rank_0:
@@ -74,15 +78,16 @@ def _processes_have_met() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _is_first_to_fail() -> bool:
-    """Whether no other rank has failed before, by the store through which the processes met."""
+def _first_failure(rank: str, code: int) -> tuple[str, int]:
+    """Rank and exit code of the first that failed, by the store through which the processes met."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     try:
-        return _get_default_store().add("failed ranks", 1) == 1
+        first = _get_default_store().compare_set("first failure", "", f"{rank} {code}").decode().split()
+        return first[0], int(first[1])
     except Exception:
         # The process that held the store is gone, and whether it spoke cannot be known.
-        return True
+        return rank, code
 
 
 def _wait_to_be_ended(code: int) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.mpu.parameters import merge_shards
 from megatron.optimizer.mixed_precision import NORM_CHUNK, NonFiniteError, accurate_norm
 from tests.distributed.layouts import (
     FP32_BOUND,
-    GLOBAL_BATCH,
     RATE,
     SEQ,
     VOCAB,
@@ -413,22 +413,8 @@ def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero, precision):
         assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
 
 
-def padding_rows(row):
-    engine = build_engine(config_of(row))
-    train(engine, range(3))
-    return weights_of(engine)
-
-
 def test_padding_rows_of_the_vocabulary_stay_zero():
-    from megatron.mpu.parameters import merge_shards
-
-    ranks = run_world(2, padding_rows, Row(tp=2, micro_batch=4))
+    ranks = run_world(2, weights_after_steps, Row(tp=2, micro_batch=4))
     name = "tied_modules.embed.word_embeddings.weight"
     whole = merge_shards(ranks[0].specs[name], [rank.shards[name] for rank in ranks])
     assert whole.shape[0] == 112 and not whole[VOCAB:].any() and whole[:VOCAB].any(dim=1).all()
-
-
-def test_one_global_batch_size_serves_all_rows():
-    """Every layout must cut it into whole micro-batches, or the comparisons would be of other batches."""
-    for row in LAYOUTS.values():
-        assert GLOBAL_BATCH % (row.micro_batch * row.dp) == 0

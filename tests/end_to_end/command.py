@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,32 +80,24 @@ def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], Non
     launcher_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher_variables}
     env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    errors: list[str] = []
-    reader = threading.Thread(target=lambda: errors.append(process.stderr.read()))
-    reader.start()
-    deadline = threading.Timer(TIMEOUT_S, process.terminate)
-    deadline.start()
     lines = []
-    try:
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        deadline = threading.Timer(TIMEOUT_S, process.terminate)
+        deadline.start()
         for line in process.stdout:
             lines.append(line)
             if on_line is not None:
                 on_line(line, process)
-        reader.join()
         _, status, usage = os.wait4(process.pid, 0)
-    finally:
+        process.returncode = os.waitstatus_to_exitcode(status)
         deadline.cancel()
-        process.returncode = 0 if process.returncode is None else process.returncode
-    return Run(
-        os.waitstatus_to_exitcode(status),
-        "".join(lines),
-        errors[0],
-        usage.ru_utime + usage.ru_stime,
-        usage.ru_maxrss * 1024,
-    )
+        errors.seek(0)
+        stderr = errors.read()
+    cpu_s, peak_bytes = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return Run(process.returncode, "".join(lines), stderr, cpu_s, peak_bytes)
 
 
 def _free_port() -> int:

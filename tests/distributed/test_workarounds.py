@@ -1,0 +1,56 @@
+"""The workarounds of `megatron/engine/workarounds.py` that no other test would miss."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deepspeed.runtime.pipe import schedule
+
+from megatron.engine.pipeline_engine import GPTEngine
+from tests.distributed.layouts import Row, build_engine, config_of, train
+from tests.distributed.pool import run_world
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+JOIN = """
+from megatron.training.processes import join_world, leave_world
+from tests.distributed.layouts import Row, config_of
+join_world(config_of(Row()))
+leave_world()
+"""
+
+
+def test_nothing_is_compiled_when_the_process_group_is_made(tmp_path):
+    """Entry 8: DeepSpeed would build its shared-memory operator in this folder, for half a minute."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in launcher}
+    env |= {"TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", JOIN], cwd=ROOT, env=env, check=True, timeout=120)
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [schedule.ForwardPass, schedule.BackwardPass, schedule.ReduceGrads, schedule.ReduceTiedGrads],
+)
+def test_the_schedule_runs_our_code_for_an_instruction(instruction):
+    """Entry 6: the table must hold what the engine's method of that name is, not DeepSpeed's."""
+    method = GPTEngine._INSTRUCTION_MAP[instruction]
+    assert method is getattr(GPTEngine, method.__name__)
+    assert method.__module__.startswith("megatron.")
+
+
+def gradients_share_memory(steps):
+    engine = build_engine(config_of(Row(micro_batch=4)))
+    train(engine, range(steps))
+    engine.zero_grad()
+    parameters = list(engine.module.parameters())
+    return all(p.grad is p.main_grad and not p.grad.any() for p in parameters)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_fp32_gradient_stays_a_view_of_the_flat_buffer(steps):
+    """Entry 7: otherwise the gradients of the next step would not reach the optimizer."""
+    assert run_world(1, gradients_share_memory, steps) == [True]

@@ -1,0 +1,61 @@
+"""Plans of very large runs, made where none could run."""
+
+from __future__ import annotations
+
+import re
+
+from tests.end_to_end.command import Run, pretrain
+from tests.unit.config.command_lines import BLOOM, GPT_104B
+
+GIB = 2**30
+
+
+def plan(flags: list[str], world_size: int) -> Run:
+    run = pretrain([*flags, "--dry-run", "--world-size", str(world_size)])
+    assert run.exit_code == 0, run.stderr
+    assert run.stderr == ""
+    assert run.cpu_s < 10 and run.peak_bytes < 2 * GIB
+    return run
+
+
+def stages(run: Run) -> list[tuple[int, int, int, int]]:
+    """(stage, first layer, last layer, parameters per rank) per line of the stage map."""
+    rows = re.findall(r"^ *(\d+) +(\d+)-(\d+) +([\d,]+) ", run.stdout, re.MULTILINE)
+    return [(int(stage), int(a), int(b), int(count.replace(",", ""))) for stage, a, b, count in rows]
+
+
+def test_a_plan_for_176b_parameters_has_blooms_numbers() -> None:
+    run = plan(BLOOM, 384)
+    # The published model: 70 layers of 12 h^2 + 13 h, the embedding and its norm, the final norm.
+    hidden, vocab, tensor = 14336, 250880, 4
+    layer = 12 * hidden**2 + 13 * hidden
+    assert vocab * hidden + 70 * layer + 4 * hidden == 176_247_271_424
+    assert "parameters 176,247,271,424\n" in run.stdout
+    assert "384 processes = tensor 4 x pipeline 12 x data 8" in run.stdout
+    assert "2048 samples = micro-batch 2 x 128 accumulation steps x data 8" in run.stdout
+    assert f"128/(128+12-1) = {128 / 139:.3f}" in run.stdout
+    assert "from 192 by 16 over the first 9,765,625 samples" in run.stdout
+
+    # 'type:transformer|embedding' shares out 72 layers, 6 to each of the 12 stages.
+    per_rank = 12 * hidden**2 // tensor + 7 * hidden // tensor + 6 * hidden
+    embedding = vocab * hidden // tensor
+    rows = stages(run)
+    assert [row[0] for row in rows] == list(range(12))
+    assert rows[0][3] == embedding + 2 * hidden + 5 * per_rank
+    assert [row[3] for row in rows[1:11]] == [6 * per_rank] * 10
+    assert rows[11][3] == embedding + 5 * per_rank + 2 * hidden  # the final norm, not the embedding's
+    assert rows[0][1] == 0 and rows[-1][2] == 70 + 6  # the fixed list, to float16_to_fp32
+    assert all(row[1] == before[2] + 1 for before, row in zip(rows, rows[1:], strict=False))
+
+
+def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
+    run = plan([*GPT_104B, "--vocab-size", "50257"], 128 * 2)
+    hidden, padded = 11600, 50688  # 50257 up to a multiple of 128 x 4
+    layers = 64 * (12 * hidden**2 + 13 * hidden)
+    assert f"padded to {padded:,}" in run.stdout
+    assert f"parameters {padded * hidden + 2048 * hidden + layers + 2 * hidden:,}\n" in run.stdout
+    rows = stages(run)
+    assert len(rows) == 32
+    # Two transformer layers per stage.
+    per_rank = 12 * hidden**2 // 4 + 7 * hidden // 4 + 6 * hidden
+    assert {row[3] for row in rows[1:31]} == {2 * per_rank}

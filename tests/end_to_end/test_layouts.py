@@ -1,0 +1,123 @@
+"""The same command on other layouts, through either launcher, prints the same run."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
+
+FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
+# Losses are printed with 7 digits, of which the last may round the other way; grad norms with three decimals.
+TOLERANCE = {"lm_loss": 1e-5, "lm_loss_ppl": 1e-4, "grad_norm": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def single(data: list[str]) -> Run:
+    """One process, plain python."""
+    return pretrain([*FLAGS, *data])
+
+
+@pytest.fixture(scope="module")
+def four(data: list[str]) -> Run:
+    """The issue's command."""
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    return pretrain([*layout, *FLAGS, *data], processes=4, launcher="launch")
+
+
+def assert_same_run(run: Run, other: Run) -> None:
+    assert len(run.facts) == len(other.facts)
+    for line, expected in zip(run.facts, other.facts, strict=True):
+        assert line.keys() == expected.keys()
+        for name, value in line.items():
+            wanted = expected[name]
+            if name in TOLERANCE:
+                wanted = pytest.approx(wanted, rel=TOLERANCE[name])
+            assert value == wanted, f"{name} of {line}"
+
+
+def test_a_run_prints_every_step_in_megatrons_format(single: Run) -> None:
+    assert single.exit_code == 0, single.stderr
+    assert [step["iteration"] for step in single.steps] == list(range(1, RAMPED_STEPS + 1))
+    # 2, 4, 6 and 8 samples per step, each grown to at the thirds of the first 24 samples.
+    sizes = [2] * 4 + [4] * 2 + [6] * 2 + [8] * 12
+    assert [step["global_batch_size"] for step in single.steps] == sizes
+    assert [step["consumed_samples"] for step in single.steps] == [sum(sizes[: i + 1]) for i in range(20)]
+    for step in single.steps:
+        assert step["total_iterations"] == RAMPED_STEPS
+        assert step["consumed_tokens"] == 32 * step["consumed_samples"]
+        assert step["number_of_skipped_iterations"] == step["number_of_nan_iterations"] == 0
+        samples = step["consumed_samples"]
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (samples - 10) / 90)))
+        rate = 1e-3 * samples / 10 if samples <= 10 else 1e-4 + 9e-4 * cosine
+        assert step["learning_rate"] == pytest.approx(rate, rel=1e-3)
+    assert single.steps[0]["lm_loss"] == pytest.approx(math.log(600), abs=0.05)
+    assert single.steps[-1]["lm_loss"] < single.steps[0]["lm_loss"] - 0.05
+
+
+def test_validation_and_test_losses_are_printed(single: Run) -> None:
+    moments = [(line["name"], line["at"]) for line in single.evaluations]
+    assert moments == [
+        *[("validation", f"iteration {n}") for n in (6, 12, 18)],
+        ("validation", "the end of training for val data, iteration 20"),
+        ("test", "the end of training for test data, iteration 20"),
+    ]
+    for line in single.evaluations:
+        assert line["lm_loss_ppl"] == pytest.approx(math.exp(line["lm_loss"]), rel=1e-5)
+
+
+def test_tensor_and_pipeline_parallel_through_launch_print_the_run_of_one_process(
+    single: Run, four: Run
+) -> None:
+    assert four.exit_code == 0, four.stderr
+    assert_same_run(four, single)
+
+
+def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process(
+    single: Run, data: list[str], tmp_path: Path
+) -> None:
+    options = "--zero-stage 1 --checkpoint-activations --num-workers 2 --log-timers-to-tensorboard".split()
+    options += ["--log-validation-ppl-to-tensorboard", "--log-batch-size-to-tensorboard"]
+    options += ["--tensorboard-dir", str(tmp_path), "--deepspeed"]
+    run = pretrain([*options, *FLAGS, *data], processes=2)
+    assert run.exit_code == 0, run.stderr
+    assert_same_run(run, single)
+    assert run.stderr == ""
+    assert run.stdout.count("--deepspeed has nothing left to do") == 1
+    assert_tensorboard_has_the_run(tmp_path, run)
+
+
+def assert_tensorboard_has_the_run(folder: Path, run: Run) -> None:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    by_step = {
+        "lm-loss-training/lm loss": "lm_loss",
+        "learning-rate/learning-rate": "learning_rate",
+        "grad-norm/grad-norm": "grad_norm",
+        "batch-size/batch-size": "global_batch_size",
+    }
+    for tag, name in by_step.items():
+        assert [event.step for event in events.Scalars(tag)] == list(range(1, RAMPED_STEPS + 1))
+        for event, step in zip(events.Scalars(tag), run.steps, strict=True):
+            assert event.value == pytest.approx(step[name], rel=1e-3)
+        samples = [event.step for event in events.Scalars(f"{tag} vs samples")]
+        assert samples == [step["consumed_samples"] for step in run.steps]
+    tags = events.Tags()["scalars"]
+    assert "iteration-time/iteration-time" in tags
+    assert "lm-loss-validation/lm loss validation" in tags
+    assert "lm-loss-validation/lm loss validation ppl" in tags
+
+
+def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:
+    assert single.stderr == ""
+    # torch.distributed.launch announces its own end; nothing of DeepSpeed or of our calls comes with it.
+    assert re.search(r"deepspeed|NCCL|Gloo|\[W|\[rank|torch/distributed/c10d", four.stderr, re.I) is None
+    own = r" iteration +\d+/| (validation|test) loss at |-+$|starting from |learning rate: |note: |$"
+    own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage) | +\d+  +\d+-\d+ "
+    for line in single.stdout.splitlines() + four.stdout.splitlines():
+        assert re.match(own, line), line

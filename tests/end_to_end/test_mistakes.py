@@ -1,0 +1,83 @@
+"""A user's mistake ends every rank with exit code 2 and is told in one sentence, once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+
+FLAGS = [*MODEL, *ABSOLUTE, *SHORT]
+
+
+def test_a_misspelt_flag_is_answered_at_once_with_the_real_one(data: list[str]) -> None:
+    run = pretrain(["--num-layer", "4", *FLAGS, *data])
+    assert run.exit_code == 2
+    assert run.stdout == ""
+    assert run.stderr == "error: --num-layer is no flag: did you mean --num-layers?\n"
+    assert run.cpu_s < 2
+
+
+def assert_told_once(run: Run, *parts: str) -> None:
+    assert run.exit_code != 0
+    (error,) = run.errors
+    assert "Traceback" not in run.stderr[: run.stderr.index(error)]
+    for part in parts:
+        assert part in error
+    # The launcher's SIGTERM may reach a rank that has not come as far as its own mistake.
+    assert 2 in run.rank_exit_codes and run.rank_exit_codes <= {2, -signal.SIGTERM}
+
+
+def truncated(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    prefix = Path(data[1])
+    whole = Path(f"{prefix}.bin").read_bytes()
+    (folder / "cut.bin").write_bytes(whole[:1000])
+    shutil.copy(f"{prefix}.idx", folder / "cut.idx")
+    return ["--data-path", str(folder / "cut")], ("cut.bin: truncated, it has 1,000 bytes", f"{len(whole):,}")
+
+
+def absent(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    return ["--data-path", str(folder / "none")], ("--data-path", "there is no file", "none.bin")
+
+
+def indivisible(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    return ["--tensor-model-parallel-size", "4"], ("2 processes", "--tensor-model-parallel-size 4")
+
+
+def contradiction(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    (folder / "ds.json").write_text(json.dumps({"train_batch_size": 64}))
+    flags = ["--deepspeed_config", str(folder / "ds.json")]
+    return flags, ("train_batch_size is 64", "--global-batch-size is 4")
+
+
+def unwritable_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    (folder / "file").touch()
+    return ["--save", str(folder / "file" / "checkpoints")], ("--save", "cannot be made (Not a directory)")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [truncated, absent, indivisible, contradiction, unwritable_checkpoints],
+    ids=lambda m: m.__name__,
+)
+def test_a_mistake_is_told_once_before_the_processes_meet(mistake, data: list[str], tmp_path: Path) -> None:
+    flags, parts = mistake(data, tmp_path)
+    run = pretrain([*FLAGS, *data, *flags], processes=2)
+    assert_told_once(run, *parts)
+    assert run.stdout == ""  # the first line comes when the processes have met
+
+
+def test_a_mistake_that_only_rank_0_meets_later_is_told_the_same_way(data: list[str], tmp_path: Path) -> None:
+    """A folder is in the way of an index file, which rank 0 makes for all while the others wait."""
+    for ending in (".bin", ".idx"):
+        shutil.copy(f"{data[1]}{ending}", tmp_path / f"text{ending}")
+    # 5 steps of 4 samples, sequences of 32 tokens, the default seed.
+    (tmp_path / "text_train_indexmap_20ns_32sl_1234s_doc_idx.npy").mkdir()
+    run = pretrain([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
+    assert_told_once(run, "cannot write index files into", str(tmp_path))
+    assert run.steps == []

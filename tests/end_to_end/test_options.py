@@ -1,0 +1,81 @@
+"""Formats of numbers, variants of the model, and the modes that end a run otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
+
+VARIANT = "--position-embedding-type alibi --embed-layernorm --glu-activation swiglu".split()
+DOCUMENTS = "--reset-attention-mask --eod-mask-loss".split()
+FLAGS = [*MODEL, *SHORT, *VARIANT, *DOCUMENTS, *NO_DROPOUT]
+PIPELINE = ["--pipeline-model-parallel-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def fp32(data: list[str]) -> Run:
+    return pretrain([*FLAGS, *data])
+
+
+@pytest.mark.parametrize(
+    "precision", [["--bf16", "--zero-stage", "1"], ["--fp16", "--initial-loss-scale", "1024"]]
+)
+def test_16_bit_formats_follow_fp32_over_a_pipeline(precision: list[str], fp32: Run, data: list[str]) -> None:
+    run = pretrain([*precision, *PIPELINE, *FLAGS, *data], processes=2)
+    assert run.exit_code == 0, run.stderr
+    assert len(run.steps) == len(fp32.steps) == 5
+    for step, exact in zip(run.steps, fp32.steps, strict=True):
+        assert step["lm_loss"] == pytest.approx(exact["lm_loss"], rel=2e-3)
+        assert step["number_of_skipped_iterations"] == 0
+        assert step.get("loss_scale") == (1024.0 if "--fp16" in precision else None)
+
+
+def test_a_loss_scale_that_overflows_skips_steps_and_halves(data: list[str]) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, "--fp16", "--hysteresis", "1"]
+    run = pretrain([*flags, "--initial-loss-scale", str(2.0**30), "--train-iters", "16", *data])
+    assert run.exit_code == 0, run.stderr
+    scale = 2.0**30
+    for step in run.steps:
+        skipped = step["number_of_skipped_iterations"]
+        assert ("lm_loss" in step) == (not skipped)
+        scale /= 2**skipped
+        assert step["loss_scale"] == scale
+    skips = [step["number_of_skipped_iterations"] for step in run.steps]
+    assert skips[0] == 1 and 0 in skips
+
+
+def test_document_boundaries_change_the_loss_alike_on_every_layout(data: list[str], fp32: Run) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, *DOCUMENTS, "--reset-position-ids"]
+    split = pretrain([*flags, *data, "--tensor-model-parallel-size", "2"], processes=2)
+    one = pretrain([*flags, *data])
+    assert split.exit_code == one.exit_code == 0
+    losses = [step["lm_loss"] for step in one.steps]
+    assert [step["lm_loss"] for step in split.steps] == pytest.approx(losses, rel=1e-5)
+    without = pretrain([*(flag for flag in flags if flag not in DOCUMENTS and "reset" not in flag), *data])
+    assert max(abs(a["lm_loss"] - b) for a, b in zip(without.steps, losses, strict=True)) > 1e-4
+
+
+def test_tokens_end_a_run_and_no_train_evaluates_what_it_saved(data: list[str], tmp_path: Path) -> None:
+    checkpoints = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    flags = [
+        *"--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-samples 400 --eval-iters 2".split(),
+        *"--train-tokens 700 --lr-decay-tokens 600 --min-lr 1e-4 --log-interval 2".split(),
+        *MODEL,
+        *ABSOLUTE,
+        *data,
+        *checkpoints,
+    ]
+    trained = pretrain(flags)
+    assert trained.exit_code == 0, trained.stderr
+    # 700 tokens are reached by the 6th step of 4 x 32; the line every second step is a mean over two.
+    assert [step["iteration"] for step in trained.steps] == [2, 4, 6]
+    assert trained.steps[-1]["total_iterations"] == 6 and trained.steps[-1]["consumed_tokens"] == 768
+    rates = [1e-4 + 9e-4 * (1 - min(1, tokens / 600)) for tokens in (256, 512, 768)]
+    assert [step["learning_rate"] for step in trained.steps] == pytest.approx(rates, rel=1e-3)
+
+    evaluated = pretrain([*flags, "--no-train"])
+    assert evaluated.exit_code == 0 and evaluated.steps == []
+    assert evaluated.evaluations == trained.evaluations != []

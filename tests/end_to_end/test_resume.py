@@ -1,0 +1,115 @@
+"""A run that was interrupted in every way there is prints the lines of one that was not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.training.log_lines import parse_log_line
+from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
+
+FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--zero-stage", "1"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
+    """Four starts of one run: it leaves at an interval, is killed, leaves by the kill switch, and ends."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    checkpoints, switch = folder / "checkpoints", folder / "stop"
+    flags = [*FLAGS, *data, "--save", str(checkpoints), "--load", str(checkpoints)]
+
+    def kill_after_step_8(line: str, process: subprocess.Popen[str]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 8:
+            for pid in [*children(process.pid), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+
+    def flip_switch_after_step_10(line: str, process: subprocess.Popen[str]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 10:
+            switch.touch()
+
+    left = pretrain([*flags, "--exit-interval", "3"], processes=2)
+    killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
+    # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
+    newest = checkpoints / (checkpoints / "latest").read_text()
+    shutil.copytree(newest, checkpoints / "global_step19", ignore=shutil.ignore_patterns("run.json"))
+    switched = pretrain(
+        [*flags, "--kill-switch-path", str(switch)], processes=2, on_line=flip_switch_after_step_10
+    )
+    finished = pretrain(flags, processes=2)
+    return [left, killed, switched, finished], checkpoints
+
+
+def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
+    interrupted: tuple[list[Run], Path], data: list[str]
+) -> None:
+    uninterrupted = pretrain([*FLAGS, *data], processes=2)
+    assert len(uninterrupted.steps) == RAMPED_STEPS
+    runs, _ = interrupted
+    expected = {str(line) for line in uninterrupted.facts}
+    for run in runs:
+        assert [line for line in run.facts if str(line) not in expected] == []
+    steps = {step["iteration"] for run in runs for step in run.steps}
+    assert steps == set(range(1, RAMPED_STEPS + 1))
+    assert runs[-1].evaluations[-2:] == uninterrupted.evaluations[-2:]
+
+
+def test_each_start_goes_on_from_the_newest_complete_checkpoint_and_says_which(
+    interrupted: tuple[list[Run], Path],
+) -> None:
+    (left, killed, switched, finished), checkpoints = interrupted
+    nothing_there = f"starting from new weights (--load {checkpoints} holds no checkpoint), iteration 0"
+    assert nothing_there in left.stdout
+    assert [step["iteration"] for step in left.steps] == [1, 2, 3]
+    assert f"saved {checkpoints / 'global_step3'}" in left.stdout
+    assert left.evaluations == []  # the run is not over: its end says what the end's losses are
+    assert left.exit_code == 0 and "exiting program at iteration 3" in left.stdout
+
+    assert f"starting from {checkpoints / 'global_step3'}, iteration 3" in killed.stdout
+    assert killed.exit_code == -signal.SIGKILL
+
+    first = switched.steps[0]["iteration"]
+    assert first >= 7 and f"starting from {checkpoints / f'global_step{first - 1}'}," in switched.stdout
+    last = switched.steps[-1]["iteration"]
+    assert switched.exit_code == 0 and "exiting program: kill switch" in switched.stdout
+    assert f"starting from {checkpoints / f'global_step{last}'}," in finished.stdout
+    assert finished.exit_code == 0 and (checkpoints / "latest").read_text() == f"global_step{RAMPED_STEPS}"
+
+
+def test_a_checkpoint_of_another_layout_is_refused_with_what_differs(
+    interrupted: tuple[list[Run], Path], data: list[str]
+) -> None:
+    _, checkpoints = interrupted
+    other = [*MODEL, *ABSOLUTE, *RAMPED, *data, "--load", str(checkpoints), "--zero-stage", "1"]
+    run = pretrain(other, processes=2)
+    assert run.stdout == "" and run.exit_code != 0
+    (error,) = run.errors
+    assert "pipeline_model_parallel_size was 2, is 1" in error
+    assert run.rank_exit_codes <= {2, -signal.SIGTERM}
+
+
+def test_a_rank_that_cannot_read_its_part_has_the_last_word(
+    interrupted: tuple[list[Run], Path], data: list[str], tmp_path: Path
+) -> None:
+    """Only stage 1's file is damaged, and rank 0 knows nothing of it."""
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(interrupted[1], checkpoints)
+    damaged = checkpoints / f"global_step{RAMPED_STEPS}" / "mp_rank_01_model_states.pt"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    run = pretrain([*FLAGS, *data, "--load", str(checkpoints)], processes=2)
+    assert run.exit_code != 0 and run.steps == []
+    (error,) = run.errors
+    assert error.startswith("error: rank 1 on ")
+    told = run.stderr[: run.stderr.index(error)]
+    assert told.count("Traceback (most recent call last)") == 1 and "rank 0" not in told

@@ -1,0 +1,188 @@
+"""Variants of the model: where the residual branches off and in which format, recomputation, masked loss."""
+
+import pytest
+import torch
+
+from megatron.model.gpt_model import CrossEntropy
+from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.mpu.layout import TensorGroup
+from tests.distributed.layouts import (
+    EOD,
+    FP32_BOUND,
+    GLOBAL_BATCH,
+    LOW_PRECISION_BOUND,
+    RATE,
+    SEQ,
+    VOCAB,
+    Row,
+    build_engine,
+    config_of,
+    relative_errors,
+    train,
+    train_layout,
+)
+from tests.distributed.pool import run_world
+from tests.reference import plain_gpt
+from tests.unit.model.single_process import (
+    model_with_weights,
+    random_tokens,
+    random_weights,
+    random_weights_and_logits,
+)
+
+TOKENS = random_tokens(2, SEQ)
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+def plain_logits_with_residual_after_the_norm(weights):
+    """The variant written out; everything else is the plain GPT's."""
+    x = weights["tied_modules.embed.word_embeddings.weight"][TOKENS]
+    x = x + weights["tied_modules.embed.position_embeddings.weight"][:SEQ]
+    for index in range(3, 7):
+        x = plain_gpt.norm(weights, f"{index}.input_layernorm", x)
+        x = x + plain_gpt.attention(weights, index, x, 4, "absolute")
+        x = plain_gpt.norm(weights, f"{index}.post_attention_layernorm", x)
+        x = x + plain_gpt.mlp(weights, index, x, None)
+    return plain_gpt.norm(weights, "8", x) @ weights["tied_modules.embed.word_embeddings.weight"][:VOCAB].T
+
+
+def test_the_residual_can_branch_off_after_the_norm():
+    changes = {"model": {"apply_residual_connection_post_layernorm": True}}
+    ((weights, logits),) = run_world(1, random_weights_and_logits, Row(), TOKENS, changes)
+    torch.testing.assert_close(
+        logits, plain_logits_with_residual_after_the_norm(weights), rtol=1e-5, atol=1e-5
+    )
+    before = plain_gpt.plain_gpt_logits(weights, TOKENS, layers=4, heads=4, vocab=VOCAB)
+    assert (logits - before).abs().max() > 1e-2
+
+
+# --- the residual in fp32 ---
+
+
+def residual_formats(row, precision):
+    """Formats of what the transformer layers pass on, of their parameters, of the logits."""
+    model = model_with_weights(row, random_weights(row), precision=precision)
+    passed_on, parameters = set(), set()
+    for layer in model.stage_modules():
+        if isinstance(layer, ParallelTransformerLayerPipe):
+            layer.register_forward_hook(lambda _layer, _inputs, output: passed_on.add(output.dtype))
+            parameters |= {p.dtype for p in layer.parameters()}
+    with torch.no_grad():
+        logits = model(TOKENS)
+    return passed_on, parameters, logits.dtype, logits[..., :VOCAB]
+
+
+@pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_residual_stream_is_fp32_where_asked_for(precision, dtype):
+    row = Row(precision=precision)
+    ((exact, fp32, fp32_logits, expected),) = run_world(1, residual_formats, Row(), {})
+    assert (exact, fp32, fp32_logits) == ({torch.float32}, {torch.float32}, torch.float32)
+    ((narrow, parameters, logits_dtype, logits),) = run_world(1, residual_formats, row, {})
+    assert (narrow, parameters, logits_dtype) == ({dtype}, {dtype}, torch.float32)
+    ((wide, parameters, logits_dtype, wide_logits),) = run_world(
+        1, residual_formats, row, {"fp32_residual_connection": True}
+    )
+    assert (wide, parameters, logits_dtype) == ({torch.float32}, {dtype}, torch.float32)
+    assert (wide_logits - expected).square().mean() < (logits - expected).square().mean()
+
+
+def train_with_fp32_residual(row):
+    return train_layout(row, 5, precision={"fp32_residual_connection": True})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_fp32_residual_crosses_stages_and_trains(precision):
+    row = Row(pp=2, micro_batch=2, precision=precision)
+    expected = run_world(1, train_layout, Row(), 5)[0]
+    for history in run_world(2, train_with_fp32_residual, row):
+        assert relative_errors(history, expected)[0] <= LOW_PRECISION_BOUND
+
+
+# --- recomputation ---
+
+
+def gradients(row, training):
+    engine = build_engine(config_of(row, model=DROPOUT, training=training))
+    kept = {}
+    step = engine.optimizer.step
+
+    def keep_and_step():
+        kept.update({name: p.main_grad.clone() for name, p in engine.module.named_parameters()})
+        step()
+
+    engine.optimizer.step = keep_and_step
+    ((loss, norm),) = train(engine, [0])
+    return loss, norm, kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layers_together", [1, 2, 3])
+@pytest.mark.parametrize("positions", ["absolute", "alibi"])
+def test_recomputed_layers_have_the_same_gradients_to_the_last_bit(precision, layers_together, positions):
+    row = Row(precision=precision, positions=positions, micro_batch=4)
+    ((loss, norm, expected),) = run_world(1, gradients, row, {})
+    recompute = {"checkpoint_activations": True, "checkpoint_num_layers": layers_together}
+    ((loss_again, norm_again, found),) = run_world(1, gradients, row, recompute)
+    assert (loss, norm) == (loss_again, norm_again)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# --- the loss of masked tokens ---
+
+
+def samples_with_unequal_masks():
+    """A global batch whose samples hold 0, 3, 6, ... ends of documents."""
+    samples = random_tokens(GLOBAL_BATCH, SEQ + 1)
+    for sample, row in enumerate(samples):
+        row[1 : 1 + 3 * sample] = EOD
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def losses_with_masks(row, masked=True):
+    engine = build_engine(config_of(row))
+    tokens, labels = samples_with_unequal_masks()
+    mask = (tokens != EOD).float() if masked else torch.ones_like(tokens, dtype=torch.float32)
+    size, layout = row.micro_batch, engine.layout
+    history = []
+    for _ in range(3):
+        starts = range(layout.data_rank * size, GLOBAL_BATCH, layout.data * size)
+        batches = [
+            (tokens[i : i + size], (labels[i : i + size], mask[i : i + size].contiguous())) for i in starts
+        ]
+        loss = engine.train_step(iter(batches), 0, GLOBAL_BATCH, RATE)
+        history.append((loss.item(), engine.optimizer.grad_norm))
+    return history
+
+
+@pytest.mark.parametrize(
+    "row",
+    [Row(micro_batch=2), Row(micro_batch=8), Row(dp=2, micro_batch=2, zero=1), Row(pp=2, micro_batch=4)],
+    ids=str,
+)
+def test_a_masked_loss_does_not_depend_on_how_the_batch_is_cut(row):
+    expected = run_world(1, losses_with_masks, Row())[0]
+    for history in run_world(row.world_size, losses_with_masks, row):
+        assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+def test_a_mask_takes_its_tokens_out_of_the_loss():
+    masked, plain = (run_world(1, losses_with_masks, Row(), flag)[0] for flag in (True, False))
+    assert relative_errors(masked, plain)[0] > 1e-3
+
+
+def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as_zero():
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(3, 5, 104, generator=generator)
+    labels = torch.randint(0, VOCAB, (3, 5), generator=generator)
+    mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
+    loss = CrossEntropy(TensorGroup(), VOCAB)(logits.clone(), (labels, mask))
+    per_sample = []
+    for sample in range(3):
+        losses = [
+            torch.nn.functional.cross_entropy(logits[sample, i, :VOCAB], labels[sample, i])
+            for i in range(5)
+            if mask[sample, i]
+        ]
+        per_sample.append(sum(losses) / len(losses) if losses else torch.tensor(0.0))
+    torch.testing.assert_close(loss, sum(per_sample) / 3)

@@ -1,0 +1,152 @@
+"""Positions, ALiBi's slopes and documents within a sample."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from megatron.model.position import (
+    AttentionMasks,
+    RotaryEmbedding,
+    alibi_slopes,
+    document_segments,
+    positions_within_segments,
+)
+from tests.distributed.layouts import EOD, Row
+from tests.distributed.pool import run_world
+from tests.unit.model.single_process import logits, model_with_weights, random_tokens, random_weights
+
+ROTARY_DIM = 8
+
+
+def test_the_end_token_belongs_to_the_document_that_it_ends():
+    tokens = torch.tensor([[5, 6, EOD, 7, EOD, EOD, 8, 9], [EOD, 1, 2, 3, 4, 5, 6, EOD]])
+    segments = document_segments(tokens, EOD)
+    assert segments.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    positions = positions_within_segments(segments)
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_a_sample_without_an_end_token_is_one_document():
+    segments = document_segments(random_tokens(3, 10), EOD)
+    assert not segments.any()
+    assert positions_within_segments(segments).tolist() == [list(range(10))] * 3
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 64])
+def test_alibi_slopes_of_a_power_of_two_are_a_geometric_sequence_to_2_to_the_minus_8(heads):
+    slopes = alibi_slopes(heads)
+    assert slopes[-1] == 2.0**-8 and slopes[0] == pytest.approx(2 ** (-8 / heads))
+    ratios = [b / a for a, b in zip(slopes, slopes[1:], strict=False)]
+    assert ratios == pytest.approx([slopes[0]] * (heads - 1))
+
+
+def test_alibi_slopes_of_12_heads_are_those_of_8_and_every_second_of_16():
+    halves = [Fraction(1, 2**i) for i in range(1, 9)]
+    between = [2.0 ** -(i + 0.5) for i in range(4)]
+    assert alibi_slopes(12) == pytest.approx([float(x) for x in halves] + between)
+
+
+def test_alibi_slopes_of_112_heads_have_64_of_them_and_48_of_128():
+    slopes = alibi_slopes(112)
+    assert len(slopes) == len(set(slopes)) == 112
+    assert slopes[:64] == pytest.approx([2 ** (-8 * i / 64) for i in range(1, 65)])
+    assert slopes[64:] == pytest.approx([2 ** (-8 * i / 128) for i in range(1, 97, 2)])
+
+
+def test_the_causal_bias_of_alibi_grows_with_the_distance():
+    masks = AttentionMasks([0.5, 0.25], within_documents=False)
+    bias = masks.bias(4, torch.float32, torch.device("cpu"), None)
+    assert bias.shape == (1, 2, 4, 4)
+    assert bias[0, 0, 3].tolist() == [-1.5, -1.0, -0.5, 0.0]
+    assert bias[0, 1, 1].tolist() == [-0.25, 0.0, -math.inf, -math.inf]
+
+
+def test_plain_causal_attention_needs_no_bias():
+    masks = AttentionMasks(None, within_documents=False)
+    assert masks.bias(4, torch.float32, torch.device("cpu"), None) is None
+
+
+def test_document_boundaries_without_segments_are_an_error():
+    with pytest.raises(ValueError, match="no segments"):
+        AttentionMasks(None, within_documents=True).bias(4, torch.float32, torch.device("cpu"), None)
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(ROTARY_DIM, generator=generator) for _ in range(2))
+    rotary = RotaryEmbedding(ROTARY_DIM)
+    seq = 12
+    q, k = rotary.rotate(query.expand(seq, 1, 1, -1), key.expand(seq, 1, 1, -1), None)
+    scores = q[:, 0, 0] @ k[:, 0, 0].T
+    for distance in range(seq):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+    assert scores.diagonal().std() < 1e-4 < scores[-1].std()
+    torch.testing.assert_close(scores[0, 0], query @ key)
+
+
+def test_rotary_positions_that_are_given_are_used():
+    rotary = RotaryEmbedding(ROTARY_DIM)
+    x = torch.randn(6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    restarted, _ = rotary.rotate(x, x, positions)
+    first, second = (rotary.rotate(part, part, None)[0] for part in x.split(3))
+    torch.testing.assert_close(restarted, torch.cat((first, second)))
+
+
+# --- packed documents through the whole model ---
+
+
+def packed_and_alone(row, data, lengths):
+    """Logits of documents packed into one sample, and of each by itself, with the same weights."""
+    weights = random_weights(row)
+    documents = [random_tokens(1, length, seed) for seed, length in enumerate(lengths)]
+    for document in documents[:-1]:
+        document[0, -1] = EOD
+    packed_model = model_with_weights(row, weights, data=data)
+    plain_model = model_with_weights(row, weights)
+    packed = logits(packed_model, torch.cat(documents, dim=1))
+    return packed, torch.cat([logits(plain_model, document) for document in documents], dim=1)
+
+
+BOTH = {"reset_attention_mask": True, "reset_position_ids": True}
+MASK_ONLY = {"reset_attention_mask": True}
+
+
+@pytest.mark.parametrize(
+    "positions, data",
+    # Distances are all that rotary and ALiBi know, so the mask alone separates the documents.
+    [("absolute", BOTH), ("rotary", BOTH), ("rotary", MASK_ONLY), ("alibi", BOTH), ("alibi", MASK_ONLY)],
+)
+def test_a_packed_document_has_the_logits_that_it_has_alone(positions, data):
+    ((packed, alone),) = run_world(1, packed_and_alone, Row(positions=positions), data, [9, 1, 14, 8])
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
+@pytest.mark.parametrize("data", [{}, {"reset_position_ids": True}])
+def test_without_the_mask_a_document_sees_the_one_before(positions, data):
+    ((packed, alone),) = run_world(1, packed_and_alone, Row(positions=positions), data, [9, 23])
+    torch.testing.assert_close(packed[:, :9], alone[:, :9], rtol=1e-4, atol=1e-5)
+    assert (packed[:, 9:] - alone[:, 9:]).abs().max() > 1e-2
+
+
+def test_a_mask_without_restarted_positions_leaves_absolute_positions_running():
+    ((packed, alone),) = run_world(1, packed_and_alone, Row(), MASK_ONLY, [9, 23])
+    assert (packed[:, 9:] - alone[:, 9:]).abs().max() > 1e-2
+
+
+def future_and_past(row):
+    """Logits of a sample, and of the same with other tokens in its second half."""
+    model = model_with_weights(row, random_weights(row))
+    tokens, others = random_tokens(2, 32), random_tokens(2, 32, seed=6)
+    return logits(model, tokens), logits(model, torch.cat((tokens[:, :16], others[:, 16:]), dim=1))
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
+def test_no_token_sees_the_future(positions):
+    ((first, second),) = run_world(1, future_and_past, Row(positions=positions))
+    torch.testing.assert_close(first[:, :16], second[:, :16], rtol=0, atol=0)
+    assert (first[:, 16:] - second[:, 16:]).abs().max() > 1e-2

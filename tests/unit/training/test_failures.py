@@ -1,0 +1,59 @@
+"""How a process ends on an error, and whether it speaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import ConfigError
+from megatron.training import failures
+from megatron.training.failures import RunStopped, told_once
+
+
+@pytest.fixture
+def ended_by_nobody(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No launcher: the wait for its SIGTERM ends by itself. Holds the codes that were waited with."""
+    waits: list[int] = []
+    monkeypatch.setattr(failures, "_wait_to_be_ended", waits.append)
+    return waits
+
+
+def end(
+    error: BaseException, capsys: pytest.CaptureFixture[str], rank: str = "0", **options
+) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught, told_once(env={"RANK": rank}, **options):
+        raise error
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_a_mistake_is_one_sentence_and_code_2(capsys, ended_by_nobody) -> None:
+    assert end(ConfigError("--lr is 0"), capsys) == (2, "error: --lr is 0\n")
+    assert end(RunStopped("iteration 3: no"), capsys) == (1, "error: iteration 3: no\n")
+    assert end(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
+    assert ended_by_nobody == []
+
+
+def test_the_unforeseen_has_its_traceback_and_names_the_rank_last(capsys, ended_by_nobody) -> None:
+    code, text = end(ValueError("x"), capsys)
+    assert code == 1 and text.startswith("Traceback") and "raise error" in text
+    assert text.splitlines()[-1].startswith("error: rank 0 on ")
+    assert text.endswith(": ValueError: x\n")
+
+
+def test_another_rank_waits_for_rank_0_and_then_speaks_of_its_own_files(capsys, ended_by_nobody) -> None:
+    code, text = end(ConfigError("no file"), capsys, rank="3")
+    assert code == 2 and text.startswith("rank 3 on ") and text.endswith(": error: no file\n")
+    assert ended_by_nobody == [2]
+
+
+def test_flags_are_the_same_everywhere_so_only_rank_0_speaks(capsys, ended_by_nobody) -> None:
+    assert end(ConfigError("--x is no flag"), capsys, rank="3", same_everywhere=True) == (2, "")
+    assert end(ConfigError("--x is no flag"), capsys, same_everywhere=True)[1] == "error: --x is no flag\n"
+
+
+def test_a_stop_that_every_rank_knows_of_is_told_by_rank_0(capsys, ended_by_nobody) -> None:
+    assert end(RunStopped("iteration 3: no"), capsys, rank="1") == (1, "")
+
+
+def test_no_error_is_no_end() -> None:
+    with told_once(env={}):
+        pass
