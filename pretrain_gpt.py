@@ -29,7 +29,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
 
     quiet_library_logs(config.logging)
 
-    from megatron.checkpoint.native import TrainingState, find_checkpoint, load_checkpoint, save_checkpoint
+    from megatron.checkpoint import native
     from megatron.config.batch import BatchSchedule
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
@@ -55,10 +55,11 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
             print(report)
         return
     fingerprint = fingerprint_of(config, length)
-    checkpoint = find_checkpoint(config, plan.bounds, vocabulary.size, fingerprint)
+    checkpoint = native.find_checkpoint(config, plan.bounds, vocabulary.size, fingerprint)
     make_output_folders(config)
 
     rank = join_world(config)
+    native.agree_on_checkpoint(checkpoint)
     metrics = make_metrics(config, vocabulary.size, rank)
     metrics.print(report)
     parallel = config.parallel
@@ -68,14 +69,12 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     tensor = layout.make_tensor_group()
     model = GPTModelPipe(config, layout, tensor, vocabulary.size, vocabulary.eod, plan.bounds)
     engine = GPTEngine(config, layout, tensor, model)
-    state = load_checkpoint(engine, checkpoint) if checkpoint else TrainingState()
-    absent = f" (--load {config.checkpoint.load} holds no checkpoint)" if config.checkpoint.load else ""
-    start = checkpoint.folder if checkpoint else f"new weights{absent}"
-    metrics.print(f"starting from {start}, iteration {state.iteration}")
+    state = native.load_checkpoint(engine, checkpoint) if checkpoint else native.TrainingState()
+    metrics.print(native.describe_start(checkpoint, config.checkpoint.load))
 
     data = open_data(config, layout, length, vocabulary)
     save = partial(
-        save_checkpoint,
+        native.save_checkpoint,
         engine,
         config.checkpoint.save,
         bounds=plan.bounds,

@@ -95,10 +95,8 @@ def read_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def read_checkpoint(folder: str) -> Checkpoint:
     """The checkpoint in `folder`, or the one that `latest` in it names; ConfigError where there is none."""
-    from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, find_latest, open_checkpoint
+    from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, find_latest
 
-    if os.path.isfile(os.path.join(folder, RUN_FILE)):
-        return open_checkpoint(folder)
     checkpoint = find_latest(folder) if os.path.isdir(folder) else None
     if checkpoint is None:
         raise ConfigError(

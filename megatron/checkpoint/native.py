@@ -8,7 +8,7 @@ sample numbers, and the learning rate of progress, so there is no random state t
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Checkpoint:
     folder: Path
     state: TrainingState
     run: dict[str, Any]
+    passed_over: str = ""
+    """Why a newer one was not taken, if so."""
 
     @property
     def config(self) -> Config:
@@ -57,14 +59,55 @@ class Checkpoint:
 
 
 def find_latest(folder: str | Path) -> Checkpoint | None:
-    """The checkpoint that `latest` in `folder` names; None where there is no such file.
+    """The newest complete checkpoint of `folder`: the one that `latest` names, or if that is incomplete or
+    missing the newest `global_step<N>` that is not; or `folder` itself if it is one. None if there is none.
 
-    Raises ConfigError when it names a folder without a readable `run.json`.
+    Raises ConfigError when there are checkpoints but none of them is complete.
     """
-    latest = Path(folder) / LATEST_FILE
-    if not latest.is_file():
-        return None
-    return open_checkpoint(latest.parent / latest.read_text().strip())
+    folder = Path(folder)
+    if (folder / RUN_FILE).is_file():
+        return open_checkpoint(folder)
+    latest = folder / LATEST_FILE
+    named = latest.read_text().strip() if latest.is_file() else None
+    others = {path.parent.name for path in folder.glob(f"global_step*/{RUN_FILE}")} - {named}
+    newest_first = sorted(others, key=_step_of, reverse=True)
+    damage: ConfigError | None = None
+    for name in [named, *newest_first] if named else newest_first:
+        try:
+            checkpoint = open_checkpoint(folder / name)
+        except ConfigError as error:
+            damage = damage or error
+        else:
+            return replace(checkpoint, passed_over=str(damage or ""))
+    if damage is not None:
+        raise damage
+    return None
+
+
+def _step_of(name: str) -> int:
+    digits = name.removeprefix("global_step")
+    return int(digits) if digits.isdigit() else -1
+
+
+def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
+    """The line that says what a run starts from, and why."""
+    if checkpoint is None:
+        return "starting from new weights" + (f" (--load {load} holds no checkpoint)" if load else "")
+    why = f" ({checkpoint.passed_over})" if checkpoint.passed_over else ""
+    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}"
+
+
+def agree_on_checkpoint(checkpoint: Checkpoint | None) -> None:
+    """Raises ConfigError on every rank unless all of them have found the same checkpoint. Collective."""
+    found = checkpoint.folder.name if checkpoint else "none"
+    everywhere: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    if len(set(everywhere)) > 1:
+        differing = next(rank for rank, other in enumerate(everywhere) if other != everywhere[0])
+        raise ConfigError(
+            f"rank 0 would resume from {everywhere[0]} and rank {differing} from {everywhere[differing]}: "
+            f"--load must be a folder that all nodes share"
+        )
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -122,7 +165,7 @@ def check_layout(checkpoint: Checkpoint, config: Config, bounds: list[int]) -> N
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
     """Refuses a checkpoint of another model, naming what differs."""
-    saved, now = checkpoint.config.to_dict()["model"], config.to_dict()["model"]
+    saved, now = _model_settings(checkpoint.config), _model_settings(config)
     # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
     free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
     differences = [
@@ -134,6 +177,17 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:
         raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+
+
+def _model_settings(config: Config) -> dict[str, Any]:
+    """What decides which function of the tokens the model is, wherever the flag stands."""
+    settings = config.to_dict()
+    documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    return {
+        **settings["model"],
+        "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
+        **{name: settings["data"][name] for name in documents},
+    }
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
@@ -158,6 +212,10 @@ def save_checkpoint(
     """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective."""
     tag = f"global_step{state.iteration}"
     folder = Path(folder)
+    if engine.global_rank == 0:
+        # Written over, a folder must not look complete while old and new files are mixed in it.
+        (folder / tag / RUN_FILE).unlink(missing_ok=True)
+    dist.barrier()
     # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     dist.barrier()

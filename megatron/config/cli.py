@@ -187,6 +187,8 @@ class _Converter:
     def _one(self, word: str) -> Any:
         if self.strip_quotes:
             word = word.strip("'\"")
+        if not word:
+            raise ConfigError(f"{self.option} is empty: give it a value (is a shell variable unset?)")
         if self.kind is str:
             return word
         try:

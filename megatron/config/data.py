@@ -24,9 +24,9 @@ class DataConfig(Section):
     data_impl: str = flag(
         "mmap", choices=("mmap", "infer"), help="format of the token files; infer finds mmap too"
     )
-    num_workers: int = flag(0, at_least=0, help="processes that read training data ahead; 0: none")
+    num_workers: int = flag(0, at_least=0, help="threads that read training data ahead; 0: none")
     valid_num_workers: int = flag(
-        derived="--num-workers", at_least=0, help="processes that read validation and test data ahead"
+        derived="--num-workers", at_least=0, help="threads that read validation and test data ahead"
     )
     reset_position_ids: bool = flag(False, help="positions start again at 0 after each end of a document")
     reset_attention_mask: bool = flag(False, help="no attention across the end of a document")

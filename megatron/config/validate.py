@@ -145,6 +145,11 @@ def check_partition_method(method: str) -> None:
 def _check_stages(config: Config) -> None:
     method, stages = config.parallel.partition_method, config.parallel.pipeline_model_parallel_size
     available, what = _num_matching_layers(config)
+    if available == 0:
+        raise ConfigError(
+            f"--partition-method {method} matches no layer that holds parameters: expected a part of "
+            f"{_EMBEDDING}, {_TRANSFORMER} or {_FINAL_NORM}"
+        )
     if available < stages:
         raise ConfigError(
             f"--pipeline-model-parallel-size {stages} is more than the {available} {what} that "

@@ -94,8 +94,8 @@ class GPTEngine(SameNumbersPipelineEngine):
         return loss
 
     def _let_go_of_activations(self) -> None:
-        """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep them
-        until the next step, and with them, through hooks that Python cannot see, the engine itself for ever."""
+        """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep
+        them, and with them, through hooks that Python's collector cannot see, the engine itself for ever."""
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()

@@ -1,23 +1,32 @@
 """Where DeepSpeed does otherwise than this repo promises, and what is done instead; nowhere else.
 
-Each entry was seen with DeepSpeed 0.19.8; the test beside it fails when the workaround is taken away.
+Each entry was seen with DeepSpeed 0.19.8; the test named with it fails when the workaround is taken away.
+Where no file is named, it is tests/distributed/test_optimizer.py.
 
 1. fp32, ZeRO-0, pipeline, clipping: `clip_grad_norm_` counts the tied embedding on both of its stages, and
-   no grad norm is reported (the family of DeepSpeed 1839).
+   no grad norm is reported (the family of DeepSpeed 1839):
+   test_the_norm_counts_tied_and_replicated_parameters_once, test_a_clipped_step_is_as_long_as_the_flag_says.
 2. fp16, ZeRO-0, pipeline: `FP16_UnfusedOptimizer` takes another first step than ZeRO-1, counts the tied
-   weight twice, and clipping changes nothing.
+   weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and those of 1.
 3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 unless told otherwise; with ZeRO-0, fp32 accumulation
-   is refused ("unsupported mix").
+   is refused ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
 4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): its gradients are reduced by
-   hooks that make other calls on other stages.
-5. fp16 is refused on a CPU ("not supported on your device"), though PyTorch computes it.
+   hooks that make other calls on other stages:
+   test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
+5. fp16 is refused on a CPU ("not supported on your device"), though PyTorch computes it:
+   tests/distributed/test_layout_parity.py, test_bf16_and_fp16_follow_the_fp32_loss.
    1 to 5: DeepSpeed is told of an fp32 run without clipping, and `MixedPrecisionOptimizer` takes the place
-   of its optimizer wrappers: tests/distributed/test_layout_parity.py, tests/distributed/test_optimizer.py.
+   of its optimizer wrappers.
 6. `PipelineEngine` finds the code of a schedule's instruction in a table of its own class, past any override:
-   the table is made anew here.
+   the table is made anew here. tests/distributed/test_workarounds.py
 7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
+   tests/distributed/test_workarounds.py
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
    lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
+   tests/distributed/test_workarounds.py
+9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
+   receives fp32 and sends bf16 (--fp32-residual-connection, cut before the head) would read garbage.
+   tests/distributed/test_workarounds.py
 """
 
 from typing import ClassVar
@@ -48,10 +57,18 @@ class SameNumbersPipelineEngine(PipelineEngine):
         self.basic_optimizer = client_optimizer
         self.optimizer = self.wrap_optimizer(client_optimizer)
 
+    def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        held = self._grad_layer_buf
+        if idx < len(held) and held[idx].dtype != dtype:
+            held[idx] = held[idx].new_empty(0, dtype=dtype)  # too small, so that a new one is made
+        return super()._allocate_or_extend_buffers(idx, shape, dtype)
+
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
     def _exec_reduce_tied_grads(self) -> None:
+        if self.is_last_stage():
+            self.optimizer.take_loss(self.total_loss)
         self.optimizer.reduce_tied_gradients()
 
     def _exec_reduce_grads(self) -> None:

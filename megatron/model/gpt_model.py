@@ -136,7 +136,7 @@ class GPTModelPipe(PipelineModule):
 
     `bounds` (length stages + 1) says where the list of layers is cut; see `megatron.pipeline.partition`.
     Parameters are initialised from (seed, name) alone, so every layout starts from the same weights, and
-    cast to the run's precision. DeepSpeed recognises this class by its name when it recomputes activations.
+    cast to the run's precision.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class GPTModelPipe(PipelineModule):
         self.stage_bounds = list(bounds)
         self.stream = DropoutStream(config.training.seed)
         context = LayerContext(config, tensor, self.stream)
-        recompute = config.training.checkpoint_num_layers if config.training.checkpoint_activations else 0
+        self.recomputed_together = (
+            config.training.checkpoint_num_layers if config.training.checkpoint_activations else 0
+        )
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
             super().__init__(
                 layers=pipeline_layers(context, vocab_size, eod),
                 topology=layout.topology,
                 loss_fn=CrossEntropy(tensor, vocab_size),
-                activation_checkpoint_interval=recompute,
-                activation_checkpoint_func=self._recompute,
             )
         initialize_parameters(self, config.training.seed, tensor)
         self.to(PARAMETER_DTYPES[config.precision.name])
@@ -174,17 +174,51 @@ class GPTModelPipe(PipelineModule):
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
-    def _recompute(self, function: Callable, *inputs: Tensor) -> Payload:
+    def forward(self, inputs: Payload) -> Payload:
+        """Runs this stage's layers; with --checkpoint-activations transformer layers, N by N, are recomputed.
+
+        DeepSpeed's own would count its blocks from the stage's first function and leave out each block that
+        holds anything but transformer layers.
+        """
+        functions = self.forward_funcs
+        position = 0
+        while position < len(functions):
+            end = self._end_of_recomputed_run(position)
+            if end > position:
+                inputs = self._recompute(_chain(functions[position:end]), inputs)
+            else:
+                end = position + 1
+                inputs = functions[position](inputs)
+            position = end
+        return inputs
+
+    def _end_of_recomputed_run(self, start: int) -> int:
+        """Where the layers from `start` on that are recomputed together end; `start` if there are none."""
+        end = start
+        while (
+            end - start < self.recomputed_together
+            and end < len(self.forward_funcs)
+            and isinstance(self.forward_funcs[end], ParallelTransformerLayerPipe)
+        ):
+            end += 1
+        return end
+
+    def _recompute(self, function: Callable, inputs: Payload) -> Payload:
         """Runs `function` without keeping its activations. The dropout masks of the second run are those of
         the first, since they depend on the samples, which are put back for it."""
         samples = self.stream.samples
 
-        def run(*arguments: Tensor) -> Payload:
+        def run(payload: Payload) -> Payload:
             with self.stream.samples_in_use(samples):
-                return function(*arguments)
+                return function(payload)
 
-        return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)
 
-    def stage_modules(self) -> list[nn.Module]:
-        """The modules of this stage, in order, without the functions between them."""
-        return [layer for layer in self.forward_funcs if isinstance(layer, nn.Module)]
+
+def _chain(layers: Sequence[nn.Module]) -> Callable[[Payload], Payload]:
+    def run(payload: Payload) -> Payload:
+        for layer in layers:
+            payload = layer(payload)
+        return payload
+
+    return run

@@ -22,6 +22,11 @@ class LossScaler:
         self._overflows_left = precision.hysteresis
         self._steps_without_overflow = 0
 
+    @property
+    def can_shrink(self) -> bool:
+        """A smaller scale may still cure an overflow."""
+        return self.dynamic and self.scale > self._minimum
+
     def update(self, overflow: bool) -> None:
         """Call once per step of a dynamic scale."""
         if overflow:

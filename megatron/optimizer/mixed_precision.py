@@ -120,6 +120,7 @@ class MixedPrecisionOptimizer:
         self.overflow = False
         self.grad_norm = 0.0
         self._norms_before_reduction: Tensor | None = None
+        self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         self.flat = [_FlatGroup(g["params"], self.partition_count, partition) for g in optimizer.param_groups]
@@ -156,6 +157,15 @@ class MixedPrecisionOptimizer:
 
     # --- the step ---
 
+    def take_loss(self, loss: Tensor) -> None:
+        """Lets a loss that is not finite stop the step on every rank, even where its gradients are finite.
+
+        loss * 0 is 0 or NaN: as part of a gradient it reaches all replicas without a message of its own.
+        """
+        self._loss = loss
+        if self.flat:
+            self.flat[0].gradients[:1].add_(loss * 0.0)
+
     def reduce_tied_gradients(self) -> None:
         """Sums the gradients of tied copies over their stages. Called once all micro-batches are through, on
         every stage: what each rank has computed by itself is measured here, to name a culprit later."""
@@ -174,17 +184,17 @@ class MixedPrecisionOptimizer:
         """Clips, steps and spreads the new weights; with an fp16 overflow only the loss scale moves.
 
         Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow) and `overflow`.
-        Raises NonFiniteError on all ranks when a gradient is not finite and no dynamic scale explains it.
+        Raises NonFiniteError on all ranks when a gradient is not finite and no smaller loss scale can help.
         """
         # Gradients are sums over data-parallel ranks of the scaled loss: one factor makes them its mean.
         factor = 1.0 / (self.scaler.scale * self.groups.data_size)
         self.grad_norm = self._global_norm() * factor
         self.overflow = not math.isfinite(self.grad_norm)
+        if self.overflow and not self.scaler.can_shrink:
+            raise NonFiniteError(self._diagnosis())
         if self.scaler.dynamic:
             self.scaler.update(self.overflow)
         if self.overflow:
-            if not self.scaler.dynamic:
-                raise NonFiniteError(self._diagnosis())
             return
         if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
@@ -216,7 +226,8 @@ class MixedPrecisionOptimizer:
         """Norm over the whole model, each parameter counted once."""
         reduced = self.groups.data_size > 1 or self.tied
         norms = self._parameter_norms() if reduced else self._norms_before_reduction
-        square = norms[self._counted].square().sum()
+        # Copies that do not count must be finite all the same.
+        square = norms[self._counted].square().sum() + norms.sum() * 0.0
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         return math.sqrt(square.item()) if square.isfinite() else float("inf")
@@ -229,6 +240,8 @@ class MixedPrecisionOptimizer:
         finite = self._norms_before_reduction.isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
         report = f"{self.groups.description}: {bad[0]} (and {len(bad) - 1} more)" if bad else None
+        if report and self._loss is not None and not self._loss.isfinite():
+            report += f", with a loss of {self._loss.item()}"
         reports = [report]
         if dist.is_initialized() and dist.get_world_size() > 1:
             reports = [None] * dist.get_world_size()

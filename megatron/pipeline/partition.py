@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from megatron.config import ConfigError
 
+# Class name of the input embedding and of the head.
+EMBEDDING = "EmbeddingPipe"
+
 
 def stage_bounds(
     method: str, layer_names: Sequence[str], layer_parameters: Sequence[int], num_stages: int
@@ -27,13 +30,27 @@ def stage_bounds(
         bounds = partition_uniform(num_items=len(layer_names), num_parts=num_stages)
     else:
         bounds = partition_balanced(_weights(method, layer_names, layer_parameters), num_stages)
+    bounds = _keep_embeddings_whole(bounds, layer_names)
     for stage in range(num_stages):
         if bounds[stage] == bounds[stage + 1]:
             raise ConfigError(
                 f"--partition-method {method} leaves stage {stage} of {num_stages} without a layer: "
                 f"give more layers to share out, or lower --pipeline-model-parallel-size"
             )
-    return [int(bound) for bound in bounds]
+    return bounds
+
+
+def _keep_embeddings_whole(bounds: Sequence[int], layer_names: Sequence[str]) -> list[int]:
+    """The bounds with the functions at the ends of the list on the stages of embedding and head.
+
+    Between stages travel hidden states: neither tokens nor logits, of which each tensor rank has its own.
+    """
+    embeddings = [index for index, name in enumerate(layer_names) if name == EMBEDDING]
+    if not embeddings:
+        return [int(bound) for bound in bounds]
+    first, head = embeddings[0], embeddings[-1]
+    inner = [min(max(int(bound), first + 1), head) for bound in bounds[1:-1]]
+    return [0, *inner, len(layer_names)]
 
 
 def _weights(method: str, layer_names: Sequence[str], layer_parameters: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeli
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream
-from megatron.pipeline.partition import stage_bounds
+from megatron.pipeline.partition import EMBEDDING, stage_bounds
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StagePlan:
         """Parameters that one rank of the stage holds; embedding and head on one stage are one matrix."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
-        tied = [i for i in range(first, last) if self.names[i] == "EmbeddingPipe"]
+        tied = [i for i in range(first, last) if self.names[i] == EMBEDDING]
         return held - (self.parameters[tied[-1]] if len(tied) == 2 else 0)
 
 
@@ -38,5 +38,5 @@ def plan_stages(config: Config, vocab_size: int) -> StagePlan:
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
     bounds = stage_bounds(parallel.partition_method, names, parameters, parallel.pipeline_model_parallel_size)
     whole = layer_parameter_counts(layers, whole=True)
-    head = max(index for index, name in enumerate(names) if name == "EmbeddingPipe")
+    head = max(index for index, name in enumerate(names) if name == EMBEDDING)
     return StagePlan(names, parameters, bounds, total_parameters=sum(whole) - whole[head])

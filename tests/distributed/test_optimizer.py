@@ -366,6 +366,16 @@ def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
         assert held == pytest.approx(parameters, abs=4)
 
 
+def train_a_little(row):
+    return train_layout(row, 5, model=TWO_LAYERS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_both_zero_stages_take_the_same_steps(precision):
+    row = Row(pp=2, dp=2, micro_batch=2, precision=precision)
+    assert run_world(4, train_a_little, row) == run_world(4, train_a_little, replace(row, zero=1))
+
+
 def train_with_bounds(row, bounds):
     engine = build_engine(config_of(row), bounds)
     history = train(engine, range(5))

@@ -54,3 +54,16 @@ def gradients_share_memory(steps):
 def test_an_fp32_gradient_stays_a_view_of_the_flat_buffer(steps):
     """Entry 7: otherwise the gradients of the next step would not reach the optimizer."""
     assert run_world(1, gradients_share_memory, steps) == [True]
+
+
+def losses_with_bounds(row, bounds, changes):
+    return train(build_engine(config_of(row, **changes), bounds), range(3))
+
+
+def test_a_stage_may_receive_fp32_and_send_bf16():
+    """Entry 9: cut between the final norm, whose input is the fp32 residual, and the head."""
+    changes = {"precision": {"fp32_residual_connection": True}}
+    whole = run_world(1, losses_with_bounds, Row(precision="bf16", micro_batch=2), None, changes)[0]
+    row = Row(pp=4, precision="bf16", micro_batch=2)
+    cut = run_world(4, losses_with_bounds, row, [0, 3, 5, 9, 11], changes)[0]
+    assert [loss for loss, _ in cut] == pytest.approx([loss for loss, _ in whole], rel=2e-3)
