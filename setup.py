@@ -11,7 +11,7 @@ setup(
     name="megatron-gpt-pretraining",
     version=version,
     description="GPT pretraining, tensor, pipeline and data parallel: the same numbers on every layout",
-    python_requires=">=3.10",
+    python_requires=">=3.10",  # 3.11 is tested; on 3.10 constraints.txt leaves numpy and matplotlib free
     packages=find_packages(include=["megatron", "megatron.*"]),
     install_requires=[
         "torch>=2.6",
@@ -26,6 +26,9 @@ setup(
         "transformers",
     ],
     extras_require={
+        # Kernels compiled at run time, for GPUs without apex. CUDA's torch brings triton along on Linux; this
+        # asks for it where torch came without, and triton has no packages for other systems.
+        "gpu": ["triton; sys_platform == 'linux'"],
         # 8-bit Adam. NVIDIA's apex is not on the package index: install it from its own repository.
         "bitsandbytes": ["bitsandbytes>=0.50"],
         "dev": ["hypothesis", "mypy", "pytest", "ruff"],

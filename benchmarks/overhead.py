@@ -60,14 +60,15 @@ def main() -> None:
     print(f"{'':10} {'tokens/s':>9}  {'against':22} {'tokens/s':>9} {'ratio':>6} {'target':>7}")
     for name, measured, against, limit in rows:
         print(
-            f"{name:10} {measured:9.0f}  {against:22} {limit:9.0f} {measured / limit:6.2f} {TARGETS[name]:7.2f}"
+            f"{name:10} {measured:9.0f}  {against:22} {limit:9.0f} "
+            f"{measured / limit:6.2f} {TARGETS[name]:7.2f}"
         )
 
 
 def launch(processes: int, degrees: str, rounds: int) -> dict:
     """Measures one layout in processes of its own; the result is the JSON in the last line of rank 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [__file__, "--worker", degrees, "--rounds", str(rounds)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={processes}", __file__, "--worker", degrees, "--rounds", str(rounds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
@@ -76,7 +77,7 @@ def launch(processes: int, degrees: str, rounds: int) -> dict:
 
 
 def run_worker(tensor_size: int, pipeline_size: int, rounds: int) -> None:
-    """Times this layout; in a world of one also the plain loop (in turn with the engine) and the stages alone."""
+    """Times this layout; in a world of one also the plain loop, in turn with the engine, and each stage."""
     import torch
 
     from megatron.engine.pipeline_engine import GPTEngine

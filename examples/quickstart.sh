@@ -8,18 +8,18 @@ cd "$(dirname "$0")/.."
 
 # Knobs: set them in the environment, as in `TRAIN_ITERS=1000 make train`.
 RUN_DIR=${RUN_DIR:-runs/quickstart}        # everything is written here
-TRAIN_ITERS=${TRAIN_ITERS:-600}            # optimizer steps; with a larger number a finished run goes on
+TRAIN_ITERS=${TRAIN_ITERS:-250}            # optimizer steps; with a larger number a finished run goes on
 MAX_FILES=${MAX_FILES:-100000}             # source files to train on
-VOCAB_SIZE=${VOCAB_SIZE:-4096}
-NUM_LAYERS=${NUM_LAYERS:-5}
-HIDDEN_SIZE=${HIDDEN_SIZE:-384}
-NUM_HEADS=${NUM_HEADS:-6}
-SEQ_LENGTH=${SEQ_LENGTH:-128}
+VOCAB_SIZE=${VOCAB_SIZE:-1024}
+NUM_LAYERS=${NUM_LAYERS:-4}
+HIDDEN_SIZE=${HIDDEN_SIZE:-448}
+NUM_HEADS=${NUM_HEADS:-7}
+SEQ_LENGTH=${SEQ_LENGTH:-256}
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-1}
 GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-4}
 LEARNING_RATE=${LEARNING_RATE:-2e-3}
-EVAL_ITERS=${EVAL_ITERS:-16}
-LOG_INTERVAL=${LOG_INTERVAL:-20}
+EVAL_ITERS=${EVAL_ITERS:-8}
+LOG_INTERVAL=${LOG_INTERVAL:-10}
 NEW_TOKENS=${NEW_TOKENS:-120}
 PROMPT=${PROMPT:-"def read(self, size=-1):"}
 

@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
@@ -95,29 +97,27 @@ class BarReport:
     """A progress bar, for terminals. How much is left is not known for .gz files."""
 
     def __init__(self, inputs: Sequence[str]) -> None:
-        from rich import progress as rich_progress
-
         packed = any(path.endswith(".gz") for path in inputs)
         self._start = time.monotonic()
-        self._bar = rich_progress.Progress(
-            rich_progress.TextColumn("tokenizing"),
-            rich_progress.BarColumn(),
-            rich_progress.DownloadColumn(),
-            rich_progress.TextColumn("{task.fields[speed]}"),
-            rich_progress.TimeRemainingColumn(),
+        self._bar = tqdm(
+            total=None if packed else sum(os.path.getsize(path) for path in inputs),
+            desc="tokenizing",
+            unit="B",
+            unit_scale=True,
+            file=sys.stdout,
+            dynamic_ncols=True,
+            bar_format="{desc}: |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
-        total = None if packed else sum(os.path.getsize(path) for path in inputs)
-        self._task = self._bar.add_task("tokenizing", total=total, speed="")
 
     def __enter__(self) -> BarReport:
-        self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        self._bar.close()
 
     def __call__(self, progress: Progress) -> None:
-        self._bar.update(self._task, completed=progress.input_bytes, speed=speed(progress, self._start))
+        self._bar.set_postfix_str(speed(progress, self._start), refresh=False)
+        self._bar.update(progress.input_bytes - self._bar.n)
 
 
 def speed(progress: Progress, start: float) -> str:

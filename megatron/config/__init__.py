@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.split import parse_split
 from megatron.config.training import BatchConfig, TrainingConfig
 from megatron.config.validate import validate
 from megatron.config.vocab import padded_vocab_size
@@ -36,6 +37,7 @@ __all__ = [
     "legacy_flags_used",
     "padded_vocab_size",
     "parse_args",
+    "parse_split",
     "read_command_line",
     "validate",
 ]

@@ -64,12 +64,6 @@ class BatchSchedule:
         steps = min(self.num_increments, consumed_samples * self.num_increments // samples)
         return start + steps * increment
 
-    def num_micro_batches_at(
-        self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
-    ) -> int:
-        """Micro-batches of each replica (accumulation steps) in the step begun at `consumed_samples`."""
-        return self.global_batch_size_at(consumed_samples) // (micro_batch_size * data_parallel_size)
-
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Consumed samples after `iterations` more steps that begin at `consumed_samples`."""
         for begin, size, steps in self._plateaus(consumed_samples):

@@ -244,7 +244,12 @@ def _add_old_flags(parser: argparse.ArgumentParser, title: str, flags: tuple[Old
             group.add_argument(*old.names, dest=old.name, action="store_true", help=old.reason)
         else:
             group.add_argument(
-                *old.names, dest=old.name, nargs=old.nargs, metavar=old.metavar, help=old.reason
+                *old.names,
+                dest=old.name,
+                nargs=old.nargs,
+                metavar=old.metavar,
+                choices=old.choices,
+                help=old.reason,
             )
 
 

@@ -7,6 +7,13 @@ from typing import Any, ClassVar
 
 from megatron.config.fields import Section, flag
 
+# The fields that each kind of tokenizer is made from; it needs all of them.
+TOKENIZER_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "PretrainedFromHF": ("tokenizer_name_or_path",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
@@ -21,19 +28,16 @@ class DataConfig(Section):
         help="path of a .bin/.idx pair made by tools/preprocess_data.py, no ending",
     )
     split: str = flag("969, 30, 1", strip_quotes=True, help="parts for training, validation and test")
-    data_impl: str = flag(
-        "mmap", choices=("mmap", "infer"), help="format of the token files; infer finds mmap too"
-    )
     num_workers: int = flag(0, at_least=0, help="threads that read training data ahead; 0: none")
     valid_num_workers: int = flag(
         derived="--num-workers", at_least=0, help="threads that read validation and test data ahead"
     )
     reset_position_ids: bool = flag(False, help="positions start again at 0 after each end of a document")
     reset_attention_mask: bool = flag(False, help="no attention across the end of a document")
-    eod_mask_loss: bool = flag(False, help="no loss on the token that ends a document")
+    eod_mask_loss: bool = flag(False, help="no loss where the input token is the end of a document")
     tokenizer_type: str | None = flag(
-        derived="GPT2BPETokenizer where --vocab-file is given",
-        choices=("GPT2BPETokenizer", "PretrainedFromHF", "SentencePieceTokenizer"),
+        derived="the one that the files below fit",
+        choices=tuple(TOKENIZER_FILES),
         help="kind of tokenizer",
     )
     vocab_file: str | None = flag(None, metavar="FILE", help="vocabulary of GPT2BPETokenizer (vocab.json)")
@@ -47,6 +51,11 @@ class DataConfig(Section):
         derived: dict[str, Any] = {}
         if self.valid_num_workers is None:
             derived["valid_num_workers"] = self.num_workers
-        if self.tokenizer_type is None and self.vocab_file is not None:
-            derived["tokenizer_type"] = "GPT2BPETokenizer"
+        fitting = self.fitting_tokenizer_types()
+        if self.tokenizer_type is None and len(fitting) == 1:
+            derived["tokenizer_type"] = fitting[0]
         return derived
+
+    def fitting_tokenizer_types(self) -> list[str]:
+        """The kinds of tokenizer that can use some of the files that are given."""
+        return [kind for kind, names in TOKENIZER_FILES.items() if any(getattr(self, name) for name in names)]

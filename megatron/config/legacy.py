@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OldFlag:
-    """A flag that scripts pass. nargs as in argparse, 0 for no value. reason: see the two tables."""
+    """A flag that scripts pass. nargs and choices as in argparse, nargs 0 for no value. reason: see the two
+    tables."""
 
     names: tuple[str, ...]
     reason: str
     nargs: int | str | None = 0
     metavar: str | None = None
+    choices: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -34,6 +36,9 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
     OldFlag(("--no-bias-dropout-fusion",), "bias and dropout are not fused by hand"),
     OldFlag(("--no-masked-softmax-fusion",), "attention runs through PyTorch's scaled-dot-product kernels"),
     OldFlag(("--no-query-key-layer-scaling",), "attention scores are never scaled by the layer number"),
+    OldFlag(
+        ("--data-impl",), "the format of token files is always mmap", nargs=None, choices=("mmap", "infer")
+    ),
     OldFlag(("--codecarbon-dir",), "emissions are not tracked", nargs=None, metavar="FOLDER"),
 )
 

@@ -34,7 +34,9 @@ class LoggingConfig(Section):
     tensorboard_queue_size: int = flag(
         1000, at_least=1, help="events that TensorBoard's writer holds before a flush"
     )
-    log_timers_to_tensorboard: bool = flag(False, help="times of the parts of a step to TensorBoard")
+    log_timers_to_tensorboard: bool = flag(
+        False, help="time of a whole step and rates (samples, tokens, TFLOPs) to TensorBoard"
+    )
     log_batch_size_to_tensorboard: bool = flag(False, help="batch size to TensorBoard")
     log_validation_ppl_to_tensorboard: bool = flag(False, help="validation perplexity to TensorBoard")
     log_level: str = flag("warning", choices=LOG_LEVELS, help="level of the log messages of global rank 0")

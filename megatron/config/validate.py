@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZER_FILES, DataConfig
 from megatron.config.errors import ConfigError
+from megatron.config.fields import Section
+from megatron.config.split import parse_split
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 
 # Names of the pipeline's layers that hold parameters, as a type:REGEX sees them. How many there are of each:
@@ -18,12 +22,6 @@ _EMBEDDING, _TRANSFORMER, _FINAL_NORM = "EmbeddingPipe", "ParallelTransformerLay
 
 # The pipeline's list has this many entries besides the transformer layers (and one more for fp16 and bf16).
 _LIST_ENTRIES_BESIDES_LAYERS = 6
-
-_TOKENIZER_FLAGS = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "PretrainedFromHF": ("tokenizer_name_or_path",),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-}
 
 
 def validate(config: Config) -> None:
@@ -47,24 +45,50 @@ def validate(config: Config) -> None:
 def remarks(config: Config) -> tuple[str, ...]:
     """One sentence for each setting that has no effect beside the others, for the log."""
     found = []
-    schedule, data, logging = config.schedule, config.data, config.logging
-    if schedule.lr_decay_style == "constant":
-        for name in ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
-            if getattr(schedule, name):
-                found.append(f"{_option(name)} has no effect with --lr-decay-style constant")
-    for kind, names in _TOKENIZER_FLAGS.items():
+    for section, names, circumstance in _without_effect(config):
+        defaults = {field.name: field.default for field in dataclasses.fields(section)}
         for name in names:
-            if data.tokenizer_type != kind and getattr(data, name) is not None:
-                found.append(f"{_option(name)} has no effect with --tokenizer-type {data.tokenizer_type}")
+            if getattr(section, name) != defaults[name]:
+                found.append(f"{_option(name)} has no effect {circumstance}")
+    return tuple(found)
+
+
+def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
+    """(section, fields, why): these fields have no effect, if any of them is not at its default."""
+    model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
+    precision, data, logging = config.precision, config.data, config.logging
+    names: tuple[str, ...]
+    if model.pad_vocab_size_to is not None:
+        yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if schedule.lr_decay_style == "constant":
+        names = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+        yield schedule, names, "with --lr-decay-style constant"
+    if optimizer.optimizer == "sgd":
+        yield optimizer, ("adam_beta1", "adam_beta2", "adam_eps"), "with --optimizer sgd"
+    else:
+        yield optimizer, ("sgd_momentum",), f"with --optimizer {optimizer.optimizer}"
+    dynamic_scale = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    if not precision.fp16:
+        yield precision, dynamic_scale, "without --fp16"
+    elif precision.loss_scale is not None and training.deepspeed_config is None:  # the file may overrule it
+        yield precision, dynamic_scale, f"with the static --loss-scale {precision.loss_scale:g}"
+    _, valid, test = parse_split(data.split)
+    if training.eval_iters == 0:
+        yield training, ("eval_interval",), "with --eval-iters 0"
+    elif not valid:
+        names = ("eval_interval",) if test else ("eval_interval", "eval_iters")
+        yield training, names, f"with --split {data.split}, which leaves nothing for validation"
+    for kind, names in TOKENIZER_FILES.items():
+        if data.tokenizer_type != kind:
+            yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
     if logging.tensorboard_dir is None:
-        for name in (
+        names = (
+            "tensorboard_queue_size",
             "log_timers_to_tensorboard",
             "log_batch_size_to_tensorboard",
             "log_validation_ppl_to_tensorboard",
-        ):
-            if getattr(logging, name):
-                found.append(f"{_option(name)} has no effect without --tensorboard-dir")
-    return tuple(found)
+        )
+        yield logging, names, "without --tensorboard-dir"
 
 
 def _option(name: str) -> str:
@@ -304,14 +328,20 @@ def _check_output(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     data = config.data
-    _check_split(data.split)
+    parse_split(data.split)
     if len(data.data_path) > 1:
         raise ConfigError(
             f"--data-path with {len(data.data_path)} values: blends are not supported yet, give one prefix "
             "(merge the files to train on all of them)"
         )
+    fitting = data.fitting_tokenizer_types()
+    if data.tokenizer_type is None and len(fitting) > 1:
+        raise ConfigError(
+            f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or drop the "
+            "files of the others"
+        )
     if data.tokenizer_type is not None:
-        for name in _TOKENIZER_FLAGS[data.tokenizer_type]:
+        for name in TOKENIZER_FILES[data.tokenizer_type]:
             if getattr(data, name) is None:
                 raise ConfigError(
                     f"--tokenizer-type {data.tokenizer_type} without {_option(name)}: give its path"
@@ -336,17 +366,6 @@ def _check_data(config: Config) -> None:
             raise ConfigError("the size of the vocabulary is unknown: give --tokenizer-type, or --vocab-size")
 
 
-def _check_split(split: str) -> None:
-    try:
-        parts = [float(part) for part in split.split("," if "," in split else "/")]
-    except ValueError:
-        parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
-        raise ConfigError(
-            f"--split is '{split}': expected parts for training, validation and test, such as 969,30,1"
-        )
-
-
 def _check_files(data: DataConfig) -> None:
     files = [("--data-path", f"{prefix}{ending}") for prefix in data.data_path for ending in (".bin", ".idx")]
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
@@ -354,7 +373,7 @@ def _check_files(data: DataConfig) -> None:
         if (
             path is not None
             and data.tokenizer_type is not None
-            and name in _TOKENIZER_FLAGS[data.tokenizer_type]
+            and name in TOKENIZER_FILES[data.tokenizer_type]
         ):
             files.append((_option(name), path))
     for option, file in files:

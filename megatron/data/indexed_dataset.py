@@ -211,13 +211,8 @@ class IndexedDatasetBuilder:
         except OSError as error:
             raise ConfigError(f"cannot write {data_path(self.prefix)}: {error.strerror}") from error
 
-    def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Append one document, a sequence of token ids (possibly empty)."""
-        array = np.asarray(tokens)
-        self.add_documents(array, np.array([array.size]))
-
     def add_documents(self, tokens: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        """Append many: `tokens` are their ids, one document after another, `sizes` the tokens of each."""
+        """Append documents: `tokens` are their ids, one after another, `sizes` the tokens of each."""
         ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int64)
         if int(lengths.sum()) != ids.size:
             raise ValueError(

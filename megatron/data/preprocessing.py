@@ -14,6 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any, BinaryIO, cast
 
@@ -229,18 +230,26 @@ def _encode_in_processes(
     batches: Iterator[LineBatch], flags: TokenizerFlags, encoder: BatchEncoder, workers: int
 ) -> Iterator[EncodedBatch]:
     """`encoder.encode` of each batch, in order, by `workers` processes."""
+    settings = _EncoderSettings(
+        flags.tokenizer_type,
+        flags.vocab_file,
+        flags.merge_file,
+        flags.tokenizer_name_or_path,
+        flags.tokenizer_model,
+        encoder.json_keys,
+        encoder.append_eod,
+    )
     executor = ProcessPoolExecutor(
         workers,
         # A forked copy of a process with threads (the progress bar's) can hang; a spawned one cannot.
         multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(flags, encoder.json_keys, encoder.append_eod),
     )
     # A bounded number of batches is in flight, so that memory does not grow with the input.
     in_flight: deque[Future[EncodedBatch]] = deque()
     try:
         for batch in batches:
-            in_flight.append(executor.submit(_encode_in_worker, batch))
+            in_flight.append(executor.submit(_encode_in_worker, settings, batch))
             if len(in_flight) >= workers * BATCHES_IN_FLIGHT_PER_WORKER:
                 yield in_flight.popleft().result()
         while in_flight:
@@ -253,19 +262,29 @@ def _encode_in_processes(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-_worker_encoder: BatchEncoder | None = (
-    None  # one per worker process: a tokenizer is too dear to send with each batch
-)
+@dataclass(frozen=True)
+class _EncoderSettings:
+    """What a worker makes its encoder from. It goes with each batch, for which a tokenizer is too large."""
+
+    tokenizer_type: str | None
+    vocab_file: str | None
+    merge_file: str | None
+    tokenizer_name_or_path: str | None
+    tokenizer_model: str | None
+    json_keys: tuple[str, ...]
+    append_eod: bool
 
 
-def _start_worker(flags: TokenizerFlags, json_keys: tuple[str, ...], append_eod: bool) -> None:
-    global _worker_encoder
+@cache
+def _worker_encoder(settings: _EncoderSettings) -> BatchEncoder:
+    """Made once in each worker process."""
+    return BatchEncoder(build_tokenizer(settings), settings.json_keys, settings.append_eod)
+
+
+def _start_worker() -> None:
     # Ctrl-C reaches every process of a terminal; the main one alone says what became of the work.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _worker_encoder = BatchEncoder(build_tokenizer(flags), json_keys, append_eod)
 
 
-def _encode_in_worker(batch: LineBatch) -> EncodedBatch:
-    if _worker_encoder is None:
-        raise RuntimeError("the worker process was not started by _start_worker")
-    return _worker_encoder.encode(batch)
+def _encode_in_worker(settings: _EncoderSettings, batch: LineBatch) -> EncodedBatch:
+    return _worker_encoder(settings).encode(batch)

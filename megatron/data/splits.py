@@ -2,34 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-from megatron.config import ConfigError
+from megatron.config import parse_split
 
 SPLIT_NAMES = ("train", "valid", "test")
-
-
-def parse_split(split: str) -> tuple[float, float, float]:
-    """Fractions of train, valid and test that add up to 1, from '969, 30, 1', '949/50/1' or '1'.
-
-    Weights that are left out are 0. Raises ConfigError for anything else.
-    """
-    parts = split.split("," if "," in split else "/")
-    try:
-        weights = [float(part) for part in parts]
-    except ValueError:
-        raise ConfigError(f"--split '{split}': expected up to three numbers, such as 969,30,1") from None
-    if (
-        len(weights) > 3
-        or not all(math.isfinite(weight) and weight >= 0 for weight in weights)
-        or not any(weights)
-    ):
-        raise ConfigError(
-            f"--split '{split}': expected up to three weights, none below 0 and not all 0, such as 969,30,1"
-        )
-    train, valid, test = weights + [0.0] * (3 - len(weights))
-    total = train + valid + test
-    return train / total, valid / total, test / total
 
 
 def split_documents(split: str, num_documents: int) -> tuple[range | None, range | None, range | None]:

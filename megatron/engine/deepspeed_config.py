@@ -1,9 +1,9 @@
 """A user's DeepSpeed JSON (--deepspeed_config) against the flags, and the settings that DeepSpeed is given.
 
 The flags own the run. The file may repeat them, as published scripts do, and must not contradict them; it
-alone decides on the loss scale; keys that no flag knows are passed on. DeepSpeed itself is told of an fp32
-run without clipping, since this repo's optimizer owns precision, clipping and the loss scale (see
-workarounds.py).
+alone decides on the loss scale. Keys that only watch the run are passed on, all others are refused. DeepSpeed
+itself is told of an fp32 run without clipping, since this repo's optimizer owns precision, clipping and the
+loss scale (see workarounds.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,25 @@ from megatron.config.errors import ConfigError
 from megatron.config.optimizer import PrecisionConfig
 from megatron.config.validate import validate
 
-# Sections that would take something over that the flags or this repo's optimizer own, with what to do
-# instead.
+# These keys alone are passed on as they are: they watch the run and change none of its numbers.
+# Read in DeepSpeed 0.19.8: each acts with its pipeline engine.
+_PASSED_ON: dict[str, type] = {
+    "tensorboard": dict,
+    "wandb": dict,
+    "csv_monitor": dict,
+    "comet": dict,
+    "comms_logger": dict,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "checkpoint": dict,
+}
+
+# The other keys of its section would move files to where resuming does not look, or write other files.
+_CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
+
+# Sections that would take something over that the flags or this repo's optimizer own, or would not act, with
+# what to do instead.
 _REFUSED_SECTIONS = {
     "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
     "scheduler": "the --lr flags make the schedule, remove it from the file",
@@ -34,6 +51,10 @@ _REFUSED_SECTIONS = {
     "elasticity": "--global-batch-size and the launcher decide, remove it from the file",
     "data_efficiency": "it is not supported yet, remove it from the file",
     "compression_training": "it is not supported, remove it from the file",
+    "pipeline": "--partition-method and --checkpoint-activations decide, remove it from the file",
+    "torch_autocast": "--fp16 or --bf16 choose the number format, remove it from the file",
+    "flops_profiler": "DeepSpeed's pipeline never prints its profile, remove it from the file (every "
+    "--log-interval shows the TFLOPs)",
 }
 
 # Keys of a fp16 section that have a meaning here; "enabled" is compared with --fp16.
@@ -42,7 +63,7 @@ _FP16_KEYS = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale",
 # The loss scale is an fp32 number.
 _LARGEST_SCALE_POWER = 127
 
-# Keys that this module compares or replaces, which are therefore not passed on.
+# Keys that this module compares, replaces or answers, which are therefore not passed on.
 _OWN_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -82,6 +103,7 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
         return DeepSpeedSettings(config, (f"there is no --deepspeed_config {path}: it was not checked",))
     settings = _load(path)
     _refuse_unsupported(settings)
+    _check_passed_on(settings)
     _compare_with_flags(config, settings)
     notes: list[str] = []
     precision = config.precision
@@ -92,8 +114,15 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
             f"the DeepSpeed config's steps_per_print {settings['steps_per_print']} is not used: "
             f"--log-interval {config.logging.log_interval} decides when a line is printed"
         )
+    zero = _section(settings, "zero_optimization")
+    replaced = [key for key, value in zero.items() if key != "stage" and not _unset(value)]
+    if replaced:
+        notes.append(
+            f"the DeepSpeed config's zero_optimization has nothing left to do: --zero-stage decides, and "
+            f"this repo's optimizer takes the place of DeepSpeed's ({', '.join(replaced)})"
+        )
     for name, value in _passed_on(settings).items():
-        if value:
+        if not _is_off(value):
             notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed as it is")
     config = dataclasses.replace(config, precision=precision)
     validate(config)
@@ -103,20 +132,23 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
 def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     """What DeepSpeed is initialised with, for a step of `global_batch_size` samples.
 
-    Holds the keys of the user's file that no flag owns; with a ramp-up the size is that of the step to come.
+    Holds the keys of the user's file that watch the run; with a ramp-up the size is that of the step to come.
     """
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _is_left_out(config) else _load(path)
-    zero = {key: value for key, value in _section(settings, "zero_optimization").items() if not _unset(value)}
+    passed_on = _passed_on(settings)
+    if passed_on.get("wall_clock_breakdown"):
+        # DeepSpeed prints the times every so many steps, and fails without the number. Else it stays quiet.
+        passed_on["steps_per_print"] = config.logging.log_interval
     return {
         "wall_clock_breakdown": False,
-        **{key: value for key, value in settings.items() if key not in _OWN_KEYS and not _unset(value)},
+        **passed_on,
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),
         "gradient_clipping": 0.0,
-        "zero_optimization": {**zero, "stage": config.parallel.zero_stage},
+        "zero_optimization": {"stage": config.parallel.zero_stage},
         "zero_allow_untested_optimizer": True,
     }
 
@@ -145,6 +177,11 @@ def _unset(value: Any) -> bool:
     return value is None or value == "auto"
 
 
+def _is_off(value: Any) -> bool:
+    """Whether a key asks for nothing: left out, false, or a section that is not enabled."""
+    return _unset(value) or value is False or (isinstance(value, dict) and value.get("enabled") is False)
+
+
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section of the file, {} where it is left out."""
     section = settings.get(name)
@@ -157,10 +194,7 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     for name, instead in _REFUSED_SECTIONS.items():
-        section = settings.get(name)
-        # A section that says it is off asks for nothing.
-        off = isinstance(section, dict) and section.get("enabled") is False
-        if not (off or section is False or _unset(section)):
+        if not _is_off(settings.get(name)):
             raise ConfigError(f"the DeepSpeed config has {name}: {instead}")
     if _section(settings, "curriculum_learning").get("enabled") is True:
         raise ConfigError(
@@ -181,6 +215,27 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     for name, value in _section(settings, "fp16").items():
         if name not in ("enabled", *_FP16_KEYS) and value and not _unset(value):
             raise ConfigError(f"the DeepSpeed config's fp16.{name} is not supported: remove it from the file")
+
+
+def _check_passed_on(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that nothing here knows, and for a value that DeepSpeed cannot read."""
+    for name, value in settings.items():
+        if name in _OWN_KEYS or _unset(value):
+            continue
+        if name not in _PASSED_ON:
+            raise ConfigError(
+                f"the DeepSpeed config has {name}, which is not supported: remove it from the file (passed "
+                f"to DeepSpeed are {', '.join(_PASSED_ON)})"
+            )
+        if _PASSED_ON[name] is dict:
+            _section(settings, name)
+        elif not isinstance(value, bool):
+            raise ConfigError(f"the DeepSpeed config's {name} is {_shown(value)}: expected true or false")
+    for name, value in _section(settings, "checkpoint").items():
+        if name not in _CHECKPOINT_KEYS and not _is_off(value):
+            raise ConfigError(
+                f"the DeepSpeed config's checkpoint.{name} is not supported: remove it from the file"
+            )
 
 
 def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
@@ -266,14 +321,7 @@ def _loss_scale_words(name: str, value: float | None) -> str:
 
 
 def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file holds beyond the flags' share, under 'key' or 'zero_optimization.key'."""
-    top = {key: value for key, value in settings.items() if key not in _OWN_KEYS}
-    zero = {
-        f"zero_optimization.{key}": value
-        for key, value in _section(settings, "zero_optimization").items()
-        if key != "stage"
-    }
-    return {key: value for key, value in {**top, **zero}.items() if not _unset(value)}
+    return {key: settings[key] for key in _PASSED_ON if not _unset(settings.get(key))}
 
 
 def _shown(value: Any) -> str:

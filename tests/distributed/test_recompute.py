@@ -10,7 +10,8 @@ from tests.distributed.pool import run_world
 def forwards_per_layer(row, together):
     """How often this rank's transformer layers ran forward in one step of one micro-batch, and the losses."""
     engine = build_engine(config_of(row, training={"checkpoint_num_layers": together}))
-    layers = [layer for layer in engine.module.forward_funcs if isinstance(layer, ParallelTransformerLayerPipe)]
+    functions = engine.module.forward_funcs
+    layers = [layer for layer in functions if isinstance(layer, ParallelTransformerLayerPipe)]
     counts = [0] * len(layers)
 
     def count(index):

@@ -69,8 +69,6 @@ def test_a_published_ramp_up_starts_small_and_ends_at_the_global_batch() -> None
     assert BLOOM.global_batch_size_at(0) == 192
     assert BLOOM.global_batch_size_at(9_765_624) == 2032
     assert BLOOM.global_batch_size_at(9_765_625) == 2048
-    assert BLOOM.num_micro_batches_at(0, micro_batch_size=2, data_parallel_size=8) == 12
-    assert BLOOM.num_micro_batches_at(10**8, micro_batch_size=2, data_parallel_size=8) == 128
 
 
 def test_the_length_of_a_published_run_is_known_at_once() -> None:

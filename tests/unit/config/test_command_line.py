@@ -51,7 +51,6 @@ SETTINGS = [
     ("--save /nowhere", "checkpoint.save", "/nowhere"),
     ("--load /nowhere", "checkpoint.load", "/nowhere"),
     ("--split 949,50,1", "data.split", "949,50,1"),
-    ("--data-impl mmap", "data.data_impl", "mmap"),
     ("--distributed-backend gloo", "parallel.distributed_backend", "gloo"),
     ("--deepspeed_config ds.json", "training.deepspeed_config", "ds.json"),
     ("--deepspeed-config=ds.json", "training.deepspeed_config", "ds.json"),
@@ -78,6 +77,8 @@ SETTINGS = [
         "data.tokenizer_name_or_path",
         "t5-small",
     ),
+    ("--tokenizer-name-or-path t5-small", "data.tokenizer_type", "PretrainedFromHF"),
+    ("--tokenizer-model m", "data.tokenizer_type", "SentencePieceTokenizer"),
     ("--seed 43", "training.seed", 43),
     ("--position-embedding-type absolute", "model.position_embedding_type", "absolute"),
     ("--position-embedding-type rotary", "model.position_embedding_type", "rotary"),
@@ -152,7 +153,8 @@ def test_a_published_176b_command_line_parses() -> None:
     reported = " ".join(command.notes)
     for flag in ("--deepspeed ", "--deepspeed-activation-checkpointing ", "--abort-on-unmet-fused-kernel"):
         assert flag in reported
-    assert len(command.notes) == 3
+    assert "--data-impl " in reported
+    assert len(command.notes) == 4
 
 
 def test_a_published_104b_command_line_parses() -> None:
@@ -167,6 +169,7 @@ def test_a_published_104b_command_line_parses() -> None:
     assert [note.split()[0] for note in command.notes] == [
         "--deepspeed",
         "--deepspeed-activation-checkpointing",
+        "--data-impl",
         "--codecarbon-dir",
     ]
 
@@ -308,7 +311,8 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
 
 @pytest.mark.parametrize("old", NOTHING_LEFT_TO_DO, ids=lambda old: old.name)
 def test_a_flag_with_nothing_left_to_do_is_reported_once_with_the_reason(old) -> None:
-    words = [old.name] if old.nargs == 0 else [old.name, "value"]
+    value = old.choices[0] if old.choices else "value"
+    words = [old.name] if old.nargs == 0 else [old.name, value]
     expected = (f"{old.name} has nothing left to do: {old.reason}",)
     assert read_command_line([*SMALL, *words, *words], {}).notes == expected
     assert legacy_flags_used([*SMALL, *words]) == expected

@@ -163,7 +163,16 @@ def test_a_loss_scale_that_is_none_is_refused(read, key: str, value: Any) -> Non
 
 
 def test_a_section_that_is_off_asks_for_nothing(read) -> None:
-    read({"curriculum_learning": {"enabled": False}, "amp": {"enabled": False}, "sparse_gradients": False})
+    settings = read(
+        {
+            "curriculum_learning": {"enabled": False},
+            "amp": {"enabled": False},
+            "sparse_gradients": False,
+            "flops_profiler": {"enabled": False},
+            "comms_logger": {"enabled": False},
+        }
+    )
+    assert settings.notes == ()
 
 
 def test_an_absent_file_is_refused_by_a_run_and_noted_by_a_plan(tmp_path: Path) -> None:
@@ -198,19 +207,61 @@ def test_with_a_ramp_up_deepspeed_is_told_of_the_step_to_come() -> None:
     assert (told["train_batch_size"], told["gradient_accumulation_steps"]) == (2, 2)
 
 
-def test_keys_that_no_flag_knows_are_passed_on_and_noted(read) -> None:
-    file = {
-        **PUBLISHED,
-        "zero_optimization": {"stage": 0, "reduce_bucket_size": 1000},
+def test_keys_that_watch_the_run_are_passed_on_and_noted(read) -> None:
+    watching = {
         "comms_logger": {"enabled": True},
-        "wall_clock_breakdown": True,
+        "tensorboard": {"enabled": True, "output_path": "folder"},
+        "memory_breakdown": True,
+        "checkpoint": {"tag_validation": "Fail", "parallel_write": {"pipeline_stage": True}},
     }
-    settings = read(file, "--fp16")
+    settings = read({**PUBLISHED, **watching, "csv_monitor": {"enabled": False}}, "--fp16")
     told = deepspeed_dict(settings.config, 8)
-    assert told["comms_logger"] == {"enabled": True}
-    assert told["wall_clock_breakdown"] is True
-    assert told["zero_optimization"] == {"stage": 0, "reduce_bucket_size": 1000}
+    assert {key: told[key] for key in watching} == watching
     assert told["gradient_clipping"] == 0.0
     assert "fp16" not in told and "steps_per_print" not in told
-    for key in ("comms_logger", "wall_clock_breakdown", "zero_optimization.reduce_bucket_size"):
-        assert any(f"{key} is passed to DeepSpeed" in note for note in settings.notes)
+    notes = [note for note in settings.notes if "is passed to DeepSpeed" in note]
+    assert sorted(note.split()[3] for note in notes) == sorted(watching)
+
+
+def test_deepspeeds_timers_are_printed_as_often_as_a_line(read) -> None:
+    settings = read({"wall_clock_breakdown": True, "steps_per_print": 7}, "--log-interval", "3")
+    told = deepspeed_dict(settings.config, 8)
+    assert (told["wall_clock_breakdown"], told["steps_per_print"]) == (True, 3)
+
+
+def test_of_zero_only_the_stage_is_left_to_say(read) -> None:
+    zero = {"stage": 1, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_bucket_size": "auto"}
+    settings = read({"zero_optimization": zero}, "--zero-stage", "1")
+    assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 1}
+    (note,) = settings.notes
+    assert "zero_optimization has nothing left to do: " in note
+    assert "(allgather_bucket_size, overlap_comm)" in note
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ({"pipeline": {"use_reentrant": True}}, "pipeline"),
+        ({"pipeline": {"activation_checkpoint_interval": 1}}, "pipeline"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+        ({"train_batchsize": 8}, "train_batchsize"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
+    ],
+)
+def test_every_other_key_is_refused_with_what_to_do(read, file: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has {key}\b|{key} is not supported") as caught:
+        read(file)
+    assert "remove it from the file" in str(caught.value)
+
+
+@pytest.mark.parametrize("file", [{"wall_clock_breakdown": "yes"}, {"tensorboard": True}])
+def test_a_key_to_pass_on_has_a_value_that_deepspeed_can_read(read, file: dict[str, Any]) -> None:
+    (key,) = file
+    with pytest.raises(ConfigError, match=rf"{key} is .*: expected"):
+        read(file)

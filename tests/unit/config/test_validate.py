@@ -54,10 +54,7 @@ REFUSED = [
         "--world-size 8 --pipeline-model-parallel-size 8 --partition-method parameters",
         ("--pipeline-model-parallel-size 8", "7 pipeline layers", "parameters"),
     ),
-    (
-        "--partition-method type:mamba",
-        ("--pipeline-model-parallel-size 1", "0 matching layers", "type:mamba"),
-    ),
+    ("--partition-method type:mamba", ("--partition-method type:mamba", "no layer", "EmbeddingPipe")),
     (
         "--world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2",
         ("--zero-stage 2", "--pipeline-model-parallel-size 2", "--zero-stage 1"),
@@ -93,6 +90,11 @@ REFUSED = [
     ("--tokenizer-type PretrainedFromHF", ("--tokenizer-type PretrainedFromHF", "--tokenizer-name-or-path")),
     ("--tokenizer-type SentencePieceTokenizer", ("SentencePieceTokenizer", "--tokenizer-model")),
     ("--vocab-file v.json", ("GPT2BPETokenizer", "--merge-file")),
+    ("--merge-file m.txt", ("GPT2BPETokenizer", "--vocab-file")),
+    (
+        "--tokenizer-model m --tokenizer-name-or-path t5-small",
+        ("PretrainedFromHF and SentencePieceTokenizer", "--tokenizer-type"),
+    ),
 ]
 
 
@@ -180,6 +182,60 @@ def test_settings_without_effect_are_reported() -> None:
         "--min-lr has no effect with --lr-decay-style constant",
         "--log-timers-to-tensorboard has no effect without --tensorboard-dir",
     )
+
+
+NO_EFFECT = [
+    ("--hysteresis 3", ["--hysteresis has no effect without --fp16"]),
+    (
+        "--bf16 --initial-loss-scale 4096 --min-loss-scale 2 --loss-scale-window 5",
+        [
+            "--initial-loss-scale has no effect without --fp16",
+            "--min-loss-scale has no effect without --fp16",
+            "--loss-scale-window has no effect without --fp16",
+        ],
+    ),
+    (
+        "--fp16 --loss-scale 12 --hysteresis 3",
+        ["--hysteresis has no effect with the static --loss-scale 12"],
+    ),
+    ("--fp16 --hysteresis 3 --initial-loss-scale 4096 --loss-scale-window 5", []),
+    # The file may make the scale a dynamic one.
+    ("--fp16 --loss-scale 12 --hysteresis 3 --deepspeed_config f.json", []),
+    (
+        "--optimizer sgd --adam-beta1 .8 --adam-beta2 .8 --adam-eps 1e-6 --sgd-momentum 0",
+        [f"--adam-{name} has no effect with --optimizer sgd" for name in ("beta1", "beta2", "eps")],
+    ),
+    ("--optimizer adamw --sgd-momentum 0", ["--sgd-momentum has no effect with --optimizer adamw"]),
+    ("--adam-beta1 .8 --adam-eps 1e-6", []),
+    (
+        "--pad-vocab-size-to 1024 --make-vocab-size-divisible-by 64",
+        ["--make-vocab-size-divisible-by has no effect with --pad-vocab-size-to"],
+    ),
+    ("--make-vocab-size-divisible-by 64", []),
+    ("--tensorboard-queue-size 5", ["--tensorboard-queue-size has no effect without --tensorboard-dir"]),
+    ("--tensorboard-queue-size 5 --tensorboard-dir folder", []),
+    ("--eval-iters 0 --eval-interval 5", ["--eval-interval has no effect with --eval-iters 0"]),
+    (
+        "--split 1 --eval-iters 5 --eval-interval 5",
+        [
+            f"--eval-{name} has no effect with --split 1, which leaves nothing for validation"
+            for name in ("interval", "iters")
+        ],
+    ),
+    # The test split is evaluated on --eval-iters batches too.
+    ("--split 9,0,1 --eval-iters 5", []),
+    ("--tokenizer-model m", []),
+    ("--tokenizer-name-or-path t5-small", []),
+    (
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model m --merge-file m.txt",
+        ["--merge-file has no effect with --tokenizer-type SentencePieceTokenizer"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "notes"), NO_EFFECT, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: list[str]) -> None:
+    assert read_command_line([*SMALL, *words.split()], {}).notes == tuple(notes)
 
 
 class TestFiles:

@@ -163,7 +163,7 @@ def test_a_prefix_with_an_ending_gets_a_hint(tmp_path: Path) -> None:
 
 def test_an_unfinished_builder_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "data", "uint16") as builder:
-        builder.add_document([1])
+        builder.add_documents([1], [1])
         raise RuntimeError
     assert os.listdir(tmp_path) == []
 
@@ -171,7 +171,7 @@ def test_an_unfinished_builder_leaves_nothing(tmp_path: Path) -> None:
 def test_old_files_stay_until_finalize(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "data", DOCUMENTS)
     with IndexedDatasetBuilder(prefix, "int32") as builder:
-        builder.add_document([70000])
+        builder.add_documents([70000], [1])
         assert IndexedDataset(prefix)[0].tolist() == [1, 2, 3]
         builder.finalize()
     assert IndexedDataset(prefix)[0].tolist() == [70000]
@@ -181,7 +181,7 @@ def test_old_files_stay_until_finalize(tmp_path: Path) -> None:
 def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, dtype: str, token: int) -> None:
     with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
         with pytest.raises(ValueError, match="do not fit"):
-            builder.add_document(np.array([token]))
+            builder.add_documents([token], [1])
 
 
 def test_the_dtype_is_megatrons_smallest() -> None:

@@ -169,6 +169,27 @@ def test_the_tool_writes_what_training_reads(jsonl: str, tmp_path: Path, flags: 
     assert documents(prefix + "_text_document") == expected
 
 
+def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: Any) -> None:
+    terminal, other_end = os.openpty()
+    command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", jsonl]
+    command += ["--output-prefix", str(tmp_path / "out")]
+    command += ["--vocab-file", flags.vocab_file, "--merge-file", flags.merge_file]
+    with subprocess.Popen(command, stdout=other_end, stderr=subprocess.DEVNULL) as tool:
+        os.close(other_end)
+        shown = b""
+        try:
+            while part := os.read(terminal, 1 << 16):
+                shown += part
+        except OSError:  # how Linux says that the other end was closed
+            pass
+    os.close(terminal)
+    assert tool.returncode == 0
+    bar = shown.decode().splitlines()[0].split("\r")[-1]
+    size_kb = os.path.getsize(jsonl) / 1000
+    assert bar.startswith("tokenizing: |") and f"{size_kb:.1f}k/{size_kb:.1f}k" in bar
+    assert "MB/s" in bar and "docs/s" in bar
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [

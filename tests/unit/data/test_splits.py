@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import ConfigError
-from megatron.data.splits import parse_split, split_documents
+from megatron.config import ConfigError, parse_split
+from megatron.data.splits import split_documents
 
 
 def megatron_bounds(weights: list[float], size: int) -> list[int]:

@@ -15,7 +15,7 @@ def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str
     """Write token files through the builder; return their prefix."""
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
-            builder.add_document(np.array(document, dtype=np.int64))
+            builder.add_documents(np.array(document, dtype=np.int64), [len(document)])
         builder.finalize()
     return str(prefix)
 
