@@ -21,16 +21,13 @@ from megatron.config.optimizer import PrecisionConfig
 from megatron.config.validate import validate
 
 # These keys alone are passed on as they are: they watch the run and change none of its numbers.
-# Read in DeepSpeed 0.19.8: each acts with its pipeline engine.
+# Each acts with the pipeline engine of DeepSpeed 0.19.8.
 _PASSED_ON: dict[str, type] = {
     "tensorboard": dict,
     "wandb": dict,
     "csv_monitor": dict,
     "comet": dict,
-    "comms_logger": dict,
-    "wall_clock_breakdown": bool,
     "memory_breakdown": bool,
-    "dump_state": bool,
     "checkpoint": dict,
 }
 
@@ -53,6 +50,10 @@ _REFUSED_SECTIONS = {
     "compression_training": "it is not supported, remove it from the file",
     "pipeline": "--partition-method and --checkpoint-activations decide, remove it from the file",
     "torch_autocast": "--fp16 or --bf16 choose the number format, remove it from the file",
+    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts one twice), remove it from "
+    "the file (--log-timers-to-tensorboard has the time of a step)",
+    "comms_logger": "nothing would print what it gathers, remove it from the file",
+    "dump_state": "nothing would be printed, remove it from the file (--dry-run prints the layout)",
     "flops_profiler": "DeepSpeed's pipeline never prints its profile, remove it from the file (every "
     "--log-interval shows the TFLOPs)",
 }
@@ -137,13 +138,9 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _is_left_out(config) else _load(path)
-    passed_on = _passed_on(settings)
-    if passed_on.get("wall_clock_breakdown"):
-        # DeepSpeed prints the times every so many steps, and fails without the number. Else it stays quiet.
-        passed_on["steps_per_print"] = config.logging.log_interval
     return {
         "wall_clock_breakdown": False,
-        **passed_on,
+        **_passed_on(settings),
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),

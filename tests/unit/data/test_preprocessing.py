@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +174,7 @@ def test_the_tool_writes_what_training_reads(jsonl: str, tmp_path: Path, flags: 
 
 def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: Any) -> None:
     terminal, other_end = os.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # 24 lines of 100 columns
     command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", jsonl]
     command += ["--output-prefix", str(tmp_path / "out")]
     command += ["--vocab-file", flags.vocab_file, "--merge-file", flags.merge_file]
