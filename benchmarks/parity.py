@@ -64,7 +64,7 @@ def check(row: Row) -> tuple[str, bool]:
     try:
         ranks = run_world(row.world_size, train_layout, row, timeout=ROW_TIMEOUT_S)
     except WorldError as error:
-        return f"{row!s:<54} failed: {str(error).splitlines()[0]}", False
+        return f"{row!s:<54} failed: {error.__cause__ or error!r}\n{error}", False
     seconds = time.perf_counter() - started
     errors = [relative_errors(history, reference(row.reference)) for history in ranks]
     loss, norm = max(error[0] for error in errors), max(error[1] for error in errors)

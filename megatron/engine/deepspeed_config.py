@@ -50,8 +50,8 @@ _REFUSED_SECTIONS = {
     "compression_training": "it is not supported, remove it from the file",
     "pipeline": "--partition-method and --checkpoint-activations decide, remove it from the file",
     "torch_autocast": "--fp16 or --bf16 choose the number format, remove it from the file",
-    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts one twice), remove it from "
-    "the file (--log-timers-to-tensorboard has the time of a step)",
+    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts one twice), remove it "
+    "from the file (--log-timers-to-tensorboard has the time of a step)",
     "comms_logger": "nothing would print what it gathers, remove it from the file",
     "dump_state": "nothing would be printed, remove it from the file (--dry-run prints the layout)",
     "flops_profiler": "DeepSpeed's pipeline never prints its profile, remove it from the file (every "

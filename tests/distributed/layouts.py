@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import fsum
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import (
@@ -108,7 +109,8 @@ def covering_rows() -> list[Row]:
     seen: Counter[tuple] = Counter()
     for layout in PROCESS_LAYOUTS:
         candidates = [row for row in full_matrix() if (row.tp, row.pp, row.dp) == layout]
-        rows.append(max(candidates, key=lambda row: sum(0.1 ** seen[pair] for pair in option_pairs(row))))
+        # fsum: the order of a set of strings changes from process to process, the rows must not.
+        rows.append(max(candidates, key=lambda row: fsum(0.1 ** seen[pair] for pair in option_pairs(row))))
         seen.update(option_pairs(rows[-1]))
     return rows
 

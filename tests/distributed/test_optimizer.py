@@ -25,7 +25,7 @@ from tests.distributed.layouts import (
     weights_of,
     whole_weights,
 )
-from tests.distributed.pool import run_world
+from tests.distributed.pool import WorldError, run_world
 from tests.reference.plain_gpt import plain_gpt_logits
 
 LAYOUTS = {
@@ -204,11 +204,14 @@ def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_lowers_the_scale(row):
     assert records[skipped + 1] == (False, True, 2 * scale, False), "doubled after two good steps"
 
 
-def test_a_scale_does_not_fall_below_its_minimum():
+def test_an_overflow_at_the_smallest_scale_is_an_error():
     settings = {"initial_loss_scale": 2.0**40, "min_loss_scale": 2.0**39, "hysteresis": 1}
     row = Row(precision="fp16", micro_batch=4)
-    (records,) = run_world(1, steps_with_loss_scale, row, settings, 3)
-    assert records == [(True, False, 2.0**39, True)] * 3
+    (records,) = run_world(1, steps_with_loss_scale, row, settings, 1)
+    assert records == [(True, False, 2.0**39, True)], "a skipped step, and the scale at its minimum"
+    with pytest.raises(WorldError) as error:
+        run_world(1, steps_with_loss_scale, row, settings, 2)
+    assert isinstance(error.value.__cause__, NonFiniteError)
 
 
 def test_skipped_steps_are_counted_and_reported_by_the_loop():

@@ -197,10 +197,10 @@ def test_a_damaged_run_file_is_named(saved, damage):
         find(saved)
 
 
-def test_latest_that_names_no_folder_is_refused(saved):
+def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
     (saved / "latest").write_text("global_step7")
-    with pytest.raises(ConfigError, match="global_step7"):
-        find(saved)
+    checkpoint = find(saved)
+    assert checkpoint.folder == saved / "global_step0" and "global_step7" in checkpoint.passed_over
 
 
 # --- whole weights ---

@@ -188,7 +188,7 @@ def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: 
             pass
     os.close(terminal)
     assert tool.returncode == 0
-    bar = shown.decode().splitlines()[0].split("\r")[-1]
+    bar = shown.decode().split("\n")[0].rstrip("\r").split("\r")[-1]
     size_kb = os.path.getsize(jsonl) / 1000
     assert bar.startswith("tokenizing: |") and f"{size_kb:.1f}k/{size_kb:.1f}k" in bar
     assert "MB/s" in bar and "docs/s" in bar

@@ -63,7 +63,7 @@ def residual_formats(row, precision):
     """Formats of what the transformer layers pass on, of their parameters, of the logits."""
     model = model_with_weights(row, random_weights(row), precision=precision)
     passed_on, parameters = set(), set()
-    for layer in model.stage_modules():
+    for layer in model.modules():
         if isinstance(layer, ParallelTransformerLayerPipe):
             layer.register_forward_hook(lambda _layer, _inputs, output: passed_on.add(output.dtype))
             parameters |= {p.dtype for p in layer.parameters()}
