@@ -70,6 +70,9 @@ def _end(sentence: str | None, code: int) -> NoReturn:
     sys.stdout.flush()
     if sentence is not None:
         print(sentence, file=sys.stderr, flush=True)
+    if _processes_have_met():
+        # Leaving the interpreter with a process group that still communicates aborts now and then.
+        os._exit(code)
     sys.exit(code)
 
 
