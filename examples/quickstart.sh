@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 # Knobs: set them in the environment, as in `TRAIN_ITERS=1000 make train`.
 RUN_DIR=${RUN_DIR:-runs/quickstart}        # everything is written here
-TRAIN_ITERS=${TRAIN_ITERS:-400}            # optimizer steps; with a larger number a finished run goes on
+TRAIN_ITERS=${TRAIN_ITERS:-250}            # optimizer steps; with a larger number a finished run goes on
 MAX_FILES=${MAX_FILES:-100000}             # source files to train on
 VOCAB_SIZE=${VOCAB_SIZE:-1024}
 NUM_LAYERS=${NUM_LAYERS:-4}

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_WORLD_SIZE = 8
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 180.0
 # What the other ranks get, once one has failed, to fail as well or to finish.
 _GRACE_S = 5.0
 _WORKER_ENVIRONMENT = {
