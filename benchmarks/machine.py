@@ -3,17 +3,17 @@
 import os
 import platform
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 
 def describe_machine() -> str:
     """Processor, cores, versions and commit, in one line."""
-    import deepspeed
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return (
-        f"{device}, {os.cpu_count()} cores, torch {torch.__version__}, deepspeed {deepspeed.__version__}, "
+        f"{device}, {os.cpu_count()} cores, torch {torch.__version__}, deepspeed {version('deepspeed')}, "
         f"commit {_commit()}"
     )
 

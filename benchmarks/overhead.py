@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
 """What the trainer costs over a plain PyTorch loop, and what parallelism costs over ideal scaling, on a CPU.
 
-    python benchmarks/overhead.py            about four minutes on two cores
+    python benchmarks/overhead.py            about two minutes on two cores
 
 4 layers, hidden 256, 8 heads, sequence 512, vocabulary 8192, micro-batch 2, global batch 8, fp32, one thread
-per process. Every figure is a ratio of two things measured in the same run:
+per process, each process of a layout bound to a core of its own. All layouts are started at once and then take
+turns, one step each, so that a slow minute of the machine hits all alike; every figure is a ratio of two medians
+of the same run:
 
     1 process   tokens/s of the trainer's engine / those of a plain eager loop doing the same work
     DP=2, TP=2  tokens/s / twice those of 1 process
     PP=2        tokens/s / what the heaviest stage allows: its time per micro-batch, measured alone, times the
                 m + p - 1 slots of the schedule
+    2 alone     two processes that share nothing but the machine / twice those of 1 process: what the machine
+                itself takes when both cores work, which no layout can be blamed for
 """
 
 import argparse
-import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,68 +31,134 @@ sys.path.insert(0, str(ROOT))
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 4, 256, 8, 512, 8192
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 TOKENS = GLOBAL_BATCH * SEQ
-TARGETS = {"1 process": 0.97, "DP=2": 0.95, "TP=2": 0.85, "PP=2": 0.95}
+WARM_UP = 2
+
+
+class World:
+    """The processes of one layout, which do a named piece of work when told to."""
+
+    def __init__(self, tensor: int, pipeline: int, processes: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = str(probe.getsockname()[1])
+        command = [sys.executable, __file__, "--worker", f"{tensor},{pipeline}"]
+        self.processes = []
+        for rank in range(processes):
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}
+            environment |= {"MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+
+    def start(self, work: str) -> None:
+        for process in self.processes:
+            process.stdin.write(work + "\n")
+            process.stdin.flush()
+
+    def seconds(self) -> float:
+        """Waits for the work; how long its slowest process took."""
+        answers = [process.stdout.readline() for process in self.processes]
+        if not all(answers):
+            raise SystemExit("a measured process died; its error is above")
+        return max(float(answer) for answer in answers)
+
+    def run(self, work: str) -> float:
+        self.start(work)
+        return self.seconds()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            process.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=8, help="timed steps per measurement (default: 8)")
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps per measurement (default: 12)")
     parser.add_argument("--worker", metavar="TP,PP", help=argparse.SUPPRESS)
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         tensor, pipeline = (int(degree) for degree in arguments.worker.split(","))
-        run_worker(tensor, pipeline, arguments.rounds)
+        run_worker(tensor, pipeline)
         return
     from benchmarks.machine import describe_machine
 
     print(describe_machine(), flush=True)
-    single = launch(1, "1,1", arguments.rounds)
-    data = launch(2, "1,1", arguments.rounds)
-    tensor = launch(2, "2,1", arguments.rounds)
-    pipeline = launch(2, "1,2", arguments.rounds)
-    micro_batches = GLOBAL_BATCH // MICRO_BATCH
-    allowed = TOKENS / (max(single["stages"]) * (micro_batches + 1))
+    measured = measure(arguments.rounds)
+    single = TOKENS / measured["1 process"]
+    slots = GLOBAL_BATCH // MICRO_BATCH + 1
+    heaviest = TOKENS / (max(measured["stage 0"], measured["stage 1"]) * slots)
     rows = [
-        ("1 process", single["engine"], "plain eager loop", single["plain"]),
-        ("DP=2", data["engine"], "twice 1 process", 2 * single["engine"]),
-        ("TP=2", tensor["engine"], "twice 1 process", 2 * single["engine"]),
-        ("PP=2", pipeline["engine"], "heaviest stage allows", allowed),
+        ("1 process", "plain eager loop", TOKENS / measured["plain"], "0.97"),
+        ("DP=2", "twice 1 process", 2 * single, "0.95"),
+        ("TP=2", "twice 1 process", 2 * single, "0.85"),
+        ("PP=2", "heaviest stage allows", heaviest, "0.95"),
+        ("2 alone", "twice 1 process", 2 * single, ""),
     ]
     print(f"{'':10} {'tokens/s':>9}  {'against':22} {'tokens/s':>9} {'ratio':>6} {'target':>7}")
-    for name, measured, against, limit in rows:
-        print(
-            f"{name:10} {measured:9.0f}  {against:22} {limit:9.0f} "
-            f"{measured / limit:6.2f} {TARGETS[name]:7.2f}"
-        )
+    for name, against, limit, target in rows:
+        speed = TOKENS / measured[name]
+        print(f"{name:10} {speed:9.0f}  {against:22} {limit:9.0f} {speed / limit:6.2f} {target:>7}")
 
 
-def launch(processes: int, degrees: str, rounds: int) -> dict:
-    """Measures one layout in processes of its own; the result is the JSON in the last line of rank 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", __file__, "--worker", degrees, "--rounds", str(rounds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(result.stderr)
-    return json.loads(result.stdout.strip().splitlines()[-1])
+def measure(rounds: int) -> dict[str, float]:
+    """Median seconds per step, by name of what was measured."""
+    single, other, data = World(1, 1, 1), World(1, 1, 1), World(1, 1, 2)
+    tensor, pipeline = World(2, 1, 2), World(1, 2, 2)
+
+    def both_at_once() -> float:
+        other.start("engine")
+        single.start("engine")
+        return max(single.seconds(), other.seconds()) / 2  # each did a whole step
+
+    work: dict[str, Callable[[], float]] = {
+        "1 process": lambda: single.run("engine"),
+        "plain": lambda: single.run("plain"),
+        "DP=2": lambda: data.run("engine"),
+        "TP=2": lambda: tensor.run("engine"),
+        "PP=2": lambda: pipeline.run("engine"),
+        "2 alone": both_at_once,
+        "stage 0": lambda: single.run("stage 0"),
+        "stage 1": lambda: single.run("stage 1"),
+    }
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(rounds + WARM_UP):
+        for name, run in work.items():
+            seconds = run()
+            if turn >= WARM_UP:
+                times[name].append(seconds)
+    for world in (single, other, data, tensor, pipeline):
+        world.end()
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def run_worker(tensor_size: int, pipeline_size: int, rounds: int) -> None:
-    """Times this layout; in a world of one also the plain loop, in turn with the engine, and each stage."""
+def run_worker(tensor_size: int, pipeline_size: int) -> None:
+    """Does the work named by each line of the input, and answers with its seconds."""
+    if int(os.environ["WORLD_SIZE"]) > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    from megatron.config import LoggingConfig
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+
     import torch
 
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.processes import join_world, leave_world, quiet_library_logs
+    from megatron.training.processes import join_world, leave_world
 
     world = int(os.environ["WORLD_SIZE"])
     config = make_config(tensor_size, pipeline_size, world)
-    quiet_library_logs(config.logging)
     rank = join_world(config)
     layout = ParallelLayout.create(world, tensor_size, pipeline_size, rank)
     tensor = layout.make_tensor_group()
@@ -102,44 +172,29 @@ def run_worker(tensor_size: int, pipeline_size: int, rounds: int) -> None:
             part = batch[first : first + MICRO_BATCH]
             yield part[:, :-1].contiguous(), (part[:, 1:].contiguous(), torch.ones(MICRO_BATCH, SEQ))
 
-    steps: dict[str, Callable[[], object]] = {
+    work: dict[str, Callable[[], object]] = {
         "engine": lambda: engine.train_step(micro_batches(), 0, GLOBAL_BATCH, 1e-4)
     }
     if world == 1:
-        steps["plain"] = make_plain_step(batch)
-    seconds = time_in_turn(steps, rounds)
-    result: dict = {name: TOKENS / value for name, value in seconds.items()}
-    if world == 1:
-        half = plan_stages(make_config(1, 2, 2), VOCAB).bounds[1]
-        result["stages"] = [
-            time_stage(model, 0, half, batch, rounds),
-            time_stage(model, half, len(plan.names), batch, rounds),
-        ]
-    if rank == 0:
-        print(json.dumps(result), flush=True)
+        cut = plan_stages(make_config(1, 2, 2), VOCAB).bounds[1]
+        work["plain"] = make_plain_step(batch)
+        work["stage 0"] = make_stage_step(model, 0, cut, batch)
+        work["stage 1"] = make_stage_step(model, cut, len(plan.names), batch)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        work[line.strip()]()
+        print(time.perf_counter() - start, file=answers, flush=True)
     leave_world()
 
 
-def time_in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds per step; the steps take turns, so that a busy minute of the machine hits all alike."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if turn >= 2:  # the first two warm up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def time_stage(model, first: int, last: int, batch, rounds: int) -> float:
-    """Median seconds of one micro-batch, forward and backward, through layers first to last - 1 alone."""
+def make_stage_step(model, first: int, last: int, batch) -> Callable[[], None]:
+    """One micro-batch, forward and backward, through layers first to last - 1 alone."""
     import torch
 
     tokens, labels = batch[:MICRO_BATCH, :-1].contiguous(), batch[:MICRO_BATCH, 1:].contiguous()
     hidden = torch.randn(SEQ, MICRO_BATCH, HIDDEN)
 
-    def run() -> None:
+    def step() -> None:
         x = tokens if first == 0 else hidden.clone().requires_grad_()
         for layer in model.forward_funcs[first:last]:
             x = layer(x)
@@ -148,7 +203,7 @@ def time_stage(model, first: int, last: int, batch, rounds: int) -> float:
         else:
             x.backward(hidden)
 
-    return time_in_turn({"stage": run}, 2 * rounds)["stage"]
+    return step
 
 
 def make_config(tensor_size: int, pipeline_size: int, world: int):
