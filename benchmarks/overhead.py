@@ -4,9 +4,9 @@
     python benchmarks/overhead.py            about two minutes on two cores
 
 4 layers, hidden 256, 8 heads, sequence 512, vocabulary 8192, micro-batch 2, global batch 8, fp32, one thread
-per process, each process of a layout bound to a core of its own. All layouts are started at once and then take
-turns, one step each, so that a slow minute of the machine hits all alike; every figure is a ratio of two medians
-of the same run:
+per process, each process of a layout bound to a core of its own. All layouts are started at once and then
+take turns, one step each, so that a slow minute of the machine hits all alike. Every figure is a ratio of two
+medians of the same run:
 
     1 process   tokens/s of the trainer's engine / those of a plain eager loop doing the same work
     DP=2, TP=2  tokens/s / twice those of 1 process

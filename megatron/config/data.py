@@ -51,11 +51,12 @@ class DataConfig(Section):
         derived: dict[str, Any] = {}
         if self.valid_num_workers is None:
             derived["valid_num_workers"] = self.num_workers
-        fitting = self.fitting_tokenizer_types()
+        fitting = fitting_tokenizer_types(self)
         if self.tokenizer_type is None and len(fitting) == 1:
             derived["tokenizer_type"] = fitting[0]
         return derived
 
-    def fitting_tokenizer_types(self) -> list[str]:
-        """The kinds of tokenizer that can use some of the files that are given."""
-        return [kind for kind, names in TOKENIZER_FILES.items() if any(getattr(self, name) for name in names)]
+
+def fitting_tokenizer_types(flags: Any) -> list[str]:
+    """The kinds of tokenizer that can use some of the files in `flags`, a DataConfig or a tool's arguments."""
+    return [kind for kind, names in TOKENIZER_FILES.items() if any(getattr(flags, name) for name in names)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig
+from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section
 from megatron.config.split import parse_split
@@ -334,7 +334,7 @@ def _check_data(config: Config) -> None:
             f"--data-path with {len(data.data_path)} values: blends are not supported yet, give one prefix "
             "(merge the files to train on all of them)"
         )
-    fitting = data.fitting_tokenizer_types()
+    fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
         raise ConfigError(
             f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or drop the "

@@ -36,27 +36,6 @@ def iteration_flops(
     return matrices * (1 + attention + head)
 
 
-def model_flops(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    seq_length: int,
-    padded_vocab_size: int,
-    batch_size: int,
-    gated_mlp: bool = False,
-) -> float:
-    """FLOPs that the model itself needs for one step (f = 3): recomputation is not counted as work."""
-    return iteration_flops(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        seq_length=seq_length,
-        padded_vocab_size=padded_vocab_size,
-        batch_size=batch_size,
-        recompute=False,
-        gated_mlp=gated_mlp,
-    )
-
-
 def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:
     """TFLOP/s of each of `world_size` devices that together do `flops` in `seconds`."""
     return flops / (seconds * world_size * 1e12)

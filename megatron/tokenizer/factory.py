@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from megatron.config import ConfigError
+from megatron.config.data import TOKENIZER_FILES, fitting_tokenizer_types
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_file
 
 GPT2_BPE = "GPT2BPETokenizer"
 HUGGING_FACE = "PretrainedFromHF"
 SENTENCE_PIECE = "SentencePieceTokenizer"
-TOKENIZER_TYPES = (GPT2_BPE, HUGGING_FACE, SENTENCE_PIECE)
+TOKENIZER_TYPES = tuple(TOKENIZER_FILES)
 
 
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
@@ -46,13 +47,7 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
 
 
 def _type_from_files(flags: TokenizerFlags) -> str:
-    possible = []
-    if flags.vocab_file or flags.merge_file:
-        possible.append(GPT2_BPE)
-    if flags.tokenizer_name_or_path:
-        possible.append(HUGGING_FACE)
-    if flags.tokenizer_model:
-        possible.append(SENTENCE_PIECE)
+    possible = fitting_tokenizer_types(flags)
     if len(possible) == 1:
         return possible[0]
     if possible:

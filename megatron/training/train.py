@@ -121,7 +121,9 @@ class Trainer:
         loader = self.data.valid if split == "validation" else self.data.test
         if loader is None or self.config.training.eval_iters == 0:
             return
-        first = validation_start(self.config, state.iteration) if split == "validation" else 0
+        # A checkpoint may be from beyond the end of this run, where there are no validation samples.
+        iteration = min(state.iteration, self.length.iterations)
+        first = validation_start(self.config, iteration) if split == "validation" else 0
         loss = evaluate(self.engine, loader, self.config, first)
         self.metrics.log_validation(
             ValidationRecord(
