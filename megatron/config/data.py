@@ -58,5 +58,5 @@ class DataConfig(Section):
 
 
 def fitting_tokenizer_types(flags: Any) -> list[str]:
-    """The kinds of tokenizer that can use some of the files in `flags`, a DataConfig or a tool's arguments."""
+    """The kinds of tokenizer that can use some of the files in `flags` (DataConfig or a tool's arguments)."""
     return [kind for kind, names in TOKENIZER_FILES.items() if any(getattr(flags, name) for name in names)]
