@@ -55,7 +55,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
             print(report)
         return
     fingerprint = fingerprint_of(config, length)
-    checkpoint = native.find_checkpoint(config, plan.bounds, vocabulary.size, fingerprint)
+    checkpoint = native.find_checkpoint(config, vocabulary.size, fingerprint)
     make_output_folders(config)
 
     rank = join_world(config)
@@ -77,7 +77,6 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
         native.save_checkpoint,
         engine,
         config.checkpoint.save,
-        bounds=plan.bounds,
         vocab_size=vocabulary.size,
         eod=vocabulary.eod,
         fingerprint=fingerprint,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.optimizer_files import OptimizerFiles
 from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
@@ -123,9 +124,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         ) from error
 
 
-def find_checkpoint(
-    config: Config, bounds: list[int], vocab_size: int, fingerprint: dict[str, Any]
-) -> Checkpoint | None:
+def find_checkpoint(config: Config, vocab_size: int, fingerprint: dict[str, Any]) -> Checkpoint | None:
     """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
 
     Raises ConfigError for one that this run cannot go on from: another model, layout or data.
@@ -133,12 +132,12 @@ def find_checkpoint(
     checkpoint = find_latest(config.checkpoint.load) if config.checkpoint.load else None
     if checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
-        check_layout(checkpoint, config, bounds)
+        check_layout(checkpoint, config)
         check_data(checkpoint, fingerprint)
     return checkpoint
 
 
-def layout_record(config: Config, bounds: list[int]) -> dict[str, Any]:
+def layout_record(config: Config) -> dict[str, Any]:
     """What must be equal to resume without reshaping."""
     parallel = config.parallel
     return {
@@ -148,13 +147,12 @@ def layout_record(config: Config, bounds: list[int]) -> dict[str, Any]:
         "zero_stage": parallel.zero_stage,
         "precision": config.precision.name,
         "optimizer": config.optimizer.optimizer,
-        "stage_bounds": bounds,
     }
 
 
-def check_layout(checkpoint: Checkpoint, config: Config, bounds: list[int]) -> None:
+def check_layout(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses to resume on another layout, naming what differs."""
-    saved, now = checkpoint.run["layout"], layout_record(config, bounds)
+    saved, now = checkpoint.run["layout"], layout_record(config)
     differences = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
     if differences:
         raise ConfigError(
@@ -204,7 +202,6 @@ def save_checkpoint(
     engine: GPTEngine,
     folder: str | Path,
     state: TrainingState,
-    bounds: list[int],
     vocab_size: int,
     eod: int | None,
     fingerprint: dict[str, Any],
@@ -223,7 +220,8 @@ def save_checkpoint(
         run = {
             "state": asdict(state),
             "config": engine.run_config.to_dict(),
-            "layout": layout_record(engine.run_config, bounds),
+            "layout": layout_record(engine.run_config),
+            "stages": engine.module.stages_record(),
             "vocab_size": vocab_size,
             "eod": eod,
             "data": fingerprint,
@@ -235,8 +233,17 @@ def save_checkpoint(
 
 
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
-    """Restores weights, master weights, moments, step and loss scale. Collective."""
-    engine.load_checkpoint(str(checkpoint.folder.parent), tag=checkpoint.folder.name)
+    """Restores weights, master weights, moments, step and loss scale, also where the layers were cut into
+    stages elsewhere. Collective."""
+    saved, now = checkpoint.run["stages"], engine.module.stages_record()
+    same_stages = all(saved[key] == now[key] for key in ("bounds", "pipeline_schedule"))
+    engine.load_checkpoint(
+        str(checkpoint.folder.parent), tag=checkpoint.folder.name, load_optimizer_states=same_stages
+    )
+    if not same_stages:
+        layout = engine.layout
+        files = OptimizerFiles(checkpoint.folder, layout.tensor_rank, layout.tensor)
+        engine.optimizer.load_by_name(files.parameter, files.loss_scaler)
     return checkpoint.state
 
 

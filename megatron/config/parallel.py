@@ -22,9 +22,22 @@ class ParallelConfig(Section):
         "type:transformer",
         aliases=("--pp-partition-method",),
         strip_quotes=True,
-        metavar="uniform|parameters|type:REGEX",
-        help="what the stages hold equally much of: layers, parameters, or layers whose class name matches "
-        "REGEX",
+        metavar="METHOD",
+        help="what the stages hold equally much of: uniform (layers), parameters, type:REGEX[:WEIGHT]|... "
+        "(layers whose class name matches, as in type:embed:2|transformer:1), memory, time or profile (by "
+        "a model of the layers' memory or work, or by their measured time); or what each stage holds, as in "
+        "stages:5,6*10,5 or layout:Et*3|(tt|)*29,t|L. docs/partition.md",
+    )
+    partition_profile: str | None = flag(
+        None,
+        metavar="FILE",
+        help="where --partition-method profile keeps the measured times: written if missing, else read",
+    )
+    pipeline_schedule: str = flag(
+        "1f1b",
+        choices=("1f1b", "dualpipev"),
+        help="order of forward and backward passes; dualpipev: each rank holds two stages, the first and the "
+        "last one share rank 0, which shortens the pipeline's idle ends",
     )
     zero_stage: int = flag(
         0, at_least=0, at_most=3, help="0: every replica holds all optimizer state; 1: shared"

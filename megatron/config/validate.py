@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,24 +12,17 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section
+from megatron.config.partition_method import parse_partition_method
 from megatron.config.split import parse_split
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
-
-# Names of the pipeline's layers that hold parameters, as a type:REGEX sees them. How many there are of each:
-# see _num_matching_layers.
-_EMBEDDING, _TRANSFORMER, _FINAL_NORM = "EmbeddingPipe", "ParallelTransformerLayerPipe", "MixedFusedLayerNorm"
-
-# The pipeline's list has this many entries besides the transformer layers (and one more for fp16 and bf16).
-_LIST_ENTRIES_BESIDES_LAYERS = 6
 
 
 def validate(config: Config) -> None:
     """Raise ConfigError for the first combination of settings that cannot be run."""
     _check_layout(config)
     _check_model(config)
-    check_partition_method(config.parallel.partition_method)
-    _check_stages(config)
     _check_batches(config)
+    _check_pipeline(config)
     _check_length(config)
     _check_schedule(config)
     _check_precision(config)
@@ -143,58 +135,33 @@ def _check_model(config: Config) -> None:
         )
 
 
-def check_partition_method(method: str) -> None:
-    """Raise ConfigError unless the method is uniform, parameters or type:REGEX."""
-    kind, _, pattern = method.partition(":")
-    kind = kind.lower()
-    weighted = kind == "type" and re.search(r":\s*[\d.]+\s*(\||$)", pattern) is not None
-    if weighted or kind in ("weighted_type", "layout", "stages", "memory", "time", "profile"):
+def _check_pipeline(config: Config) -> None:
+    parallel = config.parallel
+    method = parse_partition_method(parallel.partition_method)
+    if parallel.partition_profile is not None and method.kind != "profile":
         raise ConfigError(
-            f"--partition-method {method} is not supported yet: use uniform, parameters or type:REGEX "
-            "without weights"
+            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
+            "the method profile uses it, so change the method or drop the file"
         )
-    if method.lower() in ("uniform", "parameters"):
-        return
-    if kind != "type" or not pattern:
-        raise ConfigError(f"--partition-method is '{method}': expected uniform, parameters or type:REGEX")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"--partition-method {method}: '{pattern}' is no regular expression ({error}), as "
-            "type:transformer has"
-        ) from error
+    if parallel.pipeline_schedule == "dualpipev":
+        _check_dualpipev(config)
 
 
-def _check_stages(config: Config) -> None:
-    method, stages = config.parallel.partition_method, config.parallel.pipeline_model_parallel_size
-    available, what = _num_matching_layers(config)
-    if available == 0:
+def _check_dualpipev(config: Config) -> None:
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages == 1:
         raise ConfigError(
-            f"--partition-method {method} matches no layer that holds parameters: expected a part of "
-            f"{_EMBEDDING}, {_TRANSFORMER} or {_FINAL_NORM}"
+            "--pipeline-schedule dualpipev with --pipeline-model-parallel-size 1: there is nothing to order, "
+            "use 2 or more, or the schedule 1f1b"
         )
-    if available < stages:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {stages} is more than the {available} {what} that "
-            f"--partition-method {method} shares out (--num-layers {config.model.num_layers}): lower it, or "
-            "change the method"
-        )
-
-
-def _num_matching_layers(config: Config) -> tuple[int, str]:
-    """How many layers the partition method can share out, and what they are."""
-    method, num_layers = config.parallel.partition_method, config.model.num_layers
-    casts = config.precision.name != "fp32"
-    if method.lower() == "uniform":
-        return num_layers + _LIST_ENTRIES_BESIDES_LAYERS + casts, "pipeline layers"
-    if method.lower() == "parameters":
-        return num_layers + 3, "pipeline layers with parameters"
-    pattern = re.compile(method.partition(":")[2], re.IGNORECASE)
-    counts = {_TRANSFORMER: num_layers, _EMBEDDING: 2, _FINAL_NORM: 1}
-    return sum(
-        count for name, count in counts.items() if pattern.search(name)
-    ), "matching layers with parameters"
+    per_micro_step = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    for size in BatchSchedule.from_config(config.batch).sizes():
+        if size // per_micro_step < 2 * stages:
+            raise ConfigError(
+                f"--pipeline-schedule dualpipev needs 2 x --pipeline-model-parallel-size = {2 * stages} "
+                f"micro-batches per step and replica, and a batch of {size} has {size // per_micro_step}: "
+                "raise --global-batch-size (or the ramp-up's START), or lower --micro-batch-size"
+            )
 
 
 def _check_batches(config: Config) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -148,6 +149,7 @@ class GPTModelPipe(PipelineModule):
         eod: int | None,
         bounds: Sequence[int],
     ) -> None:
+        self.config = config
         self.stage_bounds = list(bounds)
         self.stream = DropoutStream(config.training.seed)
         context = LayerContext(config, tensor, self.stream)
@@ -162,6 +164,15 @@ class GPTModelPipe(PipelineModule):
             )
         initialize_parameters(self, config.training.seed, tensor)
         self.to(PARAMETER_DTYPES[config.precision.name])
+
+    def stages_record(self) -> dict[str, Any]:
+        """Which layers each stage holds, for a checkpoint to tell."""
+        parallel = self.config.parallel
+        return {
+            "partition_method": parallel.partition_method,
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "bounds": self.stage_bounds,
+        }
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Takes the bounds that were decided before any process group existed."""

@@ -14,8 +14,9 @@ The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read 
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ ALIGNMENT = 2
 # fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
 # are summed in fp32 within chunks of this many elements and in fp64 between them.
 NORM_CHUNK = 4096
+
+# By global name of a parameter, flat and in fp32: master values, moments, and what else the optimizer keeps.
+SavedState = Callable[[str], tuple[Tensor, dict[str, Tensor], dict[str, Any]]]
 
 
 class NonFiniteError(RuntimeError):
@@ -292,6 +296,28 @@ class MixedPrecisionOptimizer:
         for flat, saved in zip(self.flat, state["single_partition_of_fp32_groups"], strict=True):
             flat.master.data.copy_(saved)
         self.scaler.load_state_dict(state["loss_scaler"])
+        self._spread_weights()
+
+    @torch.no_grad()
+    def load_by_name(self, saved: SavedState, loss_scaler: dict) -> None:
+        """Restores the state from whichever stages and replicas wrote it; `saved` gives it by global name."""
+        for flat in self.flat:
+            state = self.optimizer.state[flat.master]
+            for parameter in flat.parameters:
+                fragment = flat.fragment(parameter)
+                if fragment is None:
+                    continue
+                start, length = fragment
+                offset = max(flat.start - parameter.flat_offset, 0)
+                master, moments, others = saved(self.names[parameter])
+                flat.master.data[start : start + length].copy_(master[offset : offset + length])
+                for key, values in moments.items():
+                    if key not in state:
+                        state[key] = torch.zeros_like(flat.master)
+                    state[key][start : start + length].copy_(values[offset : offset + length])
+                for key, value in others.items():
+                    state[key] = value.clone() if isinstance(value, Tensor) else value
+        self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()
 
 

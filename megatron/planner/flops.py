@@ -10,6 +10,8 @@ the head too little. It stays as it is, since published numbers are made with it
 
 from __future__ import annotations
 
+from megatron.config import Config
+
 _FORWARD_AND_BACKWARD = 3
 _RECOMPUTED_FORWARD = 1
 
@@ -34,6 +36,24 @@ def iteration_flops(
     attention = seq_length / (6 * hidden_size)
     head = padded_vocab_size / (16 * num_layers * hidden_size)
     return matrices * (1 + attention + head)
+
+
+def transformer_layer_flops(config: Config) -> float:
+    """FLOPs of one transformer layer on one rank for a micro-batch, forward, backward and recomputation."""
+    model = config.model
+    tokens = config.batch.micro_batch_size * model.seq_length
+    width = model.num_attention_heads * model.kv_channels
+    matrices = 4 * width + (3 if model.glu_activation else 2) * model.ffn_hidden_size
+    forward = 2 * tokens * (matrices * model.hidden_size + 2 * model.seq_length * width)
+    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if config.training.checkpoint_activations else 0)
+    return passes * forward / config.parallel.tensor_model_parallel_size
+
+
+def head_flops(config: Config, padded_vocab_size: int) -> float:
+    """FLOPs of the LM head on one rank for a micro-batch, forward and backward."""
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
+    return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 
 
 def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:

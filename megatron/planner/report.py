@@ -52,18 +52,45 @@ def _layout_lines(config: Config) -> str:
 
 
 def stage_map(plan: StagePlan) -> str:
-    """A table of the stages: layer indices, what they are, parameters per rank."""
-    rows = [("stage", "layers", "parameters per rank", "content")]
-    for stage in range(len(plan.bounds) - 1):
-        first, last = plan.bounds[stage], plan.bounds[stage + 1] - 1
-        content = ", ".join(
-            _counted(name, len(list(run))) for name, run in groupby(plan.names[first : last + 1])
-        )
-        rows.append((str(stage), f"{first}-{last}", f"{plan.stage_parameters(stage):,}", content))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}" for row in rows
+    """A table of the stages: layer indices, weight and its share of the mean, parameters, content; then the
+    heaviest stage (with dualpipev: rank) and what it costs."""
+    header = ["stage", "layers", f"weight{f' ({plan.cut.unit})' if plan.cut.unit else ''}", "of mean"]
+    rows = [[*header, "parameters per rank", "content"]]
+    if plan.in_v:
+        rows[0].insert(0, "rank")
+    weights = plan.cut.weights
+    mean = sum(weights) / len(weights)
+    for stage, weight in enumerate(weights):
+        share = f"{weight / mean:.2f}" if mean else "-"
+        row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
+        row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
+        rows.append([str(plan.rank_of(stage)), *row] if plan.in_v else row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = [
+        "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+    return "\n".join([*lines, heaviest_line(plan)])
+
+
+def heaviest_line(plan: StagePlan) -> str:
+    """Names the heaviest stage, and the loss of efficiency that it predicts: the others wait for it."""
+    weights = plan.rank_weights()
+    what = "rank" if plan.in_v else "stage"
+    mean, heaviest = sum(weights) / len(weights), max(weights)
+    if not heaviest:
+        return f"heaviest   none: the layers weigh nothing by --partition-method {plan.method}"
+    ratio = heaviest / mean
+    return (
+        f"heaviest   {what} {weights.index(heaviest)} of --partition-method {plan.method}, "
+        f"max/mean = {ratio:.3f}: the others are busy {100 / ratio:.1f} % of its time"
     )
+
+
+def _content(plan: StagePlan, stage: int) -> str:
+    first, last = plan.bounds[stage], plan.bounds[stage + 1]
+    runs = groupby(plan.names[first:last])
+    return ", ".join(_counted(name, len(list(run))) for name, run in runs) or "nothing"
 
 
 def _counted(name: str, count: int) -> str:

@@ -3,23 +3,53 @@
 from dataclasses import dataclass
 
 from megatron.config import Config
+from megatron.config.partition_method import parse_partition_method
+from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeline_layers
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream
-from megatron.pipeline.partition import EMBEDDING, stage_bounds
+from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER, Cut, LayerTable, cut_layers
+from megatron.planner import flops, memory
+
+FINAL_NORM = "MixedFusedLayerNorm"
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """The list of layers and where it is cut: stage s holds layers bounds[s] to bounds[s + 1] - 1."""
 
+    method: str
     names: list[str]
     parameters: list[int]
     """Per layer, on one tensor-parallel rank."""
-    bounds: list[int]
+    cut: Cut
+    in_v: bool
+    """Each rank holds two stages: r, and as many from the end."""
     total_parameters: int
     """Of the whole model, the tied embedding counted once."""
+
+    @property
+    def bounds(self) -> list[int]:
+        return self.cut.bounds
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds the stage."""
+        return min(stage, len(self.cut.weights) - 1 - stage) if self.in_v else stage
+
+    def rank_weights(self) -> list[float]:
+        """Weight per pipeline rank."""
+        weights = self.cut.weights
+        return (
+            [a + b for a, b in zip(weights, weights[::-1], strict=True)][: len(weights) // 2]
+            if self.in_v
+            else weights
+        )
+
+    def layer_range(self, stage: int) -> str:
+        """The indices of the stage's layers, as 3-8."""
+        first, last = self.bounds[stage], self.bounds[stage + 1] - 1
+        return f"{first}-{last}" if last > first else str(first) if last == first else "-"
 
     def stage_parameters(self, stage: int) -> int:
         """Parameters that one rank of the stage holds; embedding and head on one stage are one matrix."""
@@ -29,14 +59,54 @@ class StagePlan:
         return held - (self.parameters[tied[-1]] if len(tied) == 2 else 0)
 
 
-def plan_stages(config: Config, vocab_size: int) -> StagePlan:
-    """Lists the layers and cuts them by `--partition-method`; ConfigError where that cannot be done."""
+def plan_stages(config: Config, vocab_size: int, seconds: list[float] | None = None) -> StagePlan:
+    """Lists the layers and cuts them by `--partition-method`; ConfigError where that cannot be done.
+
+    seconds: measured per layer, for the method 'profile'.
+    """
     parallel = config.parallel
     tensor = TensorGroup(size=parallel.tensor_model_parallel_size)
     context = LayerContext(config, tensor, DropoutStream(config.training.seed))
     layers = pipeline_layers(context, vocab_size, eod=0)
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
-    bounds = stage_bounds(parallel.partition_method, names, parameters, parallel.pipeline_model_parallel_size)
+    in_v = parallel.pipeline_schedule == "dualpipev"
+    cut = cut_layers(
+        parse_partition_method(parallel.partition_method),
+        layer_table(config, vocab_size, names, parameters, seconds),
+        parallel.pipeline_model_parallel_size,
+        live_micro_batches(config),
+        in_v,
+    )
     whole = layer_parameter_counts(layers, whole=True)
     head = max(index for index, name in enumerate(names) if name == EMBEDDING)
-    return StagePlan(names, parameters, bounds, total_parameters=sum(whole) - whole[head])
+    total = sum(whole) - whole[head]
+    return StagePlan(parallel.partition_method, names, parameters, cut, in_v, total)
+
+
+def layer_table(
+    config: Config, vocab_size: int, names: list[str], parameters: list[int], seconds: list[float] | None
+) -> LayerTable:
+    """What each layer costs one rank, by the models of `planner.flops` and `planner.memory`."""
+    padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
+    first, head = names.index(EMBEDDING), len(names) - 1 - names[::-1].index(EMBEDDING)
+    work: dict[str, float] = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
+    kept: dict[str, float] = {
+        TRANSFORMER_LAYER: memory.transformer_layer_activation_bytes(config),
+        FINAL_NORM: memory.norm_activation_bytes(config),
+    }
+    layer_flops = [work.get(name, 0.0) for name in names]
+    activation_bytes = [kept.get(name, 0.0) for name in names]
+    layer_flops[head] = flops.head_flops(config, padded)
+    activation_bytes[first] = memory.embedding_activation_bytes(config)
+    activation_bytes[head] = memory.head_activation_bytes(config, padded)
+    per_parameter = memory.state_bytes_per_parameter(config)
+    state_bytes = [count * per_parameter for count in parameters]
+    return LayerTable(names, parameters, layer_flops, state_bytes, activation_bytes, seconds)
+
+
+def live_micro_batches(config: Config) -> list[int]:
+    """Per stage, how many micro-batches are between their forward and backward pass at most, under 1F1B."""
+    batch, parallel = config.batch, config.parallel
+    micro_batches = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
+    stages = parallel.pipeline_model_parallel_size
+    return [min(micro_batches, stages - stage) for stage in range(stages)]

@@ -1,0 +1,201 @@
+"""What `--partition-method` may say. Read here, without torch, so that a slip is answered at once.
+
+    uniform | parameters | memory | time | profile
+    type:REGEX[@first|@last][:WEIGHT] | ...     also spelt weighted_type:
+    layout:Et*3|(tt|)*29,t|L                     Megatron-LM's pipeline layout strings
+    stages:5,6*10,5                              transformer layers per stage; E+5 and 5+L spell out the ends
+
+What a method means for a list of layers is in `megatron.pipeline.methods`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+from megatron.config.errors import ConfigError
+
+Kind = Literal["uniform", "parameters", "memory", "time", "profile", "type", "explicit"]
+WHOLE_WORDS: tuple[Kind, ...] = ("uniform", "parameters", "memory", "time", "profile")
+EXAMPLES = {
+    "type": "type:embed:2|transformer:1",
+    "layout": "layout:Et*3|(tt|)*29,t|L",
+    "stages": "stages:5,6*10,5",
+}
+# Longer than any pipeline: a slip such as (t*999)*9999 ends in a sentence, not in swap space.
+_MOST_LAYERS = 100_000
+
+_WEIGHT = re.compile(r"\d+(\.\d*)?|\.\d+")
+_PLACE = re.compile(r"(?P<pattern>.*)@(?P<place>first|last)", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """`REGEX[@first|@last][:WEIGHT]`: layers whose class or function name it matches weigh `weight`."""
+
+    text: str
+    pattern: str
+    weight: Fraction
+    place: str = ""
+    """'first' or 'last': only that one of the layers that the pattern matches; '': all of them."""
+
+
+@dataclass(frozen=True)
+class StageContent:
+    """What an explicit layout puts on one stage."""
+
+    embedding: bool = False
+    transformer_layers: int = 0
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class PartitionMethod:
+    """The parsed value of the flag; `alternatives` for 'type', `stages` for 'explicit'."""
+
+    text: str
+    kind: Kind
+    alternatives: tuple[Alternative, ...] = ()
+    stages: tuple[StageContent, ...] = ()
+
+
+def parse_partition_method(text: str) -> PartitionMethod:
+    """Reads the flag's value; ConfigError names the part that cannot be read, with an example."""
+    kind, colon, rest = text.partition(":")
+    kind = kind.strip().lower()
+    if not colon and kind in WHOLE_WORDS:
+        return PartitionMethod(text, kind)
+    if colon and kind in ("type", "weighted_type"):
+        return PartitionMethod(text, "type", alternatives=_alternatives(text, rest))
+    if colon and kind == "layout":
+        return PartitionMethod(text, "explicit", stages=_with_ends(text, _layout(text, rest), "layout"))
+    if colon and kind == "stages":
+        return PartitionMethod(text, "explicit", stages=_with_ends(text, _stages(text, rest), "stages"))
+    raise ConfigError(
+        f"--partition-method is '{text}': expected {', '.join(WHOLE_WORDS)}, or one such as "
+        + ", ".join(EXAMPLES.values())
+    )
+
+
+def _error(text: str, problem: str, example: str) -> ConfigError:
+    return ConfigError(f"--partition-method {text}: {problem}, as in {EXAMPLES[example]}")
+
+
+# --- type: ---
+
+
+def _alternatives(text: str, rest: str) -> tuple[Alternative, ...]:
+    return tuple(_alternative(text, part) for part in _split_outside_brackets(rest, "|"))
+
+
+def _alternative(text: str, part: str) -> Alternative:
+    pattern, *weights = _split_outside_brackets(part, ":")
+    if len(weights) > 1:
+        raise _error(text, f"'{part}' has more than one weight; expected REGEX:WEIGHT", "type")
+    weight = weights[0].strip() if weights else "1"
+    if not _WEIGHT.fullmatch(weight):
+        raise _error(text, f"the weight '{weight}' of '{part}' is not a number of at least 0", "type")
+    pattern, place = pattern.strip(), ""
+    if placed := _PLACE.fullmatch(pattern):
+        pattern, place = placed["pattern"], placed["place"].lower()
+    if not pattern:
+        raise _error(text, f"'{part}' has no name to look for; expected a part of a layer's name", "type")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise _error(text, f"'{pattern}' is no regular expression ({error})", "type") from error
+    return Alternative(part.strip(), pattern, Fraction(weight), place)
+
+
+def _split_outside_brackets(text: str, separator: str) -> list[str]:
+    """Splits where the separator stands for itself: not escaped, and in no bracket of a regex."""
+    parts, current, depth, escaped = [], "", 0, False
+    for character in text:
+        if character == separator and depth == 0 and not escaped:
+            parts.append(current)
+            current = ""
+            continue
+        if not escaped:
+            depth += (character in "([") - (character in ")]")
+        escaped = character == "\\" and not escaped
+        current += character
+    return [*parts, current]
+
+
+# --- layout: ---
+
+
+def _layout(text: str, rest: str) -> list[StageContent]:
+    letters, end = _expand(text, rest, 0)
+    if end < len(rest):
+        raise _error(text, f"')' at place {end + 1} closes nothing", "layout")
+    stages = letters.split("|")
+    for letter, what in (("E", "embedding"), ("L", "head")):
+        if letters.count(letter) != 1:
+            raise _error(text, f"{letters.count(letter)} x {letter}, expected one (the {what})", "layout")
+    if not re.fullmatch("Et*L", letters.replace("|", "")):
+        raise _error(text, "expected E before every t, and L after them", "layout")
+    return [StageContent("E" in stage, stage.count("t"), "L" in stage) for stage in stages]
+
+
+def _expand(text: str, rest: str, start: int) -> tuple[str, int]:
+    """The letters of a sequence, repeats written out, and where it ends: at a ')' or at the end."""
+    letters, position = "", start
+    while position < len(rest) and rest[position] != ")":
+        character = rest[position]
+        if character == "(":
+            item, position = _expand(text, rest, position + 1)
+            if position == len(rest):
+                raise _error(text, "a '(' is never closed", "layout")
+        elif character in "EtL|":
+            item = character
+        elif character in ", ":
+            item = ""
+        else:
+            raise _error(
+                text, f"'{character}' at place {position + 1} is none of E t L | ( ) * and numbers", "layout"
+            )
+        position += 1
+        if repeat := re.compile(r"\*(\d*)").match(rest, position):
+            if not repeat[1]:
+                raise _error(text, f"'*' at place {position + 1} is followed by no number", "layout")
+            position = repeat.end()
+            if len(item) * int(repeat[1]) > _MOST_LAYERS:
+                raise _error(text, f"'{repeat[0]}' makes more than {_MOST_LAYERS:,} layers", "layout")
+            item *= int(repeat[1])
+        letters += item
+    return letters, position
+
+
+# --- stages: ---
+
+_STAGE_ENTRY = re.compile(r"(?P<parts>[EL\d+\s]+?)\s*(\*\s*(?P<times>\d+))?")
+_STAGE_PARTS = re.compile(r"(?:(?P<embedding>E)(?:\+|$))?(?P<layers>\d+)?(?:(?:^|\+|(?<=\+))(?P<head>L))?")
+
+
+def _stages(text: str, rest: str) -> list[StageContent]:
+    stages: list[StageContent] = []
+    for entry in rest.split(","):
+        read = _STAGE_ENTRY.fullmatch(entry.strip())
+        parts = _STAGE_PARTS.fullmatch(re.sub(r"\s", "", read["parts"])) if read else None
+        if read is None or parts is None or not parts[0]:
+            raise _error(text, f"'{entry}' is no number of layers, nor E+5, 5+L, E, L or 6*10", "stages")
+        times = int(read["times"] or 1)
+        content = StageContent(bool(parts["embedding"]), int(parts["layers"] or 0), bool(parts["head"]))
+        if len(stages) + times > _MOST_LAYERS:
+            raise _error(text, f"'{entry}' makes more than {_MOST_LAYERS:,} stages", "stages")
+        stages += [content] * times
+    return stages
+
+
+def _with_ends(text: str, stages: list[StageContent], example: str) -> tuple[StageContent, ...]:
+    """The embedding is on the first stage and the head on the last, whether that is spelt out or not."""
+    if any(stage.embedding for stage in stages[1:]):
+        raise _error(text, "the embedding E can only be on the first stage", example)
+    if any(stage.head for stage in stages[:-1]):
+        raise _error(text, "the head L can only be on the last stage", example)
+    stages[0] = replace(stages[0], embedding=True)
+    stages[-1] = replace(stages[-1], head=True)
+    return tuple(stages)

@@ -1,0 +1,206 @@
+"""From `--partition-method` and what the layers cost to the bounds of the stages.
+
+Needs no process group: a dry run on a laptop cuts as the training run does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from megatron.config import ConfigError
+from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
+from megatron.pipeline.partition import partition
+from megatron.pipeline.uneven import partition_by_stage, partition_v
+
+# Class name of the input embedding and of the head, and of a transformer layer.
+EMBEDDING = "EmbeddingPipe"
+TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """What each pipeline layer costs one rank; all lists are as long as the list of layers."""
+
+    names: list[str]
+    parameters: list[int]
+    flops: list[float]
+    """Forward and backward pass of a micro-batch."""
+    state_bytes: list[float]
+    """Parameters, gradients and optimizer state."""
+    activation_bytes: list[float]
+    """What a micro-batch leaves behind between its forward and its backward pass."""
+    seconds: list[float] | None = None
+    """Measured forward and backward pass of a micro-batch, for the method 'profile'."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stage s holds layers bounds[s] to bounds[s + 1] - 1 and weighs weights[s] in `unit`."""
+
+    bounds: list[int]
+    weights: list[float]
+    unit: str
+
+
+def cut_layers(
+    method: PartitionMethod,
+    layers: LayerTable,
+    num_ranks: int,
+    live_micro_batches: Sequence[int],
+    in_v: bool = False,
+) -> Cut:
+    """Cuts the layers for `num_ranks` pipeline ranks: into as many stages, or `in_v` into twice as many, of
+    which rank r holds stages r and 2 * num_ranks - 1 - r.
+
+    live_micro_batches: per stage, how many micro-batches are between their forward and backward pass at most.
+
+    Raises ConfigError, with the offending part and the layers' names, for an alternative that matches no
+    layer, a layout that does not add up, and more stages than layers to share out.
+    """
+    stages = 2 * num_ranks if in_v else num_ranks
+    if method.kind == "explicit":
+        bounds = _explicit_bounds(method, layers.names, stages)
+        weights, unit, scale = layers.flops, "TFLOP", 1e12
+        return Cut(bounds, [value / scale for value in _stage_sums(weights, bounds)], unit)
+    if method.kind == "memory":
+        return _cut_by_memory(method, layers, stages, live_micro_batches)
+    weights, unit, scale = _layer_weights(method, layers)
+    _check_enough(method, layers.names, weights, stages)
+    bounds = partition_v(weights, num_ranks) if in_v else partition(weights, stages)
+    bounds = _keep_ends_whole(bounds, layers.names)
+    _check_none_empty(method, bounds)
+    return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
+
+
+def _layer_weights(
+    method: PartitionMethod, layers: LayerTable
+) -> tuple[Sequence[Fraction | float], str, float]:
+    """Weight per layer, and the unit and scale in which a stage's weight is shown."""
+    if method.kind == "uniform":
+        return [1] * len(layers.names), "layers", 1
+    if method.kind == "parameters":
+        return layers.parameters, "M parameters", 1e6
+    if method.kind == "time":
+        return layers.flops, "TFLOP", 1e12
+    if method.kind == "profile":
+        if layers.seconds is None:
+            raise ConfigError(
+                f"--partition-method {method.text} measures the layers when a run starts: for --dry-run give "
+                f"--partition-profile FILE, which a run with that flag has written"
+            )
+        return layers.seconds, "ms", 1e-3
+    return _weights_by_name(method, layers.names), "", 1
+
+
+def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
+    """The first alternative that matches a layer gives its weight; 0 where none does."""
+    weights: list[Fraction | None] = [None] * len(names)
+    for alternative in method.alternatives:
+        pattern = re.compile(alternative.pattern, re.IGNORECASE)
+        found = [index for index, name in enumerate(names) if pattern.search(name)]
+        if not found:
+            raise ConfigError(
+                f"--partition-method {method.text}: '{alternative.text}' matches none of the layers, which "
+                f"are {', '.join(dict.fromkeys(names))}; expected something like {EXAMPLES['type']}"
+            )
+        chosen = {"": found, "first": found[:1], "last": found[-1:]}[alternative.place]
+        for index in chosen:
+            if weights[index] is None:
+                weights[index] = alternative.weight
+    return [weight or Fraction(0) for weight in weights]
+
+
+def _check_enough(
+    method: PartitionMethod, names: Sequence[str], weights: Sequence[Fraction | float], stages: int
+) -> None:
+    weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
+    if len(weighted) < stages:
+        kinds = ", ".join(dict.fromkeys(weighted)) or "none"
+        raise ConfigError(
+            f"--partition-method {method.text} has {len(weighted)} layers of a weight above 0 to share out "
+            f"({kinds}) and {stages} stages need one each: lower --pipeline-model-parallel-size, weigh "
+            f"more of {', '.join(dict.fromkeys(names))}, or ask for empty stages with stages:1,0,1"
+        )
+
+
+def _check_none_empty(method: PartitionMethod, bounds: Sequence[int]) -> None:
+    stages = len(bounds) - 1
+    for stage in range(stages):
+        if bounds[stage] == bounds[stage + 1]:
+            raise ConfigError(
+                f"--partition-method {method.text} leaves stage {stage} of {stages} without a layer: "
+                f"give more layers to share out, or lower --pipeline-model-parallel-size"
+            )
+
+
+def _keep_ends_whole(bounds: Sequence[int], names: Sequence[str]) -> list[int]:
+    """The bounds with the functions at the ends of the list on the stages of embedding and head.
+
+    Between stages travel hidden states: neither tokens nor logits, of which each tensor rank has its own.
+    """
+    embeddings = [index for index, name in enumerate(names) if name == EMBEDDING]
+    first, head = embeddings[0], embeddings[-1]
+    inner = [min(max(bound, first + 1), head) for bound in bounds[1:-1]]
+    return [0, *inner, len(names)]
+
+
+def _cut_by_memory(
+    method: PartitionMethod, layers: LayerTable, stages: int, live_micro_batches: Sequence[int]
+) -> Cut:
+    costs = [
+        [state + live * kept for state, kept in zip(layers.state_bytes, layers.activation_bytes, strict=True)]
+        for live in live_micro_batches
+    ]
+    _check_enough(method, layers.names, costs[-1], stages)
+    bounds = _keep_ends_whole(partition_by_stage(costs), layers.names)
+    _check_none_empty(method, bounds)
+    sums = [sum(costs[s][bounds[s] : bounds[s + 1]]) / GIB for s in range(stages)]
+    return Cut(bounds, sums, "GiB")
+
+
+def _explicit_bounds(method: PartitionMethod, names: Sequence[str], stages: int) -> list[int]:
+    layers = names.count(TRANSFORMER_LAYER)
+    given = sum(stage.transformer_layers for stage in method.stages)
+    if len(method.stages) != stages:
+        raise ConfigError(
+            f"--partition-method {method.text} describes {len(method.stages)} stages and there are {stages}: "
+            f"correct it, or --pipeline-model-parallel-size"
+        )
+    if given != layers:
+        raise ConfigError(
+            f"--partition-method {method.text} places {given} transformer layers and --num-layers is "
+            f"{layers}: correct one of the two"
+        )
+    return [0, *accumulate(_entries(method.stages, names))]
+
+
+def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
+    """How many entries of the list each stage takes. The functions before the first transformer layer go with
+    what comes after them, those behind the last transformer layer with the head."""
+    first_layer, last_layer = (
+        names.index(TRANSFORMER_LAYER),
+        len(names) - names[::-1].index(TRANSFORMER_LAYER),
+    )
+    between = first_layer - names.index(EMBEDDING) - 1
+    entries, functions_placed = [], False
+    for stage in stages:
+        count = stage.transformer_layers
+        if stage.embedding:
+            count += first_layer - between
+        if (stage.transformer_layers or stage.head) and not functions_placed:
+            count += between
+            functions_placed = True
+        if stage.head:
+            count += len(names) - last_layer
+        entries.append(count)
+    return entries
+
+
+def _stage_sums(weights: Sequence[Fraction | float], bounds: Sequence[int]) -> list[Fraction | float]:
+    return [sum(weights[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,71 @@
+"""Bytes that a pipeline layer takes on one rank: its state, and what it keeps of a micro-batch.
+
+Activations follow Korthikanti et al. (2022), "Reducing Activation Recomputation in Large Transformer Models",
+equation 1, without the attention scores, which PyTorch's fused attention never stores: of s x b tokens of h
+values, t-fold tensor parallel, a layer keeps
+
+    2 sbh                   the inputs of the two norms
+    2 sbh                   the inputs of the two column-parallel matrices
+    4 sbh / t               q, k, v and the context
+    2 (ffn / h) sbh / t     before and after the activation; 3 with a gate
+
+values of the run's precision. Recomputed (--checkpoint-activations), it keeps its input.
+"""
+
+from __future__ import annotations
+
+from megatron.config import Config
+
+_FP32 = 4
+
+
+def state_bytes_per_parameter(config: Config) -> float:
+    """Weight, gradient (fp32 always), fp32 master copy and moments; ZeRO-1 shares the last two."""
+    parameter = _parameter_bytes(config)
+    moments = {"sgd": 1}.get(config.optimizer.optimizer, 2) * _FP32
+    master = 0 if parameter == _FP32 else _FP32
+    shared_by = config.parallel.data_parallel_size if config.parallel.zero_stage >= 1 else 1
+    return parameter + _FP32 + (master + moments) / shared_by
+
+
+def transformer_layer_activation_bytes(config: Config) -> float:
+    """What one transformer layer keeps of a micro-batch."""
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    values = _hidden_values(config)
+    if config.training.checkpoint_activations:
+        return values * _residual_bytes(config) / config.training.checkpoint_num_layers
+    matrices = (3 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
+    kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / tensor) * _parameter_bytes(config)
+    return values * kept
+
+
+def embedding_activation_bytes(config: Config) -> float:
+    """Token ids, and the input of the embedding's norm if it has one."""
+    norm = _parameter_bytes(config) if config.model.embed_layernorm else 0
+    return _hidden_values(config) * norm + config.batch.micro_batch_size * config.model.seq_length * 8
+
+
+def norm_activation_bytes(config: Config) -> float:
+    """The input of the final norm."""
+    return _hidden_values(config) * _residual_bytes(config)
+
+
+def head_activation_bytes(config: Config, padded_vocab: int) -> float:
+    """The head's input and the logits: in the run's precision and, for the loss, in fp32."""
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    logits = config.batch.micro_batch_size * model.seq_length * padded_vocab / tensor
+    parameter = _parameter_bytes(config)
+    copies = _FP32 + (parameter if parameter != _FP32 else 0)
+    return _hidden_values(config) * parameter + logits * copies
+
+
+def _hidden_values(config: Config) -> int:
+    return config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+
+
+def _parameter_bytes(config: Config) -> int:
+    return _FP32 if config.precision.name == "fp32" else 2
+
+
+def _residual_bytes(config: Config) -> int:
+    return _FP32 if config.precision.fp32_residual_connection else _parameter_bytes(config)
