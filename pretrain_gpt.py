@@ -38,6 +38,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     from megatron.planner.report import run_report
     from megatron.planner.stages import plan_stages
     from megatron.training.data import fingerprint_of, open_data
+    from megatron.training.layer_times import find_layer_times, must_measure, read_layer_times
     from megatron.training.output import make_output_folders
     from megatron.training.signals import ExitConditions
     from megatron.training.train import Trainer, make_metrics, run_length
@@ -45,14 +46,13 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
 
     # Everything that flags and files can get wrong is found out here, before the processes meet.
     vocabulary = find_vocabulary(config)
-    plan = plan_stages(config, vocabulary.size)
+    plan = None if must_measure(config) else plan_stages(config, vocabulary.size, read_layer_times(config))
     batches = BatchSchedule.from_config(config.batch)
     length = run_length(config, batches)
     rates = LearningRateSchedule.from_config(config.schedule, config.training, config.model.seq_length)
-    report = f"{run_report(config, plan, vocabulary.size, notes)}\n{rates.describe()}"
     if config.training.dry_run:
         if is_main_process():
-            print(report)
+            print(run_report(config, plan, vocabulary.size, notes, rates.describe()))
         return
     fingerprint = fingerprint_of(config, length)
     checkpoint = native.find_checkpoint(config, vocabulary.size, fingerprint)
@@ -61,12 +61,15 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     rank = join_world(config)
     native.agree_on_checkpoint(checkpoint)
     metrics = make_metrics(config, vocabulary.size, rank)
-    metrics.print(report)
     parallel = config.parallel
     layout = ParallelLayout.create(
         parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
     )
     tensor = layout.make_tensor_group()
+    if plan is None:
+        times = find_layer_times(config, layout, tensor, vocabulary.size, vocabulary.eod)
+        plan = plan_stages(config, vocabulary.size, times)
+    metrics.print(run_report(config, plan, vocabulary.size, notes, rates.describe()))
     model = GPTModelPipe(config, layout, tensor, vocabulary.size, vocabulary.eod, plan.bounds)
     engine = GPTEngine(config, layout, tensor, model)
     state = native.load_checkpoint(engine, checkpoint) if checkpoint else native.TrainingState()

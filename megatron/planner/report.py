@@ -9,13 +9,16 @@ from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan
 
 
-def run_report(config: Config, plan: StagePlan, vocab_size: int, notes: Sequence[str]) -> str:
-    """The text printed once at the start of a run. `notes`: flags and files that need a word."""
+def run_report(
+    config: Config, plan: StagePlan, vocab_size: int, notes: Sequence[str], learning_rate: str
+) -> str:
+    """The text printed once at the start of a run. `notes`: flags and files that need a word;
+    `learning_rate`: the schedule in words."""
     parts = [
         "\n".join(f"note: {note}" for note in notes),
         _model_lines(config, plan, vocab_size),
         _layout_lines(config),
-        stage_map(plan),
+        f"{stage_map(plan)}\n{learning_rate}",
     ]
     return "\n\n".join(part for part in parts if part)
 

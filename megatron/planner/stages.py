@@ -59,10 +59,10 @@ class StagePlan:
         return held - (self.parameters[tied[-1]] if len(tied) == 2 else 0)
 
 
-def plan_stages(config: Config, vocab_size: int, seconds: list[float] | None = None) -> StagePlan:
+def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | None = None) -> StagePlan:
     """Lists the layers and cuts them by `--partition-method`; ConfigError where that cannot be done.
 
-    seconds: measured per layer, for the method 'profile'.
+    seconds: measured per kind of layer (see `layer_kinds`), for the method 'profile'.
     """
     parallel = config.parallel
     tensor = TensorGroup(size=parallel.tensor_model_parallel_size)
@@ -84,7 +84,11 @@ def plan_stages(config: Config, vocab_size: int, seconds: list[float] | None = N
 
 
 def layer_table(
-    config: Config, vocab_size: int, names: list[str], parameters: list[int], seconds: list[float] | None
+    config: Config,
+    vocab_size: int,
+    names: list[str],
+    parameters: list[int],
+    seconds: dict[str, float] | None,
 ) -> LayerTable:
     """What each layer costs one rank, by the models of `planner.flops` and `planner.memory`."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
@@ -101,7 +105,17 @@ def layer_table(
     activation_bytes[head] = memory.head_activation_bytes(config, padded)
     per_parameter = memory.state_bytes_per_parameter(config)
     state_bytes = [count * per_parameter for count in parameters]
-    return LayerTable(names, parameters, layer_flops, state_bytes, activation_bytes, seconds)
+    measured = [seconds[kind] for kind in layer_kinds(names)] if seconds else None
+    return LayerTable(names, parameters, layer_flops, state_bytes, activation_bytes, measured)
+
+
+def layer_kinds(names: list[str]) -> list[str]:
+    """Per layer what it is alike with: its name, with the embedding and the head apart."""
+    first = names.index(EMBEDDING)
+    return [
+        f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
+        for index, name in enumerate(names)
+    ]
 
 
 def live_micro_batches(config: Config) -> list[int]:

@@ -1,0 +1,162 @@
+"""`--partition-method profile`: how long each kind of layer takes, measured with the run's own shapes.
+
+The tensor-parallel group of the first stage and first replica measures; everyone gets its figures, so all
+ranks cut alike. `--partition-profile FILE` keeps them: equal runs need not measure, and a dry run can cut.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.config import Config, ConfigError
+from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
+from megatron.model.transformer import LayerContext
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.random import DropoutStream
+from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER
+from megatron.planner.stages import layer_kinds
+
+WARM_UP, REPEATS = 2, 7
+
+
+def must_measure(config: Config) -> bool:
+    """The layers are to be timed once the processes have met."""
+    path = config.parallel.partition_profile
+    wanted = config.parallel.partition_method.lower() == "profile" and not config.training.dry_run
+    return wanted and (path is None or not Path(path).exists())
+
+
+def read_layer_times(config: Config) -> dict[str, float] | None:
+    """Seconds per kind of layer from --partition-profile; None without one.
+
+    Raises ConfigError for a damaged file, and for one that was measured with other shapes.
+    """
+    path = config.parallel.partition_profile
+    if path is None or not Path(path).exists():
+        return None
+    try:
+        profile = json.loads(Path(path).read_text())
+        measured_for, seconds = profile["measured_for"], profile["seconds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--partition-profile {path} cannot be read ({error}): delete it, and the next run writes it anew"
+        ) from error
+    now = _shapes(config)
+    differing = [
+        f"{key} was {measured_for.get(key)}, is {now[key]}"
+        for key in now
+        if measured_for.get(key) != now[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"--partition-profile {path} was measured for another run ({'; '.join(differing)}): give another "
+            "file name, and the run measures"
+        )
+    return seconds
+
+
+def find_layer_times(
+    config: Config, layout: ParallelLayout, tensor: TensorGroup, vocab_size: int, eod: int | None
+) -> dict[str, float]:
+    """Measures and shares seconds per kind of layer, and writes --partition-profile. Collective."""
+    seconds: dict[str, float] = {}
+    if layout.pipeline_stage == 0 and layout.data_rank == 0:
+        seconds = _measure(config, tensor, vocab_size, eod)
+    shared = [seconds]
+    dist.broadcast_object_list(shared, src=0)
+    path = config.parallel.partition_profile
+    if path is not None and layout.rank == 0:
+        profile = {"measured_for": _shapes(config), "seconds": shared[0]}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(profile, indent=2) + "\n")
+    return shared[0]
+
+
+def _shapes(config: Config) -> dict[str, Any]:
+    """What the times depend on: not the numbers of layers and stages."""
+    settings = config.to_dict()
+    model = {key: value for key, value in settings["model"].items() if key != "num_layers"}
+    return {
+        **model,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
+        "precision": config.precision.name,
+        "fp32_residual_connection": config.precision.fp32_residual_connection,
+        "checkpoint_activations": config.training.checkpoint_activations,
+        "device": get_accelerator().device_name(),
+    }
+
+
+def _measure(config: Config, tensor: TensorGroup, vocab_size: int, eod: int | None) -> dict[str, float]:
+    stream = DropoutStream(config.training.seed)
+    stream.samples = tuple(range(config.batch.micro_batch_size))
+    context = LayerContext(config, tensor, stream)
+    layers = pipeline_layers(context, vocab_size, eod)
+    device = torch.device(get_accelerator().current_device_name())
+    shape = (config.batch.micro_batch_size, config.model.seq_length)
+    tokens = torch.randint(0, vocab_size, shape, device=device)
+    seconds: dict[str, float] = {}
+    payload: Any = tokens
+    for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
+        if kind in seconds:
+            continue  # alike in shape: what it would pass on is like what it was given
+        function = _build(layer, config, device)
+        if kind == TRANSFORMER_LAYER and config.training.checkpoint_activations:
+            function = _recomputed(function)
+        seconds[kind], payload = _time(function, payload)
+    loss = CrossEntropy(tensor, vocab_size)
+    labels = (tokens, torch.ones(shape, device=device))
+    loss_seconds, _ = _time(lambda logits: loss(logits, labels), payload)
+    seconds[f"{EMBEDDING}@last"] += loss_seconds
+    return seconds
+
+
+def _build(layer: LayerSpec | Callable, config: Config, device: torch.device) -> Callable:
+    """The layer with small random weights; an exact start would take time and change nothing."""
+    if not isinstance(layer, LayerSpec):
+        return layer
+    module = layer.build().to(device=device, dtype=PARAMETER_DTYPES[config.precision.name])
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=config.model.init_method_std)
+    forward = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+    return (lambda payload: forward(module, payload)) if forward else module
+
+
+def _recomputed(function: Callable) -> Callable:
+    return lambda payload: checkpoint(function, payload, use_reentrant=False, preserve_rng_state=False)
+
+
+def _time(function: Callable, payload: Any) -> tuple[float, Any]:
+    """Median seconds of a forward and backward pass, and the output, cut off from the graph."""
+    times = []
+    for turn in range(WARM_UP + REPEATS):
+        inputs = _detached(payload)
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        outputs = function(inputs)
+        hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if hidden.requires_grad:
+            hidden.backward(torch.ones_like(hidden))
+        get_accelerator().synchronize()
+        if turn >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times), _detached(outputs)
+
+
+def _detached(payload: Any) -> Any:
+    if isinstance(payload, tuple):
+        return tuple(_detached(part) for part in payload)
+    return payload.detach().requires_grad_(payload.is_floating_point())
