@@ -21,6 +21,7 @@ EMBEDDING = "EmbeddingPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
 GIB = 2**30
+MEMORY_UNIT = "GiB"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def cut_layers(
     stages = 2 * num_ranks if in_v else num_ranks
     if method.kind == "explicit":
         bounds = _explicit_bounds(method, layers.names, stages)
-        weights, unit, scale = layers.flops, "TFLOP", 1e12
+        weights, unit, scale = layers.flops, "GFLOP", 1e9
         return Cut(bounds, [value / scale for value in _stage_sums(weights, bounds)], unit)
     if method.kind == "memory":
         return _cut_by_memory(method, layers, stages, live_micro_batches)
@@ -87,7 +88,7 @@ def _layer_weights(
     if method.kind == "parameters":
         return layers.parameters, "M parameters", 1e6
     if method.kind == "time":
-        return layers.flops, "TFLOP", 1e12
+        return layers.flops, "GFLOP", 1e9
     if method.kind == "profile":
         if layers.seconds is None:
             raise ConfigError(
@@ -161,7 +162,7 @@ def _cut_by_memory(
     bounds = _keep_ends_whole(partition_by_stage(costs), layers.names)
     _check_none_empty(method, bounds)
     sums = [sum(costs[s][bounds[s] : bounds[s + 1]]) / GIB for s in range(stages)]
-    return Cut(bounds, sums, "GiB")
+    return Cut(bounds, sums, MEMORY_UNIT)
 
 
 def _explicit_bounds(method: PartitionMethod, names: Sequence[str], stages: int) -> list[int]:

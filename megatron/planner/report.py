@@ -5,6 +5,7 @@ from itertools import groupby
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
+from megatron.pipeline.methods import MEMORY_UNIT
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan
 
@@ -84,9 +85,14 @@ def heaviest_line(plan: StagePlan) -> str:
     if not heaviest:
         return f"heaviest   none: the layers weigh nothing by --partition-method {plan.method}"
     ratio = heaviest / mean
+    consequence = (
+        f"it needs {100 * (ratio - 1):.1f} % more than the mean"
+        if plan.cut.unit == MEMORY_UNIT
+        else f"waiting for it costs {100 * (1 - 1 / ratio):.1f} % of the efficiency"
+    )
     return (
-        f"heaviest   {what} {weights.index(heaviest)} of --partition-method {plan.method}, "
-        f"max/mean = {ratio:.3f}: the others are busy {100 / ratio:.1f} % of its time"
+        f"heaviest   {what} {weights.index(heaviest)} by --partition-method {plan.method}, "
+        f"max/mean = {ratio:.3f}: {consequence}"
     )
 
 

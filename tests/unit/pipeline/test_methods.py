@@ -1,0 +1,200 @@
+"""Where the list of layers is cut, by every method."""
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from megatron.config import ConfigError
+from megatron.config.partition_method import parse_partition_method
+from megatron.pipeline.methods import LayerTable, cut_layers
+from megatron.pipeline.uneven import partition_by_stage, partition_v
+
+LAYER = "ParallelTransformerLayerPipe"
+
+
+def names(layers, casts=False):
+    ends = ["to_batch_first", "MixedFusedLayerNorm", "EmbeddingPipe"] + ["float16_to_fp32"] * casts
+    return ["_to_float16", "EmbeddingPipe", "to_sequence_first", *[LAYER] * layers, *ends]
+
+
+def table(layers, casts=False, seconds=None):
+    """Embedding and head have 100 parameters, a layer 40; the head works as two layers do."""
+    listed = names(layers, casts)
+
+    def column(embedding, layer, norm, head):
+        inner = [0, embedding, 0, *[layer] * layers, 0, norm, head]
+        return inner + [0] * casts
+
+    return LayerTable(
+        listed,
+        parameters=column(100, 40, 2, 100),
+        flops=column(0, 1e9, 0, 2e9),
+        state_bytes=column(1600, 640, 32, 1600),
+        activation_bytes=column(10, 100, 5, 900),
+        seconds=column(0.5, 1.0, 0.1, 2.0) if seconds else None,
+    )
+
+
+def cut(method, layers, stages, casts=False, seconds=None, micro_batches=8, in_v=False):
+    chunks = 2 * stages if in_v else stages
+    live = [min(micro_batches, chunks - stage) for stage in range(chunks)]
+    return cut_layers(parse_partition_method(method), table(layers, casts, seconds), stages, live, in_v)
+
+
+def bounds(method, layers, stages, **options):
+    return cut(method, layers, stages, **options).bounds
+
+
+def test_bloom_is_cut_as_it_was_trained():
+    """BLOOM's run: embedding and 5 layers, ten times 6, 5 and the head."""
+    assert bounds("type:transformer|embedding", 70, 12, casts=True) == [0, 8, *range(14, 69, 6), 77]
+
+
+def test_an_embedding_as_heavy_as_two_layers_has_a_stage_of_its_own():
+    found = bounds("type:embed:2|transformer:1", 60, 32, casts=True)
+    assert found == [0, 2, 5, *range(7, 64, 2), 67]
+    assert bounds("weighted_type:embed:2|transformer", 60, 32, casts=True) == found
+
+
+def test_sixty_two_layers_on_thirty_two_stages():
+    assert bounds("type:embed|transformer", 62, 32, casts=True) == [0, 4, *range(6, 65, 2), 69]
+
+
+def test_transformer_layers_are_shared_out_evenly():
+    assert bounds("type:transformer", 8, 4) == [0, 5, 7, 9, 14]
+
+
+def test_the_embedding_and_the_head_can_weigh_differently():
+    found = cut("type:embed@first:1|embed@last:4|transformer:1", 7, 3)
+    assert found.weights == [4, 4, 4]
+    assert found.bounds == [0, 6, 10, 13]
+
+
+def test_the_first_alternative_that_matches_wins():
+    assert bounds("type:Parallel:1|transformer:100|embed:2", 6, 4) == bounds("type:transformer|embed:2", 6, 4)
+
+
+def test_parameters_weigh_the_layers():
+    found = cut("parameters", 4, 2)
+    counts = table(4).parameters
+    assert max(found.weights) * 1e6 == min(max(sum(counts[:i]), sum(counts[i:])) for i in range(1, 10))
+
+
+@pytest.mark.parametrize("method", ["time", "profile"])
+def test_a_head_that_works_as_two_layers_counts_as_two(method):
+    found = cut(method, 6, 4, seconds=True)
+    assert found.bounds[-2] == 9, "the head is on a stage without transformer layers"
+
+
+def test_a_profile_that_was_never_measured_is_asked_for():
+    with pytest.raises(ConfigError, match="--partition-profile FILE"):
+        cut("profile", 6, 4)
+
+
+def test_memory_counts_what_the_schedule_keeps_alive():
+    """Early stages keep more micro-batches, so they get fewer layers; no cut has a smaller largest stage."""
+    found = cut("memory", 10, 3, micro_batches=8)
+    layers = table(10)
+
+    def stage_bytes(stage, first, last):
+        return sum(layers.state_bytes[first:last]) + (3 - stage) * sum(layers.activation_bytes[first:last])
+
+    def largest(cuts):
+        return max(stage_bytes(stage, *span) for stage, span in enumerate(pairwise(cuts)))
+
+    best = min(largest([0, a, b, 16]) for a, b in combinations(range(2, 15), 2))
+    assert largest(found.bounds) == best
+    assert found.bounds[1] - 3 < found.bounds[2] - found.bounds[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("stages:2,2", [0, 5, 10]),
+        ("stages:E,4,0,0", [0, 2, 7, 7, 10]),
+        ("stages:E,0,0,4+L", [0, 2, 2, 2, 10]),
+        ("layout:E|t|t|t|t|L", [0, 2, 4, 5, 6, 7, 10]),
+        ("layout:Et*4|L", [0, 7, 10]),
+    ],
+)
+def test_an_explicit_layout_is_taken_at_its_word(method, expected):
+    assert bounds(method, 4, len(expected) - 1) == expected
+
+
+@pytest.mark.parametrize("stages", range(2, 9))
+@pytest.mark.parametrize("casts", [False, True])
+def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
+    """Tokens have no gradient and logits differ between tensor ranks: the ends stay with the embeddings."""
+    listed = names(4, casts)
+    try:
+        found = bounds("uniform", 4, stages, casts=casts)
+    except ConfigError:
+        assert stages >= 7  # the ends take two entries each, so some stage is left without any
+        return
+    assert found[1] >= 2
+    assert found[-2] <= len(listed) - 1 - casts
+    assert all(first < last for first, last in pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("method", "stages", "words"),
+    [
+        ("type:mlp|transformer", 2, ["'mlp'", LAYER, "EmbeddingPipe", "type:embed:2|transformer:1"]),
+        ("type:transformer", 5, ["4 layers", "5 stages", LAYER, "--pipeline-model-parallel-size"]),
+        ("type:transformer:0", 2, ["0 layers", "none"]),
+        ("uniform", 9, ["stage", "without a layer"]),
+        ("stages:2,2", 3, ["2 stages", "3", "--pipeline-model-parallel-size"]),
+        ("stages:2,3", 2, ["5 transformer layers", "--num-layers is 4"]),
+        ("layout:Et|tL", 2, ["2 transformer layers", "--num-layers is 4"]),
+    ],
+)
+def test_a_method_that_cannot_be_used_is_named_with_what_there_is(method, stages, words):
+    with pytest.raises(ConfigError) as caught:
+        bounds(method, 4, stages)
+    assert all(word in str(caught.value) for word in [method, *words])
+
+
+# --- cuts where a layer does not weigh the same everywhere ---
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_partition_by_stage_against_all_cuts(seed):
+    import random
+
+    generator = random.Random(seed)
+    layers, stages = generator.randint(3, 8), generator.randint(1, 3)
+    costs = [[generator.randint(0, 9) for _ in range(layers)] for _ in range(stages)]
+
+    def profile(cuts):
+        sums = [sum(costs[s][a:b]) for s, (a, b) in enumerate(pairwise(cuts))]
+        return max(sums), sum(value**2 for value in sums)
+
+    everything = [[0, *inner, layers] for inner in combinations(range(1, layers), stages - 1)]
+    assert profile(partition_by_stage(costs)) == min(profile(cuts) for cuts in everything)
+
+
+def v_ranks(weights, cuts):
+    sums = [sum(weights[a:b]) for a, b in pairwise(cuts)]
+    return [a + b for a, b in zip(sums, sums[::-1], strict=True)][: len(sums) // 2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_partition_v_against_all_cuts(seed):
+    import random
+
+    generator = random.Random(seed)
+    ranks = generator.randint(1, 3)
+    layers = generator.randint(2 * ranks, 9)
+    weights = [generator.randint(1, 9) for _ in range(layers)]
+    found = partition_v(weights, ranks)
+    everything = ([0, *inner, layers] for inner in combinations(range(1, layers), 2 * ranks - 1))
+    best = min(max(v_ranks(weights, cuts)) for cuts in everything)
+    assert all(a < b for a, b in pairwise(found))
+    assert max(v_ranks(weights, found)) == best
+
+
+def test_partition_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers():
+    weights = [0, 2, 0, *[1] * 12, 0, 0, 2, 0]
+    found = partition_v(weights, 4)
+    assert v_ranks(weights, found) == [4, 4, 4, 4]
+    assert found[-1] == len(weights) and weights[found[1] - 1] > 0
