@@ -1,0 +1,404 @@
+"""What a pipeline schedule costs: its order of work, run on paper with given times of stages and transfers.
+
+The model's layers are cut into chunks, and every rank holds one of them ('1f1b', 'gpipe': stage r on rank r)
+or two ('dualpipev': chunks r and 2p - 1 - r of p ranks, so the first and the last are both on rank 0). An
+order of work is a list of steps per rank, each an exchange of messages followed by work.
+
+'1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
+`DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
+
+- `TrainSchedule` receives a gradient before it sends the activation that it has just made, so in its steady
+  state each micro-batch waits for a transfer there and one back, however early the activation was ready;
+- `DualPipeVSchedule` neither splits the backward pass into the parts of inputs and of weights ("zero
+  bubble") nor computes a forward and a backward pass at the same time. A pair of them is only received for
+  and sent at once: the forward pass waits for the gradient too, and its output for the backward pass.
+
+Idealised: a sender goes on at once, where DeepSpeed's blocks until the receiver takes the message (which
+costs nothing where transfers do); messages share no link and slow no computation; the step ends with the
+last backward pass, before gradients are reduced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from math import isfinite
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+
+_FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
+"""From a chunk to the one that takes its output."""
+
+
+class Work(NamedTuple):
+    """One pass of one micro-batch through one chunk."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind} pass of micro-batch {self.micro_batch} through chunk {self.chunk}"
+
+
+class Step(NamedTuple):
+    """What a rank does between two exchanges of messages, in the order of the fields."""
+
+    sends: tuple[Work, ...]
+    """Whose outputs leave first."""
+    receives: tuple[Work, ...]
+    """Whose inputs are then waited for, all together."""
+    late_sends: tuple[Work, ...]
+    """Whose outputs leave once those are there."""
+    work: tuple[Work, ...]
+    """Computed at last, one after the other."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of work: the steps of each rank, and which rank holds each chunk."""
+
+    steps: list[list[Step]]
+    rank_of_chunk: Sequence[int]
+
+
+class Span(NamedTuple):
+    """When a piece of work is done, in seconds from the start of the first."""
+
+    work: Work
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """How an order of work went."""
+
+    spans: list[list[Span]]
+    """Per rank, its work in the order of time."""
+    peak_live: list[int]
+    """Per rank, the most forward passes whose backward pass was not over, each through one chunk: that many
+    micro-batches' activations are kept. Where a rank has two chunks, each of them is of half its layers."""
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds until the last rank is done."""
+        return max(span.end for spans in self.spans for span in spans[-1:])
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Seconds of work per rank."""
+        return [sum(span.end - span.start for span in spans) for spans in self.spans]
+
+    @property
+    def bubble_shares(self) -> list[float]:
+        """Per rank, the part of the makespan in which it has no work."""
+        return [1 - busy / self.makespan for busy in self.busy]
+
+
+def simulate_schedule(
+    name: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float],
+    num_micro_batches: int,
+) -> Timeline:
+    """Runs the schedule called `name`: '1f1b', 'gpipe' or 'dualpipev'.
+
+    forward, backward: seconds of a micro-batch's pass per chunk; 'dualpipev' has two chunks per rank.
+    transfer: seconds of a message, either way, between chunk c and c + 1; one entry less than chunks.
+
+    All times may be integers or Fractions, and the results are then exact. Raises ValueError for a name that
+    does not exist, and for times or a number of micro-batches that do not fit the schedule.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no pipeline schedule {name}: expected one of {', '.join(SCHEDULES)}")
+    num_chunks = len(forward)
+    _check_times(forward, backward, transfer)
+    if num_micro_batches < 1:
+        raise ValueError(f"a pipeline needs at least 1 micro-batch, and has {num_micro_batches}")
+    chunks_per_rank = 2 if name == "dualpipev" else 1
+    if num_chunks % chunks_per_rank:
+        raise ValueError(f"{name} has two chunks per rank, and times were given for {num_chunks} chunks")
+    order = SCHEDULES[name](num_chunks // chunks_per_rank, num_micro_batches)
+    return simulate(order, forward, backward, transfer)
+
+
+def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]) -> None:
+    chunks = len(forward)
+    if chunks < 1 or len(backward) != chunks or len(transfer) != chunks - 1:
+        raise ValueError(
+            f"{chunks} forward times need as many backward times and one transfer time less, and at least "
+            f"one: there are {len(backward)} backward and {len(transfer)} transfer times"
+        )
+    for time in chain(forward, backward, transfer):
+        if not (isfinite(time) and time >= 0):
+            raise ValueError(f"a time of {time} seconds was given: expected 0 or more")
+    if not any(chain(forward, backward)):
+        raise ValueError("all forward and backward times are 0: nothing takes any time")
+
+
+def gpipe(num_stages: int, num_micro_batches: int) -> Order:
+    """All forward passes, then all backward passes, both in the order of the micro-batches."""
+    stages = range(num_stages)
+
+    def stage_steps(stage: int) -> list[Step]:
+        steps = _Steps(stage, stages)
+        for work in chain(*_passes(stage, num_micro_batches)):
+            steps.add(work)
+        return steps.finished()
+
+    return Order([stage_steps(stage) for stage in stages], stages)
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
+    """One forward, one backward in turn (PipeDream-flush), after as many forwards as there are stages from
+    this one on: no more activations are kept than it takes to have every stage at work."""
+    stages = range(num_stages)
+
+    def stage_steps(stage: int) -> list[Step]:
+        steps = _Steps(stage, stages)
+        forwards, backwards = _passes(stage, num_micro_batches)
+        depth = num_stages - stage
+        for work in forwards[:depth]:
+            steps.add(work)
+        for micro_batch, work in enumerate(backwards):
+            # Right after a forward pass DeepSpeed receives the gradient before it sends the activation. With
+            # fewer micro-batches than stages from here on, there is a pause in which the activation leaves.
+            last_forward = micro_batch + depth - 1
+            steps.add(work, sends_late=last_forward < num_micro_batches)
+            if last_forward + 1 < num_micro_batches:
+                steps.add(forwards[last_forward + 1])
+        return steps.finished()
+
+    return Order([stage_steps(stage) for stage in stages], stages)
+
+
+def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
+    """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
+
+    Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both ways
+    alternate. Raises ValueError for less than two micro-batches per rank.
+    """
+    if num_micro_batches < 2 * num_ranks:
+        raise ValueError(
+            f"dualpipev on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, and has "
+            f"{num_micro_batches}: take a larger global batch, a smaller micro-batch or fewer pipeline ranks"
+        )
+    rank_of_chunk = [*range(num_ranks), *reversed(range(num_ranks))]
+    steps = [_dual_pipe_v_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
+    return Order(steps, rank_of_chunk)
+
+
+def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
+    """One rank's steps. The numbered parts are those of DeepSpeed's `DualPipeVSchedule.steps`."""
+    last_chunk = len(rank_of_chunk) - 1
+    down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
+    forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
+    below = len(rank_of_chunk) // 2 - 1 - rank
+    steps = _Steps(rank, rank_of_chunk)
+
+    for _ in range(2 * below):  # 1
+        steps.add(next(forward_down))
+    work = next(forward_down)
+    for turn in range(rank + 1):  # 2
+        # The output down leaves with the one up, and with the input up the next one down is received.
+        steps.add(work, hold=True)
+        work = next(forward_down)
+        steps.add(next(forward_up), receive_too=(work,), hold=below == 0 and turn == rank)
+    for _ in range(below):  # 3
+        steps.add(next(backward_up))
+        steps.add(next(forward_up))
+    for turn in range(num_micro_batches - last_chunk + rank):  # 4
+        if turn > 0:
+            steps.add(next(forward_down), next(backward_up))
+        elif below > 0:
+            steps.add(work, next(backward_up))
+        else:
+            steps.add(work)
+            steps.add(next(backward_up))
+        steps.add(next(forward_up), next(backward_down))
+    for _ in range(below):  # 5
+        steps.add(next(backward_up))
+        steps.add(next(forward_up), next(backward_down))
+    for _ in range(rank + 1):  # 6
+        steps.add(next(backward_up))
+        steps.add(next(backward_down))
+    for _ in range(below):  # 7
+        steps.add(next(backward_down))
+    return steps.finished()
+
+
+SCHEDULES: dict[str, Callable[[int, int], Order]] = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "dualpipev": dual_pipe_v,
+}
+"""By name, what makes the order of work from the numbers of ranks and of micro-batches."""
+
+
+def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:
+    """The forward and the backward passes through a chunk."""
+    numbers = range(num_micro_batches)
+    return [Work("forward", k, chunk) for k in numbers], [Work("backward", k, chunk) for k in numbers]
+
+
+class _Steps:
+    """Makes a rank's steps of its work: knows which inputs and outputs are messages of other ranks."""
+
+    def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
+        def elsewhere(chunk: int) -> bool:
+            return 0 <= chunk < len(rank_of_chunk) and rank_of_chunk[chunk] != rank
+
+        own = [(kind, chunk) for kind in _FLOW for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
+        self._incoming = {(kind, chunk) for kind, chunk in own if elsewhere(chunk - _FLOW[kind])}
+        self._outgoing = {(kind, chunk) for kind, chunk in own if elsewhere(chunk + _FLOW[kind])}
+        self._steps: list[Step] = []
+        self._unsent: tuple[Work, ...] = ()
+        self._held: tuple[Work, ...] = ()
+        self._received: set[Work] = set()
+
+    def add(
+        self, *work: Work, sends_late: bool = False, hold: bool = False, receive_too: tuple[Work, ...] = ()
+    ) -> None:
+        """Adds a step.
+
+        sends_late: what is unsent leaves after this step's inputs are there, not before they are waited for.
+        hold: this step's outputs leave together with those of the next step.
+        receive_too: work of later steps, whose inputs are waited for already in this one.
+        """
+        receives = _select(work + receive_too, self._incoming)
+        if self._received:
+            receives = tuple([w for w in receives if w not in self._received])
+            self._received.difference_update(work)
+        self._received.update(receive_too)
+        outputs = _select(work, self._outgoing)
+        sends, late_sends = ((), self._unsent) if sends_late else (self._unsent, ())
+        self._steps.append(Step(sends, receives, late_sends, work))
+        self._unsent, self._held = (self._held, outputs) if hold else (self._held + outputs, ())
+
+    def finished(self) -> list[Step]:
+        """All steps, with the last messages in one without work."""
+        return [*self._steps, Step(self._unsent + self._held, (), (), ())]
+
+
+def _select(work: tuple[Work, ...], places: set[tuple[Kind, int]]) -> tuple[Work, ...]:
+    """The work whose kind and chunk are among `places`."""
+    selected = [w for w in work if (w.kind, w.chunk) in places]
+    # Large plans have millions of these: the same tuple is kept where nothing is left out.
+    return work if len(selected) == len(work) else tuple(selected)
+
+
+def simulate(
+    order: Order, forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]
+) -> Timeline:
+    """Runs an order of work, each step as early as its rank and its messages allow.
+
+    The times are those of `simulate_schedule`. Raises ValueError for an order that cannot be run, naming a
+    piece of work that never gets its input.
+    """
+    run = _Run(order, {"forward": forward, "backward": backward}, transfer)
+    ready = deque(range(len(order.steps)))
+    while ready:
+        ready.extend(run.advance(ready.popleft()))
+    if run.waiting:
+        work, rank = next(iter(run.waiting.items()))
+        raise ValueError(
+            f"the order of work cannot be run: rank {rank} waits for the input of {work} for ever"
+        )
+    return Timeline([rank.spans for rank in run.ranks], [rank.peak_live for rank in run.ranks])
+
+
+@dataclass
+class _Rank:
+    """How far a rank has come."""
+
+    steps: list[Step]
+    position: int = 0
+    resumes: bool = False
+    """The current step's first messages have left, and another rank's was waited for."""
+    clock: float = 0
+    inputs: set[Work] = field(default_factory=set)
+    """Work whose input is on this rank."""
+    outputs: set[Work] = field(default_factory=set)
+    """Work whose output is yet to be sent."""
+    live: set[tuple[int, int]] = field(default_factory=set)
+    """(micro-batch, chunk) of the forward passes whose backward pass is not over."""
+    peak_live: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+
+class _Run:
+    """A simulation under way."""
+
+    def __init__(self, order: Order, times: dict[Kind, Sequence[float]], transfer: Sequence[float]) -> None:
+        self.ranks = [_Rank(steps) for steps in order.steps]
+        self.waiting: dict[Work, int] = {}
+        """Work whose input is waited for, and the rank that waits."""
+        self._rank_of_chunk = order.rank_of_chunk
+        self._times = times
+        self._transfer = transfer
+        self._arrivals: dict[Work, float] = {}
+
+    def advance(self, number: int) -> list[int]:
+        """Takes a rank as far as the messages sent by now allow; returns the ranks that wait no longer."""
+        rank, woken = self.ranks[number], []
+        while rank.position < len(rank.steps):
+            sends, receives, late_sends, step_work = rank.steps[rank.position]
+            if not rank.resumes:
+                woken += self._send(rank, sends)
+            for work in receives:
+                if work not in self._arrivals:
+                    self.waiting[work] = number
+                    rank.resumes = True
+                    return woken
+            for work in receives:
+                rank.clock = max(rank.clock, self._arrivals.pop(work))
+                rank.inputs.add(work)
+            woken += self._send(rank, late_sends)
+            for work in step_work:
+                self._compute(number, rank, work)
+            rank.position += 1
+            rank.resumes = False
+        return woken
+
+    def _send(self, rank: _Rank, outputs: Sequence[Work]) -> list[int]:
+        """Sends the outputs of work; returns the ranks that waited for them."""
+        woken = []
+        for work in outputs:
+            if work not in rank.outputs:
+                raise ValueError(f"the order of work cannot be run: it sends the output of {work} too early")
+            rank.outputs.remove(work)
+            kind, micro_batch, chunk = work
+            target = Work(kind, micro_batch, chunk + _FLOW[kind])
+            self._arrivals[target] = rank.clock + self._transfer[min(chunk, target.chunk)]
+            if target in self.waiting:
+                woken.append(self.waiting.pop(target))
+        return woken
+
+    def _compute(self, number: int, rank: _Rank, work: Work) -> None:
+        kind, micro_batch, chunk = work
+        last_chunk = len(self._rank_of_chunk) - 1
+        has_input = chunk != (0 if kind == "forward" else last_chunk)
+        key = (micro_batch, chunk)
+        if (has_input and work not in rank.inputs) or (kind == "backward" and key not in rank.live):
+            raise ValueError(f"the order of work cannot be run: it does {work} before there is its input")
+        rank.inputs.discard(work)
+        if kind == "forward":
+            rank.live.add(key)
+            rank.peak_live = max(rank.peak_live, len(rank.live))
+        else:
+            rank.live.remove(key)
+        start = rank.clock
+        rank.clock = start + self._times[kind][chunk]
+        rank.spans.append(Span(work, start, rank.clock))
+        target = chunk + _FLOW[kind]
+        if 0 <= target <= last_chunk:
+            if self._rank_of_chunk[target] == number:
+                rank.inputs.add(Work(kind, micro_batch, target))
+            else:
+                rank.outputs.add(work)

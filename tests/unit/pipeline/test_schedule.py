@@ -1,0 +1,374 @@
+"""Pipeline schedules on paper: against DeepSpeed's instruction streams, formulas and worked examples."""
+
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from deepspeed.runtime.pipe import schedule as deepspeed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.schedule import (
+    SCHEDULES,
+    Order,
+    Step,
+    Work,
+    dual_pipe_v,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    simulate_schedule,
+)
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 7, 8, 16, 17)]
+DUAL_SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (2 * p, 2 * p + 1, 3 * p + 1, 6 * p)]
+
+SENDS = (deepspeed.SendActivation, deepspeed.SendGrad)
+RECEIVES = (deepspeed.RecvActivation, deepspeed.RecvGrad)
+PASSES = (deepspeed.ForwardPass, deepspeed.BackwardPass)
+FORWARDS = (deepspeed.SendActivation, deepspeed.RecvActivation, deepspeed.ForwardPass)
+
+
+def instructions(schedule, chunk_of_phase):
+    """(class, Work) of each instruction; the Work is the one that a message is the output or the input of."""
+    seen = Counter()
+    for commands in schedule:
+        for command in commands:
+            kind = type(command)
+            if kind is deepspeed.CommitP2P:
+                yield kind, None
+            elif kind in SENDS + RECEIVES + PASSES:
+                chunk = chunk_of_phase[command.kwargs.get("phase", 0)]
+                micro_batch = seen[kind, chunk]
+                seen[kind, chunk] += 1
+                slot = command.buffer_id % schedule.num_micro_batches
+                assert slot == micro_batch % schedule.num_pipe_buffers()
+                yield kind, Work("forward" if kind in FORWARDS else "backward", micro_batch, chunk)
+
+
+def train_stream(stages, micro_batches, stage):
+    return list(instructions(deepspeed.TrainSchedule(micro_batches, stages, stage), [stage]))
+
+
+def dual_stream(ranks, micro_batches, rank):
+    schedule = deepspeed.DualPipeVSchedule(micro_batches, ranks, rank)
+    return list(instructions(schedule, [rank, 2 * ranks - 1 - rank]))
+
+
+def named(messages, activation, gradient):
+    return [(activation if work.kind == "forward" else gradient, work) for work in messages]
+
+
+def as_stream(steps):
+    """Our steps as DeepSpeed's instructions."""
+    for step in steps:
+        yield from named(step.sends, *SENDS)
+        yield from named(step.receives, *RECEIVES)
+        yield from named(step.late_sends, *SENDS)
+        yield from named(step.work, *PASSES)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_1f1b_is_instruction_by_instruction_deepspeeds(stages, micro_batches):
+    order = one_f_one_b(stages, micro_batches)
+    for stage in range(stages):
+        assert list(as_stream(order.steps[stage])) == train_stream(stages, micro_batches, stage)
+
+
+def committed_groups(stream):
+    """(sends, receives, work) between commits; an exchange with no work after it is part of the next."""
+    groups, queued, exchanged, work = [], [], [], []
+    for kind, item in stream:
+        if kind in PASSES:
+            work.append(item)
+        elif kind is deepspeed.CommitP2P:
+            if work:
+                groups.append((exchanged, work))
+                exchanged, work = [], []
+            exchanged, queued = exchanged + queued, []
+        else:
+            queued.append((kind, item))
+    groups.append((exchanged, work))
+    assert not queued
+    return [
+        (
+            {item for kind, item in messages if kind in SENDS},
+            {item for kind, item in messages if kind in RECEIVES},
+            work,
+        )
+        for messages, work in groups
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
+def test_dualpipev_is_exchange_by_exchange_deepspeeds(ranks, micro_batches):
+    order = dual_pipe_v(ranks, micro_batches)
+    for rank in range(ranks):
+        own = [(set(step.sends), set(step.receives), list(step.work)) for step in order.steps[rank]]
+        assert own == committed_groups(dual_stream(ranks, micro_batches, rank))
+        assert not any(step.late_sends for step in order.steps[rank])
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_gpipe_goes_forward_as_deepspeeds_evaluation_and_then_backward(stages, micro_batches):
+    for stage, steps in enumerate(gpipe(stages, micro_batches).steps):
+        evaluation = deepspeed.InferenceSchedule(micro_batches, stages, stage)
+        forwards = [Work("forward", k, stage) for k in range(micro_batches)]
+        passes = [command for commands in evaluation for command in commands if type(command) in PASSES]
+        assert len(passes) == len(forwards)
+        backwards = [Work("backward", k, stage) for k in range(micro_batches)]
+        assert [work for step in steps for work in step.work] == forwards + backwards
+
+
+def polled_makespan(streams, forward, backward, transfer):
+    """A twin that runs DeepSpeed's streams: goes round the ranks until nothing moves."""
+    times = {"forward": forward, "backward": backward}
+    towards = {"forward": 1, "backward": -1}
+    position, clock, sent, queued = [0] * len(streams), [0] * len(streams), {}, [[] for _ in streams]
+    commits = any(kind is deepspeed.CommitP2P for stream in streams for kind, _ in stream)
+
+    def exchange(rank, messages):
+        """True once all of them are through; what is sent leaves at the first try."""
+        for kind, work in messages:
+            if kind in SENDS:
+                boundary = min(work.chunk, work.chunk + towards[work.kind])
+                target = work._replace(chunk=work.chunk + towards[work.kind])
+                sent.setdefault(target, clock[rank] + transfer[boundary])
+        awaited = [work for kind, work in messages if kind in RECEIVES]
+        if any(work not in sent for work in awaited):
+            return False
+        clock[rank] = max([clock[rank], *(sent[work] for work in awaited)])
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, stream in enumerate(streams):
+            while position[rank] < len(stream):
+                kind, work = stream[position[rank]]
+                if kind in PASSES:
+                    clock[rank] += times[work.kind][work.chunk]
+                elif kind is deepspeed.CommitP2P:
+                    if not exchange(rank, queued[rank]):
+                        break
+                    queued[rank] = []
+                elif commits:
+                    queued[rank].append((kind, work))
+                elif not exchange(rank, [(kind, work)]):
+                    break
+                position[rank] += 1
+                moved = True
+    assert position == [len(stream) for stream in streams]
+    return max(clock)
+
+
+@st.composite
+def plans(draw, chunks_per_rank):
+    """(ranks, micro-batches, forward, backward, transfer), times in whole seconds."""
+    ranks = draw(st.integers(1, 4))
+    micro_batches = draw(st.integers(2 * ranks if chunks_per_rank == 2 else 1, 12))
+    chunks = ranks * chunks_per_rank
+
+    def times(length, least):
+        return draw(st.lists(st.integers(least, 5), min_size=length, max_size=length))
+
+    return ranks, micro_batches, times(chunks, 1), times(chunks, 0), times(chunks - 1, 0)
+
+
+@given(plans(chunks_per_rank=1))
+@settings(deadline=None)
+def test_1f1b_takes_as_long_as_deepspeeds_stream(plan):
+    stages, micro_batches, *times = plan
+    streams = [train_stream(stages, micro_batches, stage) for stage in range(stages)]
+    assert simulate_schedule("1f1b", *times, micro_batches).makespan == polled_makespan(streams, *times)
+
+
+@given(plans(chunks_per_rank=2))
+@settings(deadline=None)
+def test_dualpipev_takes_as_long_as_deepspeeds_stream(plan):
+    ranks, micro_batches, *times = plan
+    streams = [dual_stream(ranks, micro_batches, rank) for rank in range(ranks)]
+    assert simulate_schedule("dualpipev", *times, micro_batches).makespan == polled_makespan(streams, *times)
+
+
+def check_that_it_could_be(timeline, forward, backward, transfer, micro_batches):
+    """Each pass once, one at a time on a rank, and after what it needs."""
+    rank_of = {span.work.chunk: rank for rank, spans in enumerate(timeline.spans) for span in spans}
+    times = {span.work: span for spans in timeline.spans for span in spans}
+    assert len(times) == sum(map(len, timeline.spans)) == 2 * len(forward) * micro_batches
+    for spans in timeline.spans:
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+    for work, span in times.items():
+        took = forward if work.kind == "forward" else backward
+        assert span.end - span.start == took[work.chunk]
+        if work.kind == "backward":
+            assert times[work._replace(kind="forward")].end <= span.start
+        source = work._replace(chunk=work.chunk + (-1 if work.kind == "forward" else 1))
+        if source in times:
+            message = transfer[min(work.chunk, source.chunk)]
+            is_local = rank_of[work.chunk] == rank_of[source.chunk]
+            assert times[source].end + (0 if is_local else message) <= span.start
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
+    ranks, micro_batches, forward, backward, transfer = data.draw(plans(2 if name == "dualpipev" else 1))
+    timeline = simulate_schedule(name, forward, backward, transfer, micro_batches)
+    check_that_it_could_be(timeline, forward, backward, transfer, micro_batches)
+    turn = transfer[ranks - 1] if name == "dualpipev" else 0  # both of its ends are on the last rank
+    one_micro_batch = sum(forward) + sum(backward) + 2 * (sum(transfer) - turn)
+    assert timeline.makespan >= max(one_micro_batch, *timeline.busy)
+    assert sum(timeline.busy) == micro_batches * (sum(forward) + sum(backward))
+    faster = simulate_schedule(
+        name, [Fraction(f, 3) for f in forward], [Fraction(b, 3) for b in backward],
+        [Fraction(t, 3) for t in transfer], micro_batches,
+    )  # fmt: skip
+    assert faster.makespan == Fraction(timeline.makespan, 3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("ratio", [0, 1, 2, Fraction(7, 3)])
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_equal_stages_idle_for_the_share_that_the_formula_says(name, ratio, stages, micro_batches):
+    forward, backward = [Fraction(1)] * stages, [Fraction(ratio)] * stages
+    timeline = simulate_schedule(name, forward, backward, [0] * (stages - 1), micro_batches)
+    assert timeline.bubble_shares == [Fraction(stages - 1, micro_batches + stages - 1)] * stages
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_live_micro_batches(stages, micro_batches):
+    def peak(name):
+        return simulate_schedule(
+            name, [1] * stages, [2] * stages, [0] * (stages - 1), micro_batches
+        ).peak_live
+
+    assert peak("gpipe") == [micro_batches] * stages
+    assert peak("1f1b") == [min(micro_batches, stages - stage) for stage in range(stages)]
+    buffers = [
+        deepspeed.TrainSchedule(micro_batches, stages, stage).num_pipe_buffers() for stage in range(stages)
+    ]
+    assert buffers == [max(2, live) for live in peak("1f1b")]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
+def test_dualpipev_keeps_as_many_activations_on_every_rank(ranks, micro_batches):
+    """Of half a stage each: half a stage more than 1F1B keeps on its first rank."""
+    chunks = 2 * ranks
+    timeline = simulate_schedule("dualpipev", [1] * chunks, [2] * chunks, [0] * (chunks - 1), micro_batches)
+    assert timeline.peak_live == [2 * ranks + 1] * ranks
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
+def test_dualpipev_idles_less_than_1f1b_with_the_same_layers(ranks, micro_batches, ratio):
+    chunks = 2 * ranks
+    dual = simulate_schedule(
+        "dualpipev", [1] * chunks, [ratio] * chunks, [0] * (chunks - 1), micro_batches
+    ).makespan
+    single = simulate_schedule(
+        "1f1b", [2] * ranks, [2 * ratio] * ranks, [0] * (ranks - 1), micro_batches
+    ).makespan
+    assert dual < single if ranks > 1 else dual == single
+
+
+def passes(timeline, rank):
+    return [
+        (f"{span.work.kind[0].upper()}{span.work.micro_batch}", span.start, span.end)
+        for span in timeline.spans[rank]
+    ]
+
+
+def test_unequal_stages_worked_by_hand():
+    timeline = simulate_schedule("1f1b", [1, 2], [2, 3], [0], 2)
+    assert passes(timeline, 0) == [("F0", 0, 1), ("F1", 1, 2), ("B0", 6, 8), ("B1", 11, 13)]
+    assert passes(timeline, 1) == [("F0", 1, 3), ("B0", 3, 6), ("F1", 6, 8), ("B1", 8, 11)]
+    assert (timeline.makespan, timeline.busy) == (13, [6, 10])
+
+
+def test_1f1b_pays_a_transfer_there_and_back_for_each_micro_batch():
+    """The first stage sends F1 and F2 once it has the gradients of B0 and B1, as DeepSpeed's stream says."""
+    timeline = simulate_schedule("1f1b", [1, 1], [1, 1], [1], 3)
+    assert passes(timeline, 0) == [
+        ("F0", 0, 1), ("F1", 1, 2), ("B0", 5, 6), ("F2", 6, 7), ("B1", 9, 10), ("B2", 13, 14)
+    ]  # fmt: skip
+    assert passes(timeline, 1) == [
+        ("F0", 2, 3), ("B0", 3, 4), ("F1", 6, 7), ("B1", 7, 8), ("F2", 10, 11), ("B2", 11, 12)
+    ]  # fmt: skip
+
+
+def test_gpipe_pays_a_transfer_there_and_back_once():
+    assert simulate_schedule("gpipe", [1, 1], [1, 1], [1], 3).makespan == 4 * 2 + 2
+
+
+def test_the_turn_of_dualpipev_is_no_message():
+    without = simulate_schedule("dualpipev", [1] * 4, [1] * 4, [1, 0, 1], 6)
+    assert simulate_schedule("dualpipev", [1] * 4, [1] * 4, [1, 9, 1], 6) == without
+
+
+FORWARD, BACKWARD = [[Work(kind, 0, chunk) for chunk in (0, 1)] for kind in ("forward", "backward")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        pytest.param(
+            [Step((), (BACKWARD[0],), (), ()), Step((), (), (), (FORWARD[0],))],
+            [Step((), (FORWARD[1],), (), (FORWARD[1], BACKWARD[1]))],
+            "rank 0 waits for the input of the backward pass of micro-batch 0 through chunk 0",
+            id="each waits for the other",
+        ),
+        pytest.param(
+            [Step((), (), (), (FORWARD[0],))],
+            [Step((), (), (), (FORWARD[1],))],
+            "does the forward pass of micro-batch 0 through chunk 1 before",
+            id="nothing received",
+        ),
+        pytest.param(
+            [Step((), (), (), (FORWARD[0],))],
+            [Step((), (), (), (BACKWARD[1],))],
+            "does the backward pass of micro-batch 0 through chunk 1 before",
+            id="backward first",
+        ),
+        pytest.param(
+            [Step((FORWARD[0],), (), (), (FORWARD[0],))],
+            [Step((), (), (), ())],
+            "sends the output of the forward pass of micro-batch 0 through chunk 0 too early",
+            id="sent first",
+        ),
+    ],
+)
+def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, second, words):
+    with pytest.raises(ValueError, match=words):
+        simulate(Order([first, second], [0, 1]), [1, 1], [1, 1], [0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, gpipe, dualpipev"]),
+        (("1f1b", [1, 1], [1], [0], 1), ["2 forward times", "1 backward", "1 transfer"]),
+        (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward times", "0 transfer"]),
+        (("1f1b", [], [], [], 1), ["0 forward times"]),
+        (("1f1b", [1, -1], [1, 1], [0], 1), ["-1 seconds"]),
+        (("1f1b", [1, float("nan")], [1, 1], [0], 1), ["nan seconds"]),
+        (("gpipe", [0], [0], [], 1), ["all forward and backward times are 0"]),
+        (("1f1b", [1], [1], [], 0), ["at least 1 micro-batch", "has 0"]),
+        (("dualpipev", [1] * 3, [1] * 3, [0] * 2, 9), ["two chunks per rank", "3 chunks"]),
+        (("dualpipev", [1] * 8, [1] * 8, [0] * 7, 7), ["4 ranks", "8 micro-batches", "has 7", "batch"]),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_their_numbers(arguments, words):
+    with pytest.raises(ValueError) as error:
+        simulate_schedule(*arguments)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_planning_needs_neither_torch_nor_deepspeed():
+    code = "import sys, megatron.pipeline.schedule; print({'torch', 'deepspeed'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
