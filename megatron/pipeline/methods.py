@@ -20,6 +20,7 @@ from megatron.pipeline.uneven import partition_by_stage, partition_v
 EMBEDDING = "EmbeddingPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
+Weight = Fraction | float
 GIB = 2**30
 MEMORY_UNIT = "GiB"
 
@@ -72,16 +73,13 @@ def cut_layers(
     if method.kind == "memory":
         return _cut_by_memory(method, layers, stages, live_micro_batches)
     weights, unit, scale = _layer_weights(method, layers)
+    weights = _keep_ends_whole(weights, layers.names)
     _check_enough(method, layers.names, weights, stages)
     bounds = partition_v(weights, num_ranks) if in_v else partition(weights, stages)
-    bounds = _keep_ends_whole(bounds, layers.names)
-    _check_none_empty(method, bounds)
     return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
 
 
-def _layer_weights(
-    method: PartitionMethod, layers: LayerTable
-) -> tuple[Sequence[Fraction | float], str, float]:
+def _layer_weights(method: PartitionMethod, layers: LayerTable) -> tuple[Sequence[Weight], str, float]:
     """Weight per layer, and the unit and scale in which a stage's weight is shown."""
     if method.kind == "uniform":
         return [1] * len(layers.names), "layers", 1
@@ -118,7 +116,7 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
 
 
 def _check_enough(
-    method: PartitionMethod, names: Sequence[str], weights: Sequence[Fraction | float], stages: int
+    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], stages: int
 ) -> None:
     weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
     if len(weighted) < stages:
@@ -130,37 +128,26 @@ def _check_enough(
         )
 
 
-def _check_none_empty(method: PartitionMethod, bounds: Sequence[int]) -> None:
-    stages = len(bounds) - 1
-    for stage in range(stages):
-        if bounds[stage] == bounds[stage + 1]:
-            raise ConfigError(
-                f"--partition-method {method.text} leaves stage {stage} of {stages} without a layer: "
-                f"give more layers to share out, or lower --pipeline-model-parallel-size"
-            )
-
-
-def _keep_ends_whole(bounds: Sequence[int], names: Sequence[str]) -> list[int]:
-    """The bounds with the functions at the ends of the list on the stages of embedding and head.
-
-    Between stages travel hidden states: neither tokens nor logits, of which each tensor rank has its own.
-    """
-    embeddings = [index for index, name in enumerate(names) if name == EMBEDDING]
-    first, head = embeddings[0], embeddings[-1]
-    inner = [min(max(bound, first + 1), head) for bound in bounds[1:-1]]
-    return [0, *inner, len(names)]
+def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
+    """The weights with those of the functions at the ends of the list given to embedding and head, which they
+    then go with. Between stages travel hidden states: neither tokens nor logits, which differ between tensor
+    ranks."""
+    first, head = names.index(EMBEDDING), len(names) - 1 - names[::-1].index(EMBEDDING)
+    inner = list(weights[first : head + 1])
+    inner[0] += sum(weights[:first])
+    inner[-1] += sum(weights[head + 1 :])
+    return [0] * first + inner + [0] * (len(names) - 1 - head)
 
 
 def _cut_by_memory(
     method: PartitionMethod, layers: LayerTable, stages: int, live_micro_batches: Sequence[int]
 ) -> Cut:
-    costs = [
-        [state + live * kept for state, kept in zip(layers.state_bytes, layers.activation_bytes, strict=True)]
-        for live in live_micro_batches
-    ]
+    state, kept = (
+        _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
+    )
+    costs = [[s + live * k for s, k in zip(state, kept, strict=True)] for live in live_micro_batches]
     _check_enough(method, layers.names, costs[-1], stages)
-    bounds = _keep_ends_whole(partition_by_stage(costs), layers.names)
-    _check_none_empty(method, bounds)
+    bounds = partition_by_stage(costs)
     sums = [sum(costs[s][bounds[s] : bounds[s + 1]]) / GIB for s in range(stages)]
     return Cut(bounds, sums, MEMORY_UNIT)
 
@@ -203,5 +190,5 @@ def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
     return entries
 
 
-def _stage_sums(weights: Sequence[Fraction | float], bounds: Sequence[int]) -> list[Fraction | float]:
+def _stage_sums(weights: Sequence[Weight], bounds: Sequence[int]) -> list[Weight]:
     return [sum(weights[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]

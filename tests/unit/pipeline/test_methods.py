@@ -126,11 +126,7 @@ def test_an_explicit_layout_is_taken_at_its_word(method, expected):
 def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
     """Tokens have no gradient and logits differ between tensor ranks: the ends stay with the embeddings."""
     listed = names(4, casts)
-    try:
-        found = bounds("uniform", 4, stages, casts=casts)
-    except ConfigError:
-        assert stages >= 7  # the ends take two entries each, so some stage is left without any
-        return
+    found = bounds("uniform", 4, stages, casts=casts)
     assert found[1] >= 2
     assert found[-2] <= len(listed) - 1 - casts
     assert all(first < last for first, last in pairwise(found))
@@ -142,7 +138,7 @@ def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
         ("type:mlp|transformer", 2, ["'mlp'", LAYER, "EmbeddingPipe", "type:embed:2|transformer:1"]),
         ("type:transformer", 5, ["4 layers", "5 stages", LAYER, "--pipeline-model-parallel-size"]),
         ("type:transformer:0", 2, ["0 layers", "none"]),
-        ("uniform", 9, ["stage", "without a layer"]),
+        ("uniform", 10, ["9 layers", "10 stages"]),
         ("stages:2,2", 3, ["2 stages", "3", "--pipeline-model-parallel-size"]),
         ("stages:2,3", 2, ["5 transformer layers", "--num-layers is 4"]),
         ("layout:Et|tL", 2, ["2 transformer layers", "--num-layers is 4"]),
@@ -163,7 +159,7 @@ def test_partition_by_stage_against_all_cuts(seed):
 
     generator = random.Random(seed)
     layers, stages = generator.randint(3, 8), generator.randint(1, 3)
-    costs = [[generator.randint(0, 9) for _ in range(layers)] for _ in range(stages)]
+    costs = [[generator.randint(1, 9) for _ in range(layers)] for _ in range(stages)]
 
     def profile(cuts):
         sums = [sum(costs[s][a:b]) for s, (a, b) in enumerate(pairwise(cuts))]
