@@ -6,20 +6,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Knobs: set them in the environment, as in `TRAIN_ITERS=1000 make train`.
+# Knobs: set them in the environment, as in `TRAIN_ITERS=2000 make train`.
 RUN_DIR=${RUN_DIR:-runs/quickstart}        # everything is written here
-TRAIN_ITERS=${TRAIN_ITERS:-250}            # optimizer steps; with a larger number a finished run goes on
+TRAIN_ITERS=${TRAIN_ITERS:-800}            # optimizer steps; with a larger number a finished run goes on
 MAX_FILES=${MAX_FILES:-100000}             # source files to train on
 VOCAB_SIZE=${VOCAB_SIZE:-1024}
 NUM_LAYERS=${NUM_LAYERS:-4}
 HIDDEN_SIZE=${HIDDEN_SIZE:-448}
 NUM_HEADS=${NUM_HEADS:-7}
-SEQ_LENGTH=${SEQ_LENGTH:-256}
+SEQ_LENGTH=${SEQ_LENGTH:-128}
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-1}
 GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-4}
-LEARNING_RATE=${LEARNING_RATE:-2e-3}
-EVAL_ITERS=${EVAL_ITERS:-8}
-LOG_INTERVAL=${LOG_INTERVAL:-10}
+LEARNING_RATE=${LEARNING_RATE:-1.2e-3}
+EVAL_ITERS=${EVAL_ITERS:-40}
+LOG_INTERVAL=${LOG_INTERVAL:-20}
 NEW_TOKENS=${NEW_TOKENS:-120}
 PROMPT=${PROMPT:-"def read(self, size=-1):"}
 
@@ -80,7 +80,7 @@ train() {
         --hidden-dropout 0 --attention-dropout 0 \
         --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE" \
         --train-iters "$TRAIN_ITERS" \
-        --lr "$LEARNING_RATE" --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
+        --lr "$LEARNING_RATE" --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
         --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
         --data-path "$tokens" --split 969,30,1 "${tokenizer_flags[@]}" \
         --save "$checkpoints" --load "$checkpoints" --save-interval "$TRAIN_ITERS" \
