@@ -31,8 +31,8 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
 
     from megatron.checkpoint import native
     from megatron.config.batch import BatchSchedule
-    from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.engine.pipeline_engine import ENGINES
+    from megatron.model.gpt_model import GPT_MODELS
     from megatron.mpu.layout import ParallelLayout
     from megatron.optimizer.schedule import LearningRateSchedule
     from megatron.planner.report import run_report
@@ -70,8 +70,9 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
         times = find_layer_times(config, layout, tensor, vocabulary.size, vocabulary.eod)
         plan = plan_stages(config, vocabulary.size, times)
     metrics.print(run_report(config, plan, vocabulary.size, notes, rates.describe()))
-    model = GPTModelPipe(config, layout, tensor, vocabulary.size, vocabulary.eod, plan.bounds)
-    engine = GPTEngine(config, layout, tensor, model)
+    make_model, make_engine = GPT_MODELS[parallel.pipeline_schedule], ENGINES[parallel.pipeline_schedule]
+    model = make_model(config, layout, tensor, vocabulary.size, vocabulary.eod, plan.bounds)
+    engine = make_engine(config, layout, tensor, model)
     state = native.load_checkpoint(engine, checkpoint) if checkpoint else native.TrainingState()
     metrics.print(native.describe_start(checkpoint, config.checkpoint.load))
 

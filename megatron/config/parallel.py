@@ -56,6 +56,12 @@ class ParallelConfig(Section):
     )
 
     @property
+    def num_stages(self) -> int:
+        """Pieces that the list of layers is cut into: with dualpipev each pipeline rank holds two."""
+        ranks = self.pipeline_model_parallel_size
+        return 2 * ranks if self.pipeline_schedule == "dualpipev" else ranks
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of replicas of the model (DP)."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)

@@ -138,6 +138,9 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _is_left_out(config) else _load(path)
+    # DualPipeV cannot send an activation cut over the tensor ranks, which 1F1B does.
+    whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+    pipeline = whole if config.parallel.pipeline_schedule == "dualpipev" else {}
     return {
         "wall_clock_breakdown": False,
         **_passed_on(settings),
@@ -147,6 +150,7 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": config.parallel.zero_stage},
         "zero_allow_untested_optimizer": True,
+        **pipeline,
     }
 
 

@@ -1,18 +1,17 @@
 """The engine of a run: DeepSpeed's pipeline, told which samples each micro-batch holds."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
-from megatron.engine.workarounds import SameNumbersPipelineEngine
+from megatron.engine.workarounds import SameNumbersDualPipeVEngine, SameNumbersPipelineEngine
 from megatron.model.gpt_model import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.optimizer.loss_scale import LossScaler
@@ -23,13 +22,16 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 class GPTEngine(SameNumbersPipelineEngine):
     """Trains and evaluates a `GPTModelPipe` stage."""
 
+    has_two_stages = False
+
     def __init__(
         self, config: Config, layout: ParallelLayout, tensor: TensorGroup, model: GPTModelPipe
     ) -> None:
         self.run_config = config
         self.layout = layout
         self.tensor_group = tensor
-        self._samples_to_come: Iterator[tuple[int, ...]] = iter(())
+        # For each of the stages of this rank, of which only dualpipev has a second.
+        self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -53,12 +55,13 @@ class GPTEngine(SameNumbersPipelineEngine):
             description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
             f"tensor rank {layout.tensor_rank}, data rank {layout.data_rank})",
         )
+        tied = self.module.get_tied_weights_and_groups()
         return MixedPrecisionOptimizer(
             optimizer,
             {parameter: name for name, parameter in self.module.named_parameters()},
             groups,
             self.tensor_group,
-            self.module.get_tied_weights_and_groups(),
+            [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
             LossScaler(self.run_config.precision),
             self.run_config.parallel.zero_stage,
             self.run_config.optimizer.clip_grad,
@@ -82,7 +85,8 @@ class GPTEngine(SameNumbersPipelineEngine):
             self.layout.data_rank,
             self.layout.data,
         )
-        self._samples_to_come = iter([tuple(row) for row in samples.tolist()])
+        in_order = [tuple(row) for row in samples.tolist()]
+        self._samples_to_come = [iter(in_order), iter(in_order)]
         loss = self.train_batch(micro_batches)
         self._let_go_of_activations()
         return loss
@@ -100,14 +104,17 @@ class GPTEngine(SameNumbersPipelineEngine):
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        if (
-            self.module.training
-        ):  # every schedule runs the forward passes of a step in the order of the samples
-            self.module.stream.samples = next(self._samples_to_come)
-        super()._exec_forward_pass(buffer_id)
+    def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
+        if self.module.training:
+            # Every schedule runs the forward passes of a stage in the order of the samples.
+            self.module.stream.samples = next(self._samples_to_come[phase])
+        super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
 
-    _INSTRUCTION_MAP: ClassVar = {
-        **SameNumbersPipelineEngine._INSTRUCTION_MAP,
-        schedule.ForwardPass: _exec_forward_pass,
-    }
+
+class GPTDualPipeVEngine(GPTEngine, SameNumbersDualPipeVEngine):
+    """The same where each rank holds two stages of a `GPTModelDualPipeV`."""
+
+    has_two_stages = True
+
+
+ENGINES = {"1f1b": GPTEngine, "dualpipev": GPTDualPipeVEngine}

@@ -27,14 +27,18 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
 9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
    receives fp32 and sends bf16 (--fp32-residual-connection, cut before the head) would read garbage.
    tests/distributed/test_workarounds.py
+10. `DualPipeVEngine` finds a micro-batch's second slot by the training step's number of micro-batches, also
+   in an evaluation with another number: labels land in the wrong slots.
+   tests/distributed/test_dualpipev.py
 """
 
-from typing import ClassVar
+from typing import Any
 
 import deepspeed.ops
 import torch
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
@@ -48,6 +52,14 @@ def compile_nothing_at_start() -> None:
 
 class SameNumbersPipelineEngine(PipelineEngine):
     """DeepSpeed's pipeline engine around `MixedPrecisionOptimizer`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Entry 6: the instructions run the methods of the class that is run."""
+        super().__init_subclass__(**kwargs)
+        table: dict = {}
+        for base in reversed(cls.__mro__):
+            table |= base.__dict__.get("_INSTRUCTION_MAP", {})
+        cls._INSTRUCTION_MAP = {kind: getattr(cls, method.__name__) for kind, method in table.items()}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         """Makes the run's optimizer of the plain one; the engine's module and groups exist by now."""
@@ -80,9 +92,20 @@ class SameNumbersPipelineEngine(PipelineEngine):
             self.loss = self.loss * self.optimizer.scaler.scale
         super()._exec_backward_pass(buffer_id)
 
-    _INSTRUCTION_MAP: ClassVar = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.ReduceGrads: _exec_reduce_grads,
-        schedule.BackwardPass: _exec_backward_pass,
-    }
+
+class SameNumbersDualPipeVEngine(SameNumbersPipelineEngine, DualPipeVEngine):
+    """The same for DeepSpeed's DualPipeV, where each rank runs two stages ('phases')."""
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        self._slots_per_phase = pipe_schedule.num_micro_batches
+        super()._exec_schedule(pipe_schedule)
+
+    def _phase1_buffer(self, buffer_id: int) -> int:
+        return buffer_id + self._slots_per_phase  # entry 10
+
+    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
+        # The losses wait in their slots here; those of the other stage are none to scale.
+        if self._is_loss_stage(phase):
+            losses = self.pipe_buffers["losses"]
+            losses[buffer_id] = losses[buffer_id] * self.optimizer.scaler.scale
+        DualPipeVEngine._exec_backward_pass(self, buffer_id, phase)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -224,6 +225,14 @@ class GPTModelPipe(PipelineModule):
                 return function(payload)
 
         return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
+    """The same for `--pipeline-schedule dualpipev`: rank r holds stages r and 2 * ranks - 1 - r of `bounds`, so
+    the embedding and the head are one module on rank 0."""
+
+
+GPT_MODELS = {"1f1b": GPTModelPipe, "dualpipev": GPTModelDualPipeV}
 
 
 def _chain(layers: Sequence[nn.Module]) -> Callable[[Payload], Payload]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
 from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
@@ -71,11 +71,11 @@ def cut_layers(
         weights, unit, scale = layers.flops, "GFLOP", 1e9
         return Cut(bounds, [value / scale for value in _stage_sums(weights, bounds)], unit)
     if method.kind == "memory":
-        return _cut_by_memory(method, layers, stages, live_micro_batches)
+        return _cut_by_memory(method, layers, live_micro_batches, in_v)
     weights, unit, scale = _layer_weights(method, layers)
     weights = _keep_ends_whole(weights, layers.names)
     _check_enough(method, layers.names, weights, stages)
-    bounds = partition_v(weights, num_ranks) if in_v else partition(weights, stages)
+    bounds = partition_v([weights] * stages) if in_v else partition(weights, stages)
     return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
 
 
@@ -140,15 +140,15 @@ def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[We
 
 
 def _cut_by_memory(
-    method: PartitionMethod, layers: LayerTable, stages: int, live_micro_batches: Sequence[int]
+    method: PartitionMethod, layers: LayerTable, live_micro_batches: Sequence[int], in_v: bool
 ) -> Cut:
     state, kept = (
         _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
     )
     costs = [[s + live * k for s, k in zip(state, kept, strict=True)] for live in live_micro_batches]
-    _check_enough(method, layers.names, costs[-1], stages)
-    bounds = partition_by_stage(costs)
-    sums = [sum(costs[s][bounds[s] : bounds[s + 1]]) / GIB for s in range(stages)]
+    _check_enough(method, layers.names, costs[-1], len(costs))
+    bounds = partition_v(costs) if in_v else partition_by_stage(costs)
+    sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
     return Cut(bounds, sums, MEMORY_UNIT)
 
 
@@ -191,4 +191,4 @@ def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
 
 
 def _stage_sums(weights: Sequence[Weight], bounds: Sequence[int]) -> list[Weight]:
-    return [sum(weights[first:last]) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [sum(weights[first:last]) for first, last in pairwise(bounds)]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
-
-from megatron.pipeline.partition import partition
 
 # Sums of measured times and bytes are compared in float64.
 _ROUNDING = 1 + 1e-12
@@ -23,9 +20,9 @@ def partition_by_stage(costs: Sequence[Sequence[float]]) -> list[int]:
     O(stages x layers^2), vectorised.
     """
     stages = len(costs)
-    heavy = [index for index, column in enumerate(zip(*costs, strict=True)) if any(column)]
+    heavy = _heavy(costs)
     layers = len(heavy)
-    sums = [np.concatenate([[0.0], np.cumsum(np.asarray(row, dtype=float)[heavy])]) for row in costs]
+    sums = [_prefix(row, heavy) for row in costs]
     largest = np.full(layers + 1, np.inf)
     largest[0] = 0.0
     for prefix in sums:
@@ -55,66 +52,77 @@ def _stage_costs(prefix: np.ndarray) -> np.ndarray:
     return np.where(np.tri(len(prefix), dtype=bool), np.inf, prefix[None, :] - prefix[:, None])
 
 
-def partition_v(weights: Sequence[Fraction | float], num_ranks: int) -> list[int]:
-    """Bounds of 2 * num_ranks stages of which rank r holds stages r and 2 * num_ranks - 1 - r.
+def partition_v(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Bounds of the 2 * ranks stages of which rank r holds stages r and 2 * ranks - 1 - r, when layer i costs
+    costs[s][i] on stage s.
 
-    The heaviest rank is as light as can be; among such cuts the sum of squares over the ranks is least. Each
-    stage has a weighted layer; zero-weight layers go with the weighted layer after them, trailing ones with
-    the last stage. ValueError if the weighted layers are too few.
+    The heaviest rank is as light as can be; among such cuts the sum of squares over the stages is least. Each
+    stage has a layer with a cost, as in `partition_by_stage`.
 
     A dynamic program from the innermost rank, which holds a middle of the list, to the outermost, over the
-    first and last layer of the middle that ranks further in have taken: O(layers^4 / ranks), vectorised.
+    first and last layer of the middle that is taken: O(layers^4 / ranks), vectorised.
     """
-    heavy = [index for index, weight in enumerate(weights) if weight > 0]
-    if len(heavy) < 2 * num_ranks:
-        raise ValueError(
-            f"{len(heavy)} layers of a weight above 0 cannot fill {2 * num_ranks} stages: give fewer ranks"
-        )
-    prefix = np.array([0.0, *accumulate(float(weights[index]) for index in heavy)])
-    # No cut is needed that is worse than the even one.
-    even = np.diff(prefix[partition([weights[index] for index in heavy], 2 * num_ranks)])
+    num_ranks = len(costs) // 2
+    heavy = _heavy(costs)
+    sums = [_prefix(row, heavy) for row in costs]
+    # No cut is of interest that is worse than the one that balances the stages.
+    stages = partition_by_stage(costs)
+    even = np.array([sum(row[a:b]) for row, (a, b) in zip(costs, pairwise(stages), strict=True)], dtype=float)
     limit = float((even + even[::-1]).max()) * _ROUNDING
-    middle = prefix[None, :] - prefix[:, None]
-    middle[np.tri(len(prefix), k=1, dtype=bool)] = np.inf  # two stages need two layers
-    heaviest = middle
-    for _ in range(num_ranks - 1):
-        heaviest, _ = _around(heaviest, prefix, limit, np.maximum)
+    inside_out = range(num_ranks - 1, -1, -1)
+    nothing = np.where(np.eye(len(heavy) + 1, dtype=bool), 0.0, np.inf)
+    heaviest = nothing
+    for rank in inside_out:
+        heaviest, _ = _around(
+            heaviest, sums[rank], sums[-1 - rank], limit, lambda a, b, inner: np.maximum(a + b, inner)
+        )
     limit = heaviest[0, -1] * _ROUNDING
-    squares, choices = np.where(middle <= limit, middle, np.inf) ** 2, []
-    for _ in range(num_ranks - 1):
-        squares, choice = _around(squares, prefix, limit, lambda outer, inner: outer**2 + inner)
+    squares, choices = nothing, []
+    for rank in inside_out:
+        squares, choice = _around(
+            squares, sums[rank], sums[-1 - rank], limit, lambda a, b, inner: a**2 + b**2 + inner
+        )
         choices.append(choice)
     left, right = [0], [len(heavy)]
     for choice in reversed(choices):
         taken_left, taken_right = choice[:, left[-1], right[-1]]
         left.append(left[-1] + int(taken_left))
         right.append(right[-1] - int(taken_right))
-    half = (prefix[left[-1]] + prefix[right[-1]]) / 2
-    turn = min(max(int(np.abs(prefix - half).argmin()), left[-1] + 1), right[-1] - 1)
-    return _uncompressed([*left, turn, *reversed(right)], heavy, len(weights))
+    return _uncompressed([*left, *reversed(right[:-1])], heavy, len(costs[0]))
 
 
 def _around(
     inner: np.ndarray,
-    prefix: np.ndarray,
+    left_prefix: np.ndarray,
+    right_prefix: np.ndarray,
     limit: float,
-    combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    combine: Callable[..., np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts one more rank around a middle: at [i, j] the best value for layers i to j - 1, and how many layers the
-    rank takes on the left and on the right, [2, i, j]. inner[i, j] is the value without it."""
-    size = len(prefix)
+    """Puts one more rank around a middle: at [i, j] the best value for layers i to j - 1, and how many layers
+    the rank takes on the left and on the right, [2, i, j]. inner[i, j] is the value without it; `combine` makes
+    the new one of the weights of the rank's two stages and the middle's value."""
+    size = len(left_prefix)
     best, taken = np.full_like(inner, np.inf), np.zeros((2, *inner.shape), dtype=int)
     for left in range(1, size - 1):
-        left_weight = prefix[left:] - prefix[: size - left]
+        left_weight = (left_prefix[left:] - left_prefix[: size - left])[:, None]
         if left_weight.min() > limit:
             break
         for right in range(1, size - left):
-            weight = left_weight[:, None] + (prefix[right:] - prefix[: size - right])[None, :]
-            if weight.min() > limit:
+            right_weight = (right_prefix[right:] - right_prefix[: size - right])[None, :]
+            fits = left_weight + right_weight <= limit
+            if not fits.any():
                 break
-            value = combine(np.where(weight <= limit, weight, np.inf), inner[left:, : size - right])
+            value = combine(left_weight, right_weight, inner[left:, : size - right])
             part = (slice(0, size - left), slice(right, size))
-            better = value < best[part]
+            better = fits & (value < best[part])
             best[part][better] = value[better]
             taken[0][part][better], taken[1][part][better] = left, right
     return best, taken
+
+
+def _heavy(costs: Sequence[Sequence[float]]) -> list[int]:
+    return [index for index, column in enumerate(zip(*costs, strict=True)) if any(column)]
+
+
+def _prefix(row: Sequence[float], heavy: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(row, dtype=float)[heavy])])

@@ -55,8 +55,9 @@ class StagePlan:
         """Parameters that one rank of the stage holds; embedding and head on one stage are one matrix."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
-        tied = [i for i in range(first, last) if self.names[i] == EMBEDDING]
-        return held - (self.parameters[tied[-1]] if len(tied) == 2 else 0)
+        head = len(self.names) - 1 - self.names[::-1].index(EMBEDDING)
+        has_embedding_too = self.rank_of(stage) == 0
+        return held - (self.parameters[head] if first <= head < last and has_embedding_too else 0)
 
 
 def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | None = None) -> StagePlan:
@@ -119,8 +120,9 @@ def layer_kinds(names: list[str]) -> list[str]:
 
 
 def live_micro_batches(config: Config) -> list[int]:
-    """Per stage, how many micro-batches are between their forward and backward pass at most, under 1F1B."""
+    """Per stage, how many micro-batches are between their forward and backward pass at most: under 1F1B as many
+    as there are stages from it to the end, and under DualPipeV as well (`pipeline.schedule` shows both)."""
     batch, parallel = config.batch, config.parallel
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
-    stages = parallel.pipeline_model_parallel_size
+    stages = parallel.num_stages
     return [min(micro_batches, stages - stage) for stage in range(stages)]

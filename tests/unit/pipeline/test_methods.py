@@ -182,7 +182,7 @@ def test_partition_v_against_all_cuts(seed):
     ranks = generator.randint(1, 3)
     layers = generator.randint(2 * ranks, 9)
     weights = [generator.randint(1, 9) for _ in range(layers)]
-    found = partition_v(weights, ranks)
+    found = partition_v([weights] * (2 * ranks))
     everything = ([0, *inner, layers] for inner in combinations(range(1, layers), 2 * ranks - 1))
     best = min(max(v_ranks(weights, cuts)) for cuts in everything)
     assert all(a < b for a, b in pairwise(found))
@@ -191,6 +191,6 @@ def test_partition_v_against_all_cuts(seed):
 
 def test_partition_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers():
     weights = [0, 2, 0, *[1] * 12, 0, 0, 2, 0]
-    found = partition_v(weights, 4)
+    found = partition_v([weights] * 8)
     assert v_ranks(weights, found) == [4, 4, 4, 4]
     assert found[-1] == len(weights) and weights[found[1] - 1] > 0
