@@ -29,7 +29,7 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
    tests/distributed/test_workarounds.py
 10. `DualPipeVEngine` finds a micro-batch's second slot by the training step's number of micro-batches, also
    in an evaluation with another number: labels land in the wrong slots.
-   tests/distributed/test_dualpipev.py
+   tests/distributed/test_stages.py, the evaluations with dualpipev
 """
 
 from typing import Any

@@ -228,8 +228,8 @@ class GPTModelPipe(PipelineModule):
 
 
 class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
-    """The same for `--pipeline-schedule dualpipev`: rank r holds stages r and 2 * ranks - 1 - r of `bounds`, so
-    the embedding and the head are one module on rank 0."""
+    """The same for `--pipeline-schedule dualpipev`: rank r holds stages r and 2 * ranks - 1 - r of `bounds`,
+    so the embedding and the head are one module on rank 0."""
 
 
 GPT_MODELS = {"1f1b": GPTModelPipe, "dualpipev": GPTModelDualPipeV}

@@ -298,6 +298,11 @@ class MixedPrecisionOptimizer:
         self.scaler.load_state_dict(state["loss_scaler"])
         self._spread_weights()
 
+    def _restore_from_bit16_weights(self) -> None:
+        """Called by DeepSpeed where it loads weights without optimizer state: they are the new master values."""
+        for flat in self.flat:
+            flat.master.data.copy_(flat.local_weights)
+
     @torch.no_grad()
     def load_by_name(self, saved: SavedState, loss_scaler: dict) -> None:
         """Restores the state from whichever stages and replicas wrote it; `saved` gives it by global name."""

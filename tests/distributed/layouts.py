@@ -197,7 +197,7 @@ def build_model(
     """This rank's stage, inside `run_world`; `bounds`, if any, cuts the layers otherwise than the flags."""
     import torch.distributed as dist
 
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.gpt_model import GPT_MODELS
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
 
@@ -210,14 +210,15 @@ def build_model(
     )
     tensor = layout.make_tensor_group()
     bounds = bounds or plan_stages(config, VOCAB).bounds
-    return layout, tensor, GPTModelPipe(config, layout, tensor, VOCAB, EOD, bounds)
+    model = GPT_MODELS[parallel.pipeline_schedule]
+    return layout, tensor, model(config, layout, tensor, VOCAB, EOD, bounds)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
     """This rank's stage in its engine, inside `run_world`."""
-    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.engine.pipeline_engine import ENGINES
 
-    return GPTEngine(config, *build_model(config, bounds))
+    return ENGINES[config.parallel.pipeline_schedule](config, *build_model(config, bounds))
 
 
 @dataclass(frozen=True)

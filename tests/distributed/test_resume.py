@@ -16,6 +16,7 @@ from megatron.checkpoint.native import (
 from megatron.config import ConfigError
 from tests.distributed.layouts import (
     EOD,
+    FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
     VOCAB,
@@ -23,6 +24,7 @@ from tests.distributed.layouts import (
     build_engine,
     build_model,
     config_of,
+    relative_errors,
     train,
     weights_of,
     whole_weights,
@@ -69,7 +71,7 @@ def outcome(engine, steps):
 def save_and_go_on(row, optimizer, folder):
     engine = build_engine(config_for(row, optimizer))
     train(engine, range(3))
-    save_checkpoint(engine, folder, state_after(3), engine.module.stage_bounds, VOCAB, EOD, FINGERPRINT)
+    save_checkpoint(engine, folder, state_after(3), VOCAB, EOD, FINGERPRINT)
     return outcome(engine, range(3, 6))
 
 
@@ -100,16 +102,65 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
         assert all(torch.equal(after[3][name], expected[3][name]) for name in expected[3]), "weights"
 
 
+# --- other stages ---
+
+EVEN = {"partition_method": "type:transformer"}
+OTHER_STAGES = {
+    "other cuts": {"partition_method": "stages:E,2+L"},
+    "an empty stage": {"partition_method": "stages:2,0"},
+    "dualpipev": {"pipeline_schedule": "dualpipev", "partition_method": "stages:E,1,1,0"},
+}
+
+
+def save_after(row, parallel, folder):
+    engine = build_engine(config_of(row, parallel=parallel, model=CHANGES["model"]))
+    history = train(engine, range(6))
+    engine = build_engine(config_of(row, parallel=parallel, model=CHANGES["model"]))
+    train(engine, range(3))
+    save_checkpoint(engine, folder, state_after(3), VOCAB, EOD, FINGERPRINT)
+    return history[3:]
+
+
+def resume_with(row, parallel, folder):
+    config = config_of(row, parallel=parallel, checkpoint={"load": str(folder)}, model=CHANGES["model"])
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    train(engine, [9])
+    load_checkpoint(engine, checkpoint)
+    return train(engine, range(3, 6))
+
+
+@pytest.mark.parametrize("zero, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (0, "fp16")])
+@pytest.mark.parametrize("stages", OTHER_STAGES)
+@pytest.mark.parametrize("back", [False, True])
+def test_a_resume_may_cut_the_stages_otherwise(stages, zero, precision, back, tmp_path):
+    row = Row(tp=2, pp=2, dp=1 + zero, micro_batch=1, zero=zero, precision=precision)
+    before, after = (OTHER_STAGES[stages], EVEN) if back else (EVEN, OTHER_STAGES[stages])
+    expected = run_world(row.world_size, save_after, row, before, tmp_path)[0]
+    for history in run_world(row.world_size, resume_with, row, after, tmp_path):
+        loss_error, norm_error = relative_errors(history, expected)
+        # What a stage receives is rounded where it is cut; fp32 rounds as it always does.
+        assert loss_error <= (FP32_BOUND if precision == "fp32" else 2e-4)
+        assert norm_error <= (FP32_BOUND if precision == "fp32" else 1e-2)
+
+
+def test_the_checkpoint_tells_its_stages(tmp_path):
+    row = Row(pp=2)
+    run_world(2, save_after, row, OTHER_STAGES["other cuts"], tmp_path)
+    assert json.loads((tmp_path / "global_step3" / "run.json").read_text())["stages"] == {
+        "partition_method": "stages:E,2+L",
+        "pipeline_schedule": "1f1b",
+        "bounds": [0, 2, 8],
+    }
+
+
 # --- what is refused ---
 
 
 def save_untrained(row, folder):
     engine = build_engine(config_of(row))
-    save_checkpoint(engine, folder, TrainingState(), engine.module.stage_bounds, VOCAB, EOD, FINGERPRINT)
+    save_checkpoint(engine, folder, TrainingState(), VOCAB, EOD, FINGERPRINT)
     return weights_of(engine)
-
-
-BOUNDS = [0, 10]
 
 
 @pytest.fixture
@@ -119,9 +170,9 @@ def saved(tmp_path):
     return tmp_path
 
 
-def find(folder, row=None, bounds=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
+def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
     config = config_of(row or Row(), checkpoint={"load": str(folder)}, **changes)
-    return find_checkpoint(config, bounds or BOUNDS, vocab, fingerprint)
+    return find_checkpoint(config, vocab, fingerprint)
 
 
 def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
@@ -133,19 +184,18 @@ def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(sav
 
 
 @pytest.mark.parametrize(
-    "row, bounds, named",
+    "row, named",
     [
-        (Row(tp=2), [0, 10], "tensor_model_parallel_size was 1, is 2"),
-        (Row(pp=2), [0, 5, 10], "pipeline_model_parallel_size was 1, is 2"),
-        (Row(dp=2), [0, 10], "data_parallel_size was 1, is 2"),
-        (Row(zero=1), [0, 10], "zero_stage was 0, is 1"),
-        (Row(precision="bf16"), [0, 11], "precision was fp32, is bf16"),
-        (Row(), [0, 9], r"stage_bounds was \[0, 10\], is \[0, 9\]"),
+        (Row(tp=2), "tensor_model_parallel_size was 1, is 2"),
+        (Row(pp=2), "pipeline_model_parallel_size was 1, is 2"),
+        (Row(dp=2), "data_parallel_size was 1, is 2"),
+        (Row(zero=1), "zero_stage was 0, is 1"),
+        (Row(precision="bf16"), "precision was fp32, is bf16"),
     ],
 )
-def test_another_layout_is_refused_by_name(saved, row, bounds, named):
+def test_another_layout_is_refused_by_name(saved, row, named):
     with pytest.raises(ConfigError, match=named):
-        find(saved, row, bounds)
+        find(saved, row)
 
 
 def test_another_optimizer_is_refused_by_name(saved):
@@ -210,7 +260,7 @@ def save_trained(row, folder, steps):
     engine = build_engine(config_of(row))
     train(engine, range(steps))
     state = state_after(steps)
-    save_checkpoint(engine, folder, state, engine.module.stage_bounds, VOCAB, EOD, FINGERPRINT)
+    save_checkpoint(engine, folder, state, VOCAB, EOD, FINGERPRINT)
     return weights_of(engine)
 
 

@@ -47,14 +47,19 @@ REFUSED = [
     ("--rampup-batch-size 3 2 100", ("--rampup-batch-size 3 2 100", "--global-batch-size 8")),
     ("--rampup-batch-size 8 2 100", ("--rampup-batch-size 8 2 100", "--global-batch-size 8")),
     (
-        "--world-size 8 --pipeline-model-parallel-size 8",
-        ("--pipeline-model-parallel-size 8", "4 matching layers", "type:transformer", "--num-layers 4"),
+        "--partition-profile times.json",
+        ("--partition-profile times.json", "--partition-method type:transformer", "profile"),
+    ),
+    ("--pipeline-schedule dualpipev", ("--pipeline-schedule dualpipev", "--pipeline-model-parallel-size 1")),
+    (
+        "--world-size 4 --pipeline-model-parallel-size 4 --pipeline-schedule dualpipev --micro-batch-size 2",
+        ("--pipeline-schedule dualpipev", "= 8", "batch of 8 has 4", "--global-batch-size"),
     ),
     (
-        "--world-size 8 --pipeline-model-parallel-size 8 --partition-method parameters",
-        ("--pipeline-model-parallel-size 8", "7 pipeline layers", "parameters"),
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
+        "--rampup-batch-size 2 2 100",
+        ("--pipeline-schedule dualpipev", "= 4", "batch of 2 has 2", "START"),
     ),
-    ("--partition-method type:mamba", ("--partition-method type:mamba", "no layer", "EmbeddingPipe")),
     (
         "--world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2",
         ("--zero-stage 2", "--pipeline-model-parallel-size 2", "--zero-stage 1"),
@@ -161,18 +166,6 @@ def test_absolute_positions_need_the_size_of_their_table() -> None:
 
 def test_kv_channels_frees_the_hidden_size_from_the_heads() -> None:
     assert parse_args([*SMALL, "--hidden-size", "66", "--kv-channels", "16"], {}).model.kv_channels == 16
-
-
-def test_a_uniform_partition_shares_out_the_whole_list() -> None:
-    words = [*SMALL, "--partition-method", "uniform", "--pipeline-model-parallel-size", "10"]
-    assert parse_args([*words, "--world-size", "10"], {}).parallel.pipeline_model_parallel_size == 10
-    assert "10 pipeline layers" in sentence_of([*words[:-1], "11", "--world-size", "11"])
-    assert parse_args([*words[:-1], "11", "--world-size", "11", "--bf16"], {}).precision.name == "bf16"
-
-
-def test_embeddings_count_where_the_regex_names_them() -> None:
-    words = [*SMALL, "--pipeline-model-parallel-size", "6", "--world-size", "6"]
-    parse_args([*words, "--partition-method", "type:transformer|embedding"], {})
 
 
 def test_settings_without_effect_are_reported() -> None:

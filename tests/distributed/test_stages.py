@@ -1,0 +1,124 @@
+"""Stages of any content, and DualPipeV, train, evaluate and resume with the numbers of one process."""
+
+from functools import cache
+
+import pytest
+
+from tests.distributed.layouts import (
+    FP32_BOUND,
+    GLOBAL_BATCH,
+    SEQ,
+    Row,
+    build_engine,
+    config_of,
+    relative_errors,
+    sample_tokens,
+    train,
+)
+from tests.distributed.pool import run_world
+
+STEPS = 5
+# Partition methods for four transformer layers, by what is special about their stages.
+STAGES = {
+    "embedding alone, head alone": (4, "weighted_type:embed:2|transformer:1"),
+    "final norm and head, one layer each": (6, "stages:E,1,1,1,1,L"),
+    "final norm alone": (3, "type:embed@first:.1|transformer|norm:4|embed@last:4"),
+    "an empty stage in the middle": (4, "stages:2,0,2,0"),
+    "empty stages beside the ends": (4, "stages:E,0,4,0"),
+    "everything on the last stage": (3, "stages:0,0,4"),
+    "everything on the first stage but the head": (3, "layout:Etttt||L"),
+    "memory": (3, "memory"),
+    "time": (3, "time"),
+    "parameters": (3, "parameters"),
+}
+V_STAGES = {
+    "as it comes": (2, "type:transformer"),
+    "embedding and head alone": (2, "stages:E,2,2,0"),
+    "empty stages": (2, "stages:0,4,0,0"),
+    "by memory": (2, "memory"),
+    "one layer each": (2, "layout:Et|t|t|tL"),
+    "four ranks": (4, "stages:E,1,0,1,1,0,1,0"),
+}
+
+
+def evaluation(engine, num_micro_batches):
+    """Mean loss on micro-batches of one sample, a number of them that no training step has."""
+    import torch
+
+    data, rank = engine.layout.data, engine.layout.data_rank
+    tokens = sample_tokens(9000, num_micro_batches)
+
+    def micro_batches():
+        for sample in range(rank, num_micro_batches, data):
+            row = tokens[sample : sample + 1]
+            yield row[:, :-1].contiguous(), (row[:, 1:].contiguous(), torch.ones(1, SEQ))
+
+    return engine.evaluate(micro_batches(), num_micro_batches // data).item()
+
+
+def train_and_evaluate(row, parallel, clip, dropout):
+    config = config_of(
+        row,
+        parallel=parallel,
+        optimizer={"clip_grad": clip},
+        model={"hidden_dropout": dropout, "attention_dropout": dropout},
+    )
+    engine = build_engine(config)
+    history = train(engine, range(STEPS))
+    losses = [evaluation(engine, number) for number in (16, GLOBAL_BATCH)]
+    return history + train(engine, [STEPS]), losses
+
+
+@cache
+def reference(clip, dropout):
+    return run_world(1, train_and_evaluate, Row(), {}, clip, dropout)[0]
+
+
+def check(row, parallel, clip=1.0, dropout=0.0):
+    expected_history, expected_losses = reference(clip, dropout)
+    exact = row.precision == "fp32"
+    for history, losses in run_world(row.world_size, train_and_evaluate, row, parallel, clip, dropout):
+        loss_error, norm_error = relative_errors(history, expected_history)
+        assert loss_error <= (FP32_BOUND if exact else 2e-3)
+        assert norm_error <= (FP32_BOUND if exact else 2e-2)
+        assert losses == pytest.approx(expected_losses, rel=FP32_BOUND if exact else 2e-3)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("stages", STAGES)
+def test_stages_of_any_content_train_as_one_process_does(stages, zero):
+    pipeline, method = STAGES[stages]
+    check(
+        Row(pp=pipeline, dp=2 if pipeline <= 4 else 1, zero=zero), {"partition_method": method}, dropout=0.1
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "stages", ["embedding alone, head alone", "an empty stage in the middle", "final norm alone"]
+)
+def test_stages_of_any_content_in_16_bits(stages, precision):
+    pipeline, method = STAGES[stages]
+    row = Row(pp=pipeline, dp=2, zero=1, recompute=True, precision=precision)
+    check(row, {"partition_method": method}, clip=0.0)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("stages", V_STAGES)
+def test_dualpipev_trains_as_one_process_does(stages, zero):
+    ranks, method = V_STAGES[stages]
+    parallel = {"pipeline_schedule": "dualpipev", "partition_method": method}
+    check(Row(pp=ranks, dp=2 if ranks == 2 else 1, zero=zero), parallel, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
+        Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
+        Row(tp=2, pp=2, precision="fp16"),
+    ],
+    ids=str,
+)
+def test_dualpipev_with_all_that_goes_with_a_pipeline(row):
+    check(row, {"pipeline_schedule": "dualpipev"})
