@@ -68,8 +68,7 @@ def cut_layers(
     stages = 2 * num_ranks if in_v else num_ranks
     if method.kind == "explicit":
         bounds = _explicit_bounds(method, layers.names, stages)
-        weights, unit, scale = layers.flops, "GFLOP", 1e9
-        return Cut(bounds, [value / scale for value in _stage_sums(weights, bounds)], unit)
+        return Cut(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
     if method.kind == "memory":
         return _cut_by_memory(method, layers, live_micro_batches, in_v)
     weights, unit, scale = _layer_weights(method, layers)

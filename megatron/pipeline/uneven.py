@@ -19,7 +19,6 @@ def partition_by_stage(costs: Sequence[Sequence[float]]) -> list[int]:
     layers without go with the one after them, or with the last stage. A dynamic program over (stage, layer):
     O(stages x layers^2), vectorised.
     """
-    stages = len(costs)
     heavy = _heavy(costs)
     layers = len(heavy)
     sums = [_prefix(row, heavy) for row in costs]
@@ -37,8 +36,8 @@ def partition_by_stage(costs: Sequence[Sequence[float]]) -> list[int]:
         choices.append(total.argmin(axis=0))
         squares = total.min(axis=0)
     bounds = [layers]
-    for stage in reversed(range(stages)):
-        bounds.append(int(choices[stage][bounds[-1]]))
+    for choice in reversed(choices):
+        bounds.append(int(choice[bounds[-1]]))
     return _uncompressed(bounds[::-1], heavy, len(costs[0]))
 
 
@@ -99,8 +98,8 @@ def _around(
     combine: Callable[..., np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Puts one more rank around a middle: at [i, j] the best value for layers i to j - 1, and how many layers
-    the rank takes on the left and on the right, [2, i, j]. inner[i, j] is the value without it; `combine` makes
-    the new one of the weights of the rank's two stages and the middle's value."""
+    the rank takes on the left and on the right, [2, i, j]. inner[i, j] is the value without it; `combine`
+    makes the new one of the weights of the rank's two stages and the middle's value."""
     size = len(left_prefix)
     best, taken = np.full_like(inner, np.inf), np.zeros((2, *inner.shape), dtype=int)
     for left in range(1, size - 1):

@@ -120,8 +120,8 @@ def layer_kinds(names: list[str]) -> list[str]:
 
 
 def live_micro_batches(config: Config) -> list[int]:
-    """Per stage, how many micro-batches are between their forward and backward pass at most: under 1F1B as many
-    as there are stages from it to the end, and under DualPipeV as well (`pipeline.schedule` shows both)."""
+    """Per stage, how many micro-batches are between their forward and backward pass at most: as many as there
+    are stages from it to the end, under 1F1B and under DualPipeV (`pipeline.schedule` shows both)."""
     batch, parallel = config.batch, config.parallel
     micro_batches = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
     stages = parallel.num_stages

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline import solver
-from megatron.pipeline.solver import partition
+from megatron.pipeline import partition as solver
+from megatron.pipeline.partition import partition
 
 
 def stage_weights(weights: Sequence, bounds: Sequence[int]) -> list:
