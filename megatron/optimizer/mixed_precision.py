@@ -299,7 +299,7 @@ class MixedPrecisionOptimizer:
         self._spread_weights()
 
     def _restore_from_bit16_weights(self) -> None:
-        """DeepSpeed calls this after loading weights without optimizer state: they become the master values."""
+        """DeepSpeed calls this where it loads weights without optimizer state: these are the new masters."""
         for flat in self.flat:
             flat.master.data.copy_(flat.local_weights)
 

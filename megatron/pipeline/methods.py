@@ -13,14 +13,13 @@ from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
 from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
-from megatron.pipeline.partition import partition
+from megatron.pipeline.partition import Weight, partition
 from megatron.pipeline.uneven import partition_by_stage, partition_v
 
 # Class name of the input embedding and of the head, and of a transformer layer.
 EMBEDDING = "EmbeddingPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
-Weight = Fraction | float
 GIB = 2**30
 MEMORY_UNIT = "GiB"
 

@@ -28,6 +28,8 @@ from fractions import Fraction
 from itertools import accumulate
 from numbers import Rational
 
+Weight = float | Fraction
+
 # Largest dynamic program for equally good places, in digits (of 30 bits) of the integers that it adds, and
 # what each possible stage counts in that unit: at most about a second.
 _MAX_TIE_DIGITS = 200_000_000
@@ -37,7 +39,7 @@ _DIGITS_PER_STAGE = 40
 _Row = dict[int, tuple[int, int]]
 
 
-def partition(weights: Sequence[float], num_stages: int) -> list[int]:
+def partition(weights: Sequence[Weight], num_stages: int) -> list[int]:
     """Bounds of the most even cut, length num_stages + 1: stage s has layers bounds[s] to bounds[s + 1] - 1.
 
     The heaviest stage is as light as any contiguous cut allows, then the second heaviest, and so on to the
@@ -69,7 +71,7 @@ def partition(weights: Sequence[float], num_stages: int) -> list[int]:
     return [0] * (num_empty + 1) + [weighted[cut - 1] + 1 for cut in inner] + [len(whole)] * bool(whole)
 
 
-def _whole_numbers(weights: Sequence[float]) -> list[int]:
+def _whole_numbers(weights: Sequence[Weight]) -> list[int]:
     """The weights as integers of a common unit, none rounded."""
     exact = []
     for index, weight in enumerate(weights):

@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron.pipeline.partition import Weight
+
 # Sums of measured times and bytes are compared in float64.
 _ROUNDING = 1 + 1e-12
 
 
-def partition_by_stage(costs: Sequence[Sequence[float]]) -> list[int]:
+def partition_by_stage(costs: Sequence[Sequence[Weight]]) -> list[int]:
     """Bounds of the stages when layer i costs costs[s][i] on stage s: under 1F1B early stages keep the
     activations of more micro-batches.
 
@@ -51,7 +53,7 @@ def _stage_costs(prefix: np.ndarray) -> np.ndarray:
     return np.where(np.tri(len(prefix), dtype=bool), np.inf, prefix[None, :] - prefix[:, None])
 
 
-def partition_v(costs: Sequence[Sequence[float]]) -> list[int]:
+def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
     """Bounds of the 2 * ranks stages of which rank r holds stages r and 2 * ranks - 1 - r, when layer i costs
     costs[s][i] on stage s.
 
@@ -119,9 +121,9 @@ def _around(
     return best, taken
 
 
-def _heavy(costs: Sequence[Sequence[float]]) -> list[int]:
+def _heavy(costs: Sequence[Sequence[Weight]]) -> list[int]:
     return [index for index, column in enumerate(zip(*costs, strict=True)) if any(column)]
 
 
-def _prefix(row: Sequence[float], heavy: Sequence[int]) -> np.ndarray:
+def _prefix(row: Sequence[Weight], heavy: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.asarray(row, dtype=float)[heavy])])
