@@ -20,7 +20,7 @@ def plan(flags: list[str], world_size: int) -> Run:
 
 def stages(run: Run) -> list[tuple[int, int, int, int]]:
     """(stage, first layer, last layer, parameters per rank) per line of the stage map."""
-    rows = re.findall(r"^ *(\d+) +(\d+)-(\d+) +([\d,]+) ", run.stdout, re.MULTILINE)
+    rows = re.findall(r"^ *(\d+) +(\d+)-(\d+) +[\d.,]+ +[\d.]+ +([\d,]+) ", run.stdout, re.MULTILINE)
     return [(int(stage), int(a), int(b), int(count.replace(",", ""))) for stage, a, b, count in rows]
 
 
@@ -59,3 +59,15 @@ def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
     # Two transformer layers per stage.
     per_rank = 12 * hidden**2 // 4 + 7 * hidden // 4 + 6 * hidden
     assert {row[3] for row in rows[1:31]} == {2 * per_rank}
+
+
+def test_a_vocabulary_of_250k_words_gets_stages_of_its_own() -> None:
+    """The embedding alone, 30 stages of two layers, the head alone with norm and cast."""
+    sizes = "--num-layers 60 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16".split()
+    sizes += "--max-position-embeddings 2048 --pad-vocab-size-to 250880 --lr 1e-4 --train-iters 10".split()
+    layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 32".split()
+    batch = "--micro-batch-size 1 --global-batch-size 512".split()
+    run = plan([*sizes, *layout, *batch, "--partition-method", "'type:embed:2|transformer:1'"], 128)
+    rows = [(first, last) for _, first, last, _ in stages(run)]
+    assert rows == [(0, 1), (2, 4), *((first, first + 1) for first in range(5, 63, 2)), (63, 66)]
+    assert "max/mean = 1.000" in run.stdout

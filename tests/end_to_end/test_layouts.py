@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.end_to_end.command import Run, pretrain
-from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
+from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
 # Losses are printed with 7 digits, of which the last may round the other way; grad norms with three decimals.
@@ -78,6 +78,54 @@ def test_tensor_and_pipeline_parallel_through_launch_print_the_run_of_one_proces
     assert_same_run(four, single)
 
 
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (4, "--partition-method weighted_type:embed:2|transformer:1 --zero-stage 1"),
+        (3, "--partition-method stages:E,0,4+L"),
+        (2, "--partition-method profile"),
+    ],
+)
+def test_other_stages_print_the_run_of_one_process(
+    single: Run, data: list[str], processes: int, options: str
+) -> None:
+    pipeline = ["--pipeline-model-parallel-size", str(processes)]
+    run = pretrain([*pipeline, *options.split(), *FLAGS, *data], processes=processes)
+    assert run.exit_code == 0, run.stderr
+    assert_same_run(run, single)
+
+
+def test_dualpipev_prints_the_run_of_1f1b_and_the_stages_of_each_rank(data: list[str]) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2"]
+    plain, in_v = (
+        pretrain([*flags, "--pipeline-schedule", schedule], processes=2) for schedule in ("1f1b", "dualpipev")
+    )
+    assert plain.exit_code == in_v.exit_code == 0, in_v.stderr
+    assert_same_run(in_v, plain)
+    held = re.findall(r"^ +(\d)  +(\d)  +[\d-]+ ", in_v.stdout, re.MULTILINE)
+    assert held == [("0", "0"), ("1", "1"), ("1", "2"), ("0", "3")]
+
+
+def test_measured_times_are_kept_and_read_again(data: list[str], tmp_path: Path) -> None:
+    times = tmp_path / "folder" / "times.json"
+    method = ["--partition-method", "profile", "--partition-profile", str(times)]
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, *method]
+    layout = ["--pipeline-model-parallel-size", "2"]
+    measured = pretrain([*flags, *layout], processes=2)
+    assert measured.exit_code == 0, measured.stderr
+    written = times.read_text()
+    again = pretrain([*flags, *layout], processes=2)
+    planned = pretrain([*flags, *layout, "--dry-run", "--world-size", "2"])
+    table = [line for line in measured.stdout.splitlines() if re.match(" +[01] +\\d+-", line)]
+    assert len(table) == 2
+    for run in (again, planned):
+        assert run.exit_code == 0, run.stderr
+        assert all(line in run.stdout for line in table)
+    assert times.read_text() == written
+    other = pretrain([*flags, "--micro-batch-size", "2"])
+    assert other.exit_code == 2 and "micro_batch_size was 1, is 2" in other.stderr
+
+
 def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process(
     single: Run, data: list[str], tmp_path: Path
 ) -> None:
@@ -118,6 +166,6 @@ def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:
     # torch.distributed.launch announces its own end; nothing of DeepSpeed or of our calls comes with it.
     assert re.search(r"deepspeed|NCCL|Gloo|\[W|\[rank|torch/distributed/c10d", four.stderr, re.I) is None
     own = r" iteration +\d+/| (validation|test) loss at |-+$|starting from |learning rate: |note: |$"
-    own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage) | +\d+  +\d+-\d+ "
+    own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage|heaviest) | +\d+  +\d+-\d+ "
     for line in single.stdout.splitlines() + four.stdout.splitlines():
         assert re.match(own, line), line
