@@ -76,14 +76,6 @@ class ParallelLayout:
     def pipeline_stage(self) -> int:
         return self.rank // (self.tensor * self.data)
 
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_stage == self.pipeline - 1
-
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:
         """The same layout as DeepSpeed's engine wants it, with the axes pipe, data, model (model fastest)."""

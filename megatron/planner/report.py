@@ -6,6 +6,7 @@ from itertools import groupby
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT
+from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan
 
@@ -46,13 +47,23 @@ def _layout_lines(config: Config) -> str:
         f"ZeRO stage {parallel.zero_stage}",
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x data {data}",
-        f"pipeline   efficiency m/(m+p-1) = {micro_batches}/({micro_batches}+{stages}-1) = "
-        f"{pipeline_efficiency(micro_batches, stages):.3f}",
+        _pipeline_line(parallel.pipeline_schedule, micro_batches, stages),
     ]
     if batch.rampup_batch_size:
         start, increment, samples = batch.rampup_batch_size
         lines.append(f"ramp-up    from {start} by {increment} over the first {samples:,} samples")
     return "\n".join(lines)
+
+
+def _pipeline_line(schedule: str, micro_batches: int, ranks: int) -> str:
+    """How busy a pipeline of equal stages is."""
+    if schedule == "1f1b":
+        share = pipeline_efficiency(micro_batches, ranks)
+        return f"pipeline   efficiency m/(m+p-1) = {micro_batches}/({micro_batches}+{ranks}-1) = {share:.3f}"
+    stages = 2 * ranks
+    equal = simulate_schedule(schedule, [1] * stages, [2] * stages, [0] * (stages - 1), micro_batches)
+    share = 1 - sum(equal.bubble_shares) / ranks
+    return f"pipeline   {schedule}, efficiency {share:.3f} with {micro_batches} micro-batches, simulated"
 
 
 def stage_map(plan: StagePlan) -> str:
