@@ -19,10 +19,6 @@ def test_coordinates_are_those_of_deepspeeds_topology(world_size, tensor, pipeli
         assert layout.world_size == layout.topology.world_size() == world_size
 
 
-def test_first_and_last_stage_are_known():
-    stages = [ParallelLayout.create(6, 1, 3, rank) for rank in range(6)]
-
-
 def test_processes_that_cannot_be_divided_are_refused_with_numbers_and_flags():
     with pytest.raises(ConfigError) as error:
         ParallelLayout.create(10, tensor=4, pipeline=2)
