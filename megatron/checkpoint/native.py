@@ -1,4 +1,4 @@
-"""Saving and resuming through DeepSpeed's engine, on the layout that the checkpoint was written on.
+"""Saving through DeepSpeed's engine, and resuming on any layout.
 
 A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: how far the
 run had come, its configuration, vocabulary, layout and data. The file `latest` beside the folders names the
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.optimizer_files import OptimizerFiles
+from megatron.checkpoint.reshape import SavedParameters
 from megatron.config import Config, ConfigError
+from megatron.config.vocab import padded_vocab_size
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
 
@@ -132,13 +133,12 @@ def find_checkpoint(config: Config, vocab_size: int, fingerprint: dict[str, Any]
     checkpoint = find_latest(config.checkpoint.load) if config.checkpoint.load else None
     if checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
-        check_layout(checkpoint, config)
         check_data(checkpoint, fingerprint)
     return checkpoint
 
 
 def layout_record(config: Config) -> dict[str, Any]:
-    """What must be equal to resume without reshaping."""
+    """The layout in words for people and tools."""
     parallel = config.parallel
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -148,17 +148,6 @@ def layout_record(config: Config) -> dict[str, Any]:
         "precision": config.precision.name,
         "optimizer": config.optimizer.optimizer,
     }
-
-
-def check_layout(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuses to resume on another layout, naming what differs."""
-    saved, now = checkpoint.run["layout"], layout_record(config)
-    differences = [f"{key} was {saved.get(key)}, is {now[key]}" for key in now if saved.get(key) != now[key]]
-    if differences:
-        raise ConfigError(
-            f"checkpoint {checkpoint.folder} was written on another layout ({'; '.join(differences)}): "
-            f"resume with the flags that wrote it"
-        )
 
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
@@ -233,18 +222,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
-    """Restores weights, master weights, moments, step and loss scale, also where the layers were cut into
-    stages elsewhere. Collective."""
-    saved, now = checkpoint.run["stages"], engine.module.stages_record()
-    same_stages = all(saved[key] == now[key] for key in ("bounds", "pipeline_schedule"))
-    engine.load_checkpoint(
-        str(checkpoint.folder.parent), tag=checkpoint.folder.name, load_optimizer_states=same_stages
+    """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
+    saved them. Another kind of optimizer starts with fresh moments."""
+    saved, now = checkpoint.config, engine.run_config
+    tensor_size = saved.parallel.tensor_model_parallel_size
+    padded = padded_vocab_size(checkpoint.vocab_size, saved.model, tensor_size)
+    parameters = SavedParameters(checkpoint.folder, tensor_size, padded)
+    engine.optimizer.load_by_name(
+        parameters.read,
+        parameters.loss_scaler if saved.precision.name == now.precision.name else None,
+        with_moments=_moments_of(saved) == _moments_of(now),
     )
-    if not same_stages:
-        layout = engine.layout
-        files = OptimizerFiles(checkpoint.folder, layout.tensor_rank, layout.tensor)
-        engine.optimizer.load_by_name(files.parameter, files.loss_scaler)
     return checkpoint.state
+
+
+def _moments_of(config: Config) -> str:
+    """What an optimizer keeps: adam and adamw keep the same."""
+    return "sgd" if config.optimizer.optimizer == "sgd" else "adam"
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -26,7 +26,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import is_counted_here
+from megatron.mpu.parameters import ParameterSpec, is_counted_here, spec_of
 from megatron.optimizer.loss_scale import LossScaler
 
 # DeepSpeed aligns the flat buffer of a group to this many elements per partition.
@@ -35,8 +35,9 @@ ALIGNMENT = 2
 # are summed in fp32 within chunks of this many elements and in fp64 between them.
 NORM_CHUNK = 4096
 
-# By global name of a parameter, flat and in fp32: master values, moments, and what else the optimizer keeps.
-SavedState = Callable[[str], tuple[Tensor, dict[str, Tensor], dict[str, Any]]]
+# For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
+# and in fp32, and what else the optimizer keeps.
+SavedState = Callable[[str, ParameterSpec, TensorGroup], tuple[Tensor, dict[str, Tensor], dict[str, Any]]]
 
 
 class NonFiniteError(RuntimeError):
@@ -279,50 +280,32 @@ class MixedPrecisionOptimizer:
         }
 
     @torch.no_grad()
-    def load_state_dict(
-        self,
-        state: dict | None = None,
-        state_dict_list: Sequence[dict] | None = None,
-        **_engine_options: object,
-    ) -> None:
-        """Restores `state` of ZeRO-0, or this rank's entry of ZeRO-1's `state_dict_list`, and the weights."""
-        if state is None:
-            state = state_dict_list[self.groups.data_rank]
-        # Learning rates, decay and betas are what the flags say now; a checkpoint brings the moments.
-        hyper = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["base_optimizer_state"])
-        for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
-            group.update(values)
-        for flat, saved in zip(self.flat, state["single_partition_of_fp32_groups"], strict=True):
-            flat.master.data.copy_(saved)
-        self.scaler.load_state_dict(state["loss_scaler"])
-        self._spread_weights()
+    def load_by_name(self, saved: SavedState, loss_scaler: dict | None, with_moments: bool) -> None:
+        """Restores values and moments from a checkpoint of any layout, and spreads the weights. Collective.
 
-    def _restore_from_bit16_weights(self) -> None:
-        """DeepSpeed calls this where it loads weights without optimizer state: these are the new masters."""
+        loss_scaler: its state, None to begin anew. Without `with_moments` the optimizer begins anew as well.
+        """
+        self.optimizer.state.clear()
         for flat in self.flat:
-            flat.master.data.copy_(flat.local_weights)
-
-    @torch.no_grad()
-    def load_by_name(self, saved: SavedState, loss_scaler: dict) -> None:
-        """Restores the state from whichever stages and replicas wrote it; `saved` gives it by global name."""
-        for flat in self.flat:
-            state = self.optimizer.state[flat.master]
             for parameter in flat.parameters:
                 fragment = flat.fragment(parameter)
                 if fragment is None:
                     continue
                 start, length = fragment
                 offset = max(flat.start - parameter.flat_offset, 0)
-                master, moments, others = saved(self.names[parameter])
+                master, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
                 flat.master.data[start : start + length].copy_(master[offset : offset + length])
+                if not with_moments:
+                    continue
+                state = self.optimizer.state[flat.master]
                 for key, values in moments.items():
                     if key not in state:
                         state[key] = torch.zeros_like(flat.master)
                     state[key][start : start + length].copy_(values[offset : offset + length])
                 for key, value in others.items():
                     state[key] = value.clone() if isinstance(value, Tensor) else value
-        self.scaler.load_state_dict(loss_scaler)
+        if loss_scaler is not None:
+            self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()
 
 
