@@ -62,7 +62,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     rank = join_world(config)
     native.agree_on_checkpoint(checkpoint)
     metrics = make_metrics(config, vocab.size, rank)
-    parallel = config.parallel
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     layout = ParallelLayout.create(
         parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
     )
@@ -72,12 +72,10 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
             config, vocab.size, find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
         )
     metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
-    schedule = parallel.pipeline_schedule
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)
     state = native.load_checkpoint(engine, checkpoint) if checkpoint else native.TrainingState()
     metrics.print(native.describe_start(checkpoint, config.checkpoint.load))
-
     data = open_data(config, layout, length, vocab)
     save = partial(
         native.save_checkpoint,
