@@ -38,51 +38,51 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     from megatron.planner.report import run_report
     from megatron.planner.stages import plan_stages
     from megatron.training.data import fingerprint_of, open_data
-    from megatron.training.layer_times import find_layer_times, must_measure, read_layer_times
+    from megatron.training.layer_times import find_layer_times, is_measured, read_layer_times
     from megatron.training.output import make_output_folders
     from megatron.training.signals import ExitConditions
     from megatron.training.train import Trainer, make_metrics, run_length
     from megatron.training.vocabulary import find_vocabulary
 
     # Everything that flags and files can get wrong is found out here, before the processes meet.
-    vocabulary = find_vocabulary(config)
-    plan = None if must_measure(config) else plan_stages(config, vocabulary.size, read_layer_times(config))
+    vocab = find_vocabulary(config)
+    times = read_layer_times(config, vocab.size)
+    plan = None if is_measured(config) else plan_stages(config, vocab.size, times)
     batches = BatchSchedule.from_config(config.batch)
     length = run_length(config, batches)
     rates = LearningRateSchedule.from_config(config.schedule, config.training, config.model.seq_length)
     if config.training.dry_run:
         if is_main_process():
-            print(run_report(config, plan, vocabulary.size, notes, rates.describe()))
+            print(run_report(config, plan, vocab.size, notes, rates.describe()))
         return
     fingerprint = fingerprint_of(config, length)
-    checkpoint = native.find_checkpoint(config, vocabulary.size, fingerprint)
+    checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
     make_output_folders(config)
 
     rank = join_world(config)
     native.agree_on_checkpoint(checkpoint)
-    metrics = make_metrics(config, vocabulary.size, rank)
-    parallel = config.parallel
+    metrics = make_metrics(config, vocab.size, rank)
+    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     layout = ParallelLayout.create(
         parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
     )
     tensor = layout.make_tensor_group()
     if plan is None:
-        times = find_layer_times(config, layout, tensor, vocabulary.size, vocabulary.eod)
-        plan = plan_stages(config, vocabulary.size, times)
-    metrics.print(run_report(config, plan, vocabulary.size, notes, rates.describe()))
-    make_model, make_engine = GPT_MODELS[parallel.pipeline_schedule], ENGINES[parallel.pipeline_schedule]
-    model = make_model(config, layout, tensor, vocabulary.size, vocabulary.eod, plan.bounds)
-    engine = make_engine(config, layout, tensor, model)
+        plan = plan_stages(
+            config, vocab.size, find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
+        )
+    metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
+    model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
+    engine = ENGINES[schedule](config, layout, tensor, model)
     state = native.load_checkpoint(engine, checkpoint) if checkpoint else native.TrainingState()
     metrics.print(native.describe_start(checkpoint, config.checkpoint.load))
-
-    data = open_data(config, layout, length, vocabulary)
+    data = open_data(config, layout, length, vocab)
     save = partial(
         native.save_checkpoint,
         engine,
         config.checkpoint.save,
-        vocab_size=vocabulary.size,
-        eod=vocabulary.eod,
+        vocab_size=vocab.size,
+        eod=vocab.eod,
         fingerprint=fingerprint,
     )
     exits = ExitConditions.from_config(config.training, started_at)

@@ -18,11 +18,8 @@ medians of the same run:
 
 import argparse
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,48 +29,6 @@ LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 4, 256, 8, 512, 8192
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 TOKENS = GLOBAL_BATCH * SEQ
 WARM_UP = 2
-
-
-class World:
-    """The processes of one layout, which do a named piece of work when told to."""
-
-    def __init__(self, tensor: int, pipeline: int, processes: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = str(probe.getsockname()[1])
-        command = [sys.executable, __file__, "--worker", f"{tensor},{pipeline}"]
-        self.processes = []
-        for rank in range(processes):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}
-            environment |= {"MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(
-                subprocess.Popen(
-                    command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
-            )
-
-    def start(self, work: str) -> None:
-        for process in self.processes:
-            process.stdin.write(work + "\n")
-            process.stdin.flush()
-
-    def seconds(self) -> float:
-        """Waits for the work; how long its slowest process took."""
-        answers = [process.stdout.readline() for process in self.processes]
-        if not all(answers):
-            raise SystemExit("a measured process died; its error is above")
-        return max(float(answer) for answer in answers)
-
-    def run(self, work: str) -> float:
-        self.start(work)
-        return self.seconds()
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.stdin.close()
-        for process in self.processes:
-            process.wait()
 
 
 def main() -> None:
@@ -109,8 +64,10 @@ def main() -> None:
 
 def measure(rounds: int) -> dict[str, float]:
     """Median seconds per step, by name of what was measured."""
-    single, other, data = World(1, 1, 1), World(1, 1, 1), World(1, 1, 2)
-    tensor, pipeline = World(2, 1, 2), World(1, 2, 2)
+    from benchmarks.worlds import World
+
+    single, other, data = (World(__file__, "1,1", processes) for processes in (1, 1, 2))
+    tensor, pipeline = World(__file__, "2,1", 2), World(__file__, "1,2", 2)
 
     def both_at_once() -> float:
         other.start("engine")
@@ -143,7 +100,9 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
     if int(os.environ["WORLD_SIZE"]) > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    from benchmarks.worlds import answers_apart, make_stage_step, serve
+
+    answers = answers_apart()
     from megatron.config import LoggingConfig
     from megatron.training.processes import quiet_library_logs
 
@@ -178,32 +137,12 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
     if world == 1:
         cut = plan_stages(make_config(1, 2, 2), VOCAB).bounds[1]
         work["plain"] = make_plain_step(batch)
-        work["stage 0"] = make_stage_step(model, 0, cut, batch)
-        work["stage 1"] = make_stage_step(model, cut, len(plan.names), batch)
-    for line in sys.stdin:
-        start = time.perf_counter()
-        work[line.strip()]()
-        print(time.perf_counter() - start, file=answers, flush=True)
+        for stage, (first, last) in enumerate([(0, cut), (cut, len(plan.names))]):
+            work[f"stage {stage}"] = make_stage_step(
+                model.forward_funcs, first, last, model.loss_fn, batch[:MICRO_BATCH]
+            )
+    serve(lambda name: work[name](), answers)
     leave_world()
-
-
-def make_stage_step(model, first: int, last: int, batch) -> Callable[[], None]:
-    """One micro-batch, forward and backward, through layers first to last - 1 alone."""
-    import torch
-
-    tokens, labels = batch[:MICRO_BATCH, :-1].contiguous(), batch[:MICRO_BATCH, 1:].contiguous()
-    hidden = torch.randn(SEQ, MICRO_BATCH, HIDDEN)
-
-    def step() -> None:
-        x = tokens if first == 0 else hidden.clone().requires_grad_()
-        for layer in model.forward_funcs[first:last]:
-            x = layer(x)
-        if last == len(model.forward_funcs):
-            model.loss_fn(x, (labels, torch.ones(MICRO_BATCH, SEQ))).backward()
-        else:
-            x.backward(hidden)
-
-    return step
 
 
 def make_config(tensor_size: int, pipeline_size: int, world: int):

@@ -119,10 +119,11 @@ def _check_enough(
     weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
     if len(weighted) < stages:
         kinds = ", ".join(dict.fromkeys(weighted)) or "none"
+        classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
         raise ConfigError(
             f"--partition-method {method.text} has {len(weighted)} layers of a weight above 0 to share out "
-            f"({kinds}) and {stages} stages need one each: lower --pipeline-model-parallel-size, weigh "
-            f"more of {', '.join(dict.fromkeys(names))}, or ask for empty stages with stages:1,0,1"
+            f"({kinds}) and {stages} stages need one each: lower --pipeline-model-parallel-size, weigh more "
+            f"of {classes}, or ask for empty stages with stages:1,0,1"
         )
 
 

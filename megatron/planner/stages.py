@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeline_layers
@@ -105,9 +105,23 @@ def layer_table(
     activation_bytes[first] = memory.embedding_activation_bytes(config)
     activation_bytes[head] = memory.head_activation_bytes(config, padded)
     per_parameter = memory.state_bytes_per_parameter(config)
-    state_bytes = [count * per_parameter for count in parameters]
-    measured = [seconds[kind] for kind in layer_kinds(names)] if seconds else None
-    return LayerTable(names, parameters, layer_flops, state_bytes, activation_bytes, measured)
+    held = list(parameters)
+    if config.parallel.num_stages == 1 or config.parallel.pipeline_schedule == "dualpipev":
+        held[head] = 0  # the same rank has the embedding, which is the same matrix
+    state_bytes = [count * per_parameter for count in held]
+    return LayerTable(names, held, layer_flops, state_bytes, activation_bytes, _per_layer(names, seconds))
+
+
+def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float] | None:
+    if seconds is None:
+        return None
+    missing = set(layer_kinds(names)) - seconds.keys()
+    if missing:
+        raise ConfigError(
+            f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file, and the next "
+            "run writes it anew"
+        )
+    return [seconds[kind] for kind in layer_kinds(names)]
 
 
 def layer_kinds(names: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ ranks cut alike. `--partition-profile FILE` keeps them: equal runs need not meas
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
+from megatron.config.partition_method import parse_partition_method
+from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import ParallelLayout, TensorGroup
@@ -31,14 +34,34 @@ from megatron.planner.stages import layer_kinds
 WARM_UP, REPEATS = 2, 7
 
 
-def must_measure(config: Config) -> bool:
-    """The layers are to be timed once the processes have met."""
+def is_measured(config: Config) -> bool:
+    """The layers' times are found once the processes have met: rank 0 reads or all measure."""
+    method = parse_partition_method(config.parallel.partition_method)
+    return method.kind == "profile" and not config.training.dry_run
+
+
+def find_layer_times(
+    config: Config, layout: ParallelLayout, tensor: TensorGroup, vocab_size: int, eod: int | None
+) -> dict[str, float]:
+    """Seconds per kind of layer, the same on all ranks: from --partition-profile if rank 0 finds it, else
+    measured and written there. Collective."""
+    found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is not None:
+        return found[0]
+    measured: list[dict[str, float]] = [{}]
+    if layout.pipeline_stage == 0 and layout.data_rank == 0:
+        measured = [_measure(config, tensor, vocab_size, eod)]
+    dist.broadcast_object_list(measured, src=0)
     path = config.parallel.partition_profile
-    wanted = config.parallel.partition_method.lower() == "profile" and not config.training.dry_run
-    return wanted and (path is None or not Path(path).exists())
+    if path is not None and layout.rank == 0:
+        profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(profile, indent=2) + "\n")
+    return measured[0]
 
 
-def read_layer_times(config: Config) -> dict[str, float] | None:
+def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
     """Seconds per kind of layer from --partition-profile; None without one.
 
     Raises ConfigError for a damaged file, and for one that was measured with other shapes.
@@ -48,12 +71,17 @@ def read_layer_times(config: Config) -> dict[str, float] | None:
         return None
     try:
         profile = json.loads(Path(path).read_text())
-        measured_for, seconds = profile["measured_for"], profile["seconds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        measured_for = dict(profile["measured_for"])
+        seconds = {str(kind): float(value) for kind, value in profile["seconds"].items()}
+        if not all(0 <= value < math.inf for value in seconds.values()):
+            raise ValueError("a time is negative or not finite")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--partition-profile {path} cannot be read ({error}): delete it, and the next run writes it anew"
         ) from error
-    now = _shapes(config)
+    now = _shapes(config, vocab_size)
+    if config.training.dry_run:
+        del now["device"]  # a laptop plans for the cluster
     differing = [
         f"{key} was {measured_for.get(key)}, is {now[key]}"
         for key in now
@@ -67,35 +95,21 @@ def read_layer_times(config: Config) -> dict[str, float] | None:
     return seconds
 
 
-def find_layer_times(
-    config: Config, layout: ParallelLayout, tensor: TensorGroup, vocab_size: int, eod: int | None
-) -> dict[str, float]:
-    """Measures and shares seconds per kind of layer, and writes --partition-profile. Collective."""
-    seconds: dict[str, float] = {}
-    if layout.pipeline_stage == 0 and layout.data_rank == 0:
-        seconds = _measure(config, tensor, vocab_size, eod)
-    shared = [seconds]
-    dist.broadcast_object_list(shared, src=0)
-    path = config.parallel.partition_profile
-    if path is not None and layout.rank == 0:
-        profile = {"measured_for": _shapes(config), "seconds": shared[0]}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(profile, indent=2) + "\n")
-    return shared[0]
-
-
-def _shapes(config: Config) -> dict[str, Any]:
+def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     """What the times depend on: not the numbers of layers and stages."""
     settings = config.to_dict()
-    model = {key: value for key, value in settings["model"].items() if key != "num_layers"}
+    tensor_size = config.parallel.tensor_model_parallel_size
+    elsewhere = ("num_layers", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")
+    device = get_accelerator().device_name()
     return {
-        **model,
+        **{key: value for key, value in settings["model"].items() if key not in elsewhere},
+        "padded_vocab_size": padded_vocab_size(vocab_size, config.model, tensor_size),
         "micro_batch_size": config.batch.micro_batch_size,
-        "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
+        "tensor_model_parallel_size": tensor_size,
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "checkpoint_activations": config.training.checkpoint_activations,
-        "device": get_accelerator().device_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
 

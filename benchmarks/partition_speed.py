@@ -1,0 +1,265 @@
+#!/usr/bin/env python3
+"""What each partition method makes of a model whose embedding and head are about as heavy as two layers each.
+
+    python benchmarks/partition_speed.py      about two minutes on two cores
+
+10 layers, hidden 256, 8 heads, sequence 256, vocabulary 7168 on PP=4; micro-batch 1, 8 of them per step,
+fp32, one thread per process. Per token the head's matrix takes 2 h V = 3.7 MFLOP forward and a layer
+24 h^2 + 4 h s = 1.8 MFLOP. The embedding has as many parameters as the head, but a lookup takes next to no
+time: the work is that of 12 layers, which 4 stages share evenly if one knows that.
+
+    measured    forward and backward pass of a micro-batch through each stage, in a process by itself while
+                all others are idle
+    predicted   the largest stage by the layer times that `profile` has measured
+    allowed     tokens/s if all stages took as long as the largest: batch / (largest x (m + p - 1))
+    here        tokens/s of the real pipeline on this machine
+
+With fewer cores than the four processes need, the stages share them and `here` says little of the cut: all
+cuts have the same work. `allowed` is what four free cores would give. Layouts take turns, one step each, so
+that a slow minute of the machine hits all alike. Methods that cut alike are measured once and share their
+numbers.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 10, 256, 8, 256, 7168
+MICRO_BATCH, MICRO_BATCHES, STAGES = 1, 8, 4
+TOKENS = MICRO_BATCH * MICRO_BATCHES * SEQ
+WARM_UP = 2
+OLD = ("type:transformer", "type:embed|transformer", "parameters")
+NEW = ("type:embed:2|transformer:1", "memory", "time", "profile")
+TARGET_ERROR = 0.10
+# glibc keeps freed memory, as the allocator of a GPU does. Else it hands the head's buffers back to the
+# kernel after every micro-batch or never, as the heap happens to lie, and the same head takes 31 or 24 ms.
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+
+
+class Row(NamedTuple):
+    """One method; times in seconds of a micro-batch's forward and backward pass."""
+
+    method: str
+    bounds: tuple[int, ...]
+    measured: list[float]
+    predicted: list[float]
+    step: float
+    """Of the real pipeline, for a whole step."""
+
+    @property
+    def allowed(self) -> float:
+        """Tokens/s that the largest stage allows."""
+        return TOKENS / (max(self.measured) * (MICRO_BATCHES + STAGES - 1))
+
+    @property
+    def speed(self) -> float:
+        return TOKENS / self.step
+
+    @property
+    def error(self) -> float:
+        """Of the predicted largest stage."""
+        return max(self.predicted) / max(self.measured) - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps per layout (default: 10)")
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_worker(arguments.worker)
+        return
+    from benchmarks.machine import describe_machine
+
+    print(describe_machine(), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(arguments.rounds, str(Path(folder) / "layer_times.json"))
+    print_rows(rows)
+
+
+def print_rows(rows: list[Row]) -> None:
+    milliseconds = [" ".join(f"{seconds * 1e3:.1f}" for seconds in row.measured) for row in rows]
+    bounds = [" ".join(map(str, row.bounds)) for row in rows]
+    wide, wider = max(map(len, bounds)), max(map(len, milliseconds))
+    heads = f"{'measured, ms':{wider}}  largest  predicted  error  allowed tokens/s  here"
+    print(f"{'':26}  {'bounds':{wide}}  {heads}")
+    for row, cut, stages in zip(rows, bounds, milliseconds, strict=True):
+        print(
+            f"{row.method:26}  {cut:{wide}}  {stages:{wider}}  {max(row.measured) * 1e3:7.1f}  "
+            f"{max(row.predicted) * 1e3:9.1f}  {row.error:+5.0%}  {row.allowed:16.0f}  {row.speed:4.0f}"
+        )
+    fastest_old, fastest_new = (
+        max((row for row in rows if row.method in methods), key=lambda row: row.allowed)
+        for methods in (OLD, NEW)
+    )
+    print(
+        f"best of the old methods: {fastest_old.method}, {fastest_old.allowed:.0f} tokens/s allowed, "
+        f"{fastest_old.speed:.0f} here\n"
+        f"best of the new methods: {fastest_new.method}, {fastest_new.allowed:.0f} ("
+        f"{fastest_new.allowed / fastest_old.allowed:.2f} times), {fastest_new.speed:.0f} here ("
+        f"{fastest_new.speed / fastest_old.speed:.2f} times)"
+    )
+    profile = next(row for row in rows if row.method == "profile")
+    print(
+        f"profile predicted {max(profile.predicted) * 1e3:.1f} ms for its largest stage, "
+        f"{max(profile.measured) * 1e3:.1f} ms were measured: {profile.error:+.1%} "
+        f"(target: within {TARGET_ERROR:.0%})"
+    )
+
+
+def measure(rounds: int, profile: str) -> list[Row]:
+    """Everything in the table. `profile`: where the layer times are kept."""
+    from benchmarks.worlds import World
+    from megatron.config import LoggingConfig
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+
+    from megatron.planner.stages import layer_kinds, plan_stages
+    from megatron.training.layer_times import read_layer_times
+
+    single = World(__file__, profile, 1, KEEP_MEMORY)
+    single.run("profile")
+    pipeline = World(__file__, profile, STAGES, KEEP_MEMORY)
+    seconds = read_layer_times(make_config("profile", STAGES, profile))
+    plans = {
+        method: plan_stages(make_config(method, STAGES), VOCAB, seconds if method == "profile" else None)
+        for method in OLD + NEW
+    }
+    cuts = sorted({tuple(plan.bounds) for plan in plans.values()})
+    stages = sorted({stage for cut in cuts for stage in pairwise(cut)})
+    work: dict[tuple[int, ...], Callable[[], float]] = {
+        cut: lambda cut=cut: pipeline.run(" ".join(map(str, cut))) for cut in cuts
+    }
+    alone: dict[tuple[int, int], Callable[[], float]] = {
+        stage: lambda stage=stage: single.run(" ".join(map(str, stage))) for stage in stages
+    }
+    stage_times, steps = turns(alone, rounds), turns(work, rounds)
+    for world in (single, pipeline):
+        world.end()
+    rows = []
+    for method, plan in plans.items():
+        layer_seconds = [seconds[kind] for kind in layer_kinds(plan.names)]
+        rows.append(
+            Row(
+                method,
+                tuple(plan.bounds),
+                [stage_times[stage] for stage in pairwise(plan.bounds)],
+                [sum(layer_seconds[first:last]) for first, last in pairwise(plan.bounds)],
+                steps[tuple(plan.bounds)],
+            )
+        )
+    return rows
+
+
+def turns(work: dict, rounds: int) -> dict:
+    """Median seconds of each piece of work, which take turns."""
+    times = {name: [] for name in work}
+    for turn in range(rounds + WARM_UP):
+        for name, run in work.items():
+            seconds = run()
+            if turn >= WARM_UP:
+                times[name].append(seconds)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def run_worker(profile: str) -> None:
+    """Work is 'profile', or bounds: of one stage in the process by itself, of all stages in the others."""
+    from benchmarks.worlds import answers_apart, make_stage_step, serve
+
+    answers = answers_apart()
+    from megatron.config import LoggingConfig
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+
+    import torch
+
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.planner.stages import plan_stages
+    from megatron.training.layer_times import find_layer_times
+    from megatron.training.processes import join_world, leave_world
+
+    size = int(os.environ["WORLD_SIZE"])
+    config = make_config("type:transformer", size, profile)
+    rank = join_world(config)
+    layout = ParallelLayout.create(size, 1, size, rank)
+    tensor = layout.make_tensor_group()
+    batch = torch.randint(0, VOCAB, (MICRO_BATCHES, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    steps: dict[str, Callable[[], object]] = {}
+
+    def micro_batches() -> Iterator[tuple]:
+        for part in batch.split(MICRO_BATCH):
+            yield part[:, :-1].contiguous(), (part[:, 1:].contiguous(), torch.ones(MICRO_BATCH, SEQ))
+
+    def make_pipeline_step(bounds: list[int]) -> Callable[[], object]:
+        model = GPTModelPipe(config, layout, tensor, VOCAB, 0, bounds)
+        engine = GPTEngine(config, layout, tensor, model)
+        return lambda: engine.train_step(micro_batches(), 0, MICRO_BATCH * MICRO_BATCHES, 1e-4)
+
+    if size == 1:
+        model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
+        steps["profile"] = lambda: find_layer_times(config, layout, tensor, VOCAB, 0)
+
+    def run(name: str) -> None:
+        if name not in steps:  # in the warm-up
+            bounds = [int(bound) for bound in name.split()]
+            steps[name] = (
+                make_stage_step(model.forward_funcs, *bounds, model.loss_fn, batch[:MICRO_BATCH])
+                if size == 1
+                else make_pipeline_step(bounds)
+            )
+        steps[name]()
+
+    serve(run, answers)
+    leave_world()
+
+
+def make_config(method: str, stages: int, profile: str | None = None):
+    """The configuration of the measured run."""
+    from megatron.config import (
+        BatchConfig,
+        Config,
+        ModelConfig,
+        ParallelConfig,
+        ScheduleConfig,
+        TrainingConfig,
+    )
+
+    return Config(
+        model=ModelConfig(
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            seq_length=SEQ,
+            max_position_embeddings=SEQ,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        batch=BatchConfig(micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * MICRO_BATCHES),
+        schedule=ScheduleConfig(lr=1e-4),
+        parallel=ParallelConfig(
+            pipeline_model_parallel_size=stages,
+            partition_method=method,
+            partition_profile=profile,
+            world_size=stages,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        ),
+        training=TrainingConfig(train_iters=1),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Processes that stay alive and do a named piece of work when told to, so that layouts can take turns.
+
+A benchmark starts itself again with `--worker ...` through `World`; the worker ends in `serve`. Each line of
+its input names work; the answer, through what `answers_apart` returned, is the seconds it took.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    import torch
+
+
+class World:
+    """The processes of one layout, one thread each."""
+
+    def __init__(
+        self, script: str, worker: str, processes: int, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts `script --worker WORKER`, as processes that find each other, with `settings` in their
+        environment."""
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = str(probe.getsockname()[1])
+        command = [sys.executable, script, "--worker", worker]
+        self.processes = []
+        for rank in range(processes):
+            environment = {**os.environ, **(settings or {}), "OMP_NUM_THREADS": "1"}
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+
+    def start(self, work: str) -> None:
+        for process in self.processes:
+            process.stdin.write(work + "\n")
+            process.stdin.flush()
+
+    def seconds(self) -> float:
+        """Waits for the work; how long its slowest process took."""
+        answers = [process.stdout.readline() for process in self.processes]
+        if not all(answers):
+            raise SystemExit("a measured process died; its error is above")
+        return max(float(answer) for answer in answers)
+
+    def run(self, work: str) -> float:
+        self.start(work)
+        return self.seconds()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            process.wait()
+
+
+def answers_apart() -> TextIO:
+    """Where a worker's answers go; whatever a library prints goes to stderr from now on."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    return answers
+
+
+def serve(work: Callable[[str], object], answers: TextIO) -> None:
+    """Does the work named by each line of the input, and answers with its seconds."""
+    for line in sys.stdin:
+        start = time.perf_counter()
+        work(line.strip())
+        print(time.perf_counter() - start, file=answers, flush=True)
+
+
+def make_stage_step(
+    layers: Sequence[Callable], first: int, last: int, loss: Callable, samples: "torch.Tensor"
+) -> Callable[[], None]:
+    """One micro-batch, forward and backward, through layers first to last - 1 alone.
+
+    samples: token ids, [batch, seq + 1].
+    """
+    import torch
+
+    def run(begin: int, end: int, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers[begin:end]:
+            x = layer(x)
+        return x
+
+    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    mask = torch.ones(labels.shape)
+    with torch.no_grad():
+        received = run(0, first, tokens)
+        gradient = torch.randn_like(run(first, last, received))
+
+    def step() -> None:
+        x = run(first, last, received if first == 0 else received.clone().requires_grad_())
+        if last == len(layers):
+            loss(x, (labels, mask)).backward()
+        else:
+            x.backward(gradient)
+
+    return step
