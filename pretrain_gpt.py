@@ -60,7 +60,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     make_output_folders(config)
 
     rank = join_world(config)
-    native.agree_on_checkpoint(checkpoint)
+    checkpoint = native.settle_on_checkpoint(checkpoint, config, vocab.size, fingerprint)
     metrics = make_metrics(config, vocab.size, rank)
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     layout = ParallelLayout.create(

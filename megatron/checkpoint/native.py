@@ -8,12 +8,17 @@ sample numbers, and the learning rate of progress, so there is no random state t
 
 import json
 import os
+import re
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.manifest import describe_files, first_damaged, first_misfit, is_sealed, seal
 from megatron.checkpoint.reshape import SavedParameters
 from megatron.config import Config, ConfigError
 from megatron.config.vocab import padded_vocab_size
@@ -22,6 +27,14 @@ from megatron.engine.pipeline_engine import GPTEngine
 
 RUN_FILE = "run.json"
 LATEST_FILE = "latest"
+
+
+# A checkpoint that is being written is called this and its name.
+SAVING = "saving-"
+
+
+class SaveError(OSError):
+    """A checkpoint cannot be written; those that were complete are still there."""
 
 
 @dataclass(frozen=True)
@@ -60,35 +73,44 @@ class Checkpoint:
         return self.run["eod"]
 
 
-def find_latest(folder: str | Path) -> Checkpoint | None:
+def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
     """The newest complete checkpoint of `folder`: the one that `latest` names, or if that is incomplete or
     missing the newest `global_step<N>` that is not; or `folder` itself if it is one. None if there is none.
 
+    `damaged`: folders to pass over, and what was found to be wrong with them.
+
     Raises ConfigError when there are checkpoints but none of them is complete.
     """
-    folder = Path(folder)
+    folder, damaged = Path(folder), damaged or {}
     if (folder / RUN_FILE).is_file():
+        if folder.name in damaged:
+            raise ConfigError(f"checkpoint {folder}: {damaged[folder.name]}; give another one to --load")
         return open_checkpoint(folder)
     latest = folder / LATEST_FILE
     named = latest.read_text().strip() if latest.is_file() else None
-    others = {path.parent.name for path in folder.glob(f"global_step*/{RUN_FILE}")} - {named}
+    others = {path.name for path in folder.glob("global_step*") if path.is_dir()} - {named}
     newest_first = sorted(others, key=_step_of, reverse=True)
-    damage: ConfigError | None = None
+    passed_over = []
     for name in [named, *newest_first] if named else newest_first:
         try:
+            if name in damaged:
+                raise ConfigError(f"checkpoint {folder / name}: {damaged[name]}")
             checkpoint = open_checkpoint(folder / name)
         except ConfigError as error:
-            damage = damage or error
-        else:
-            return replace(checkpoint, passed_over=str(damage or ""))
-    if damage is not None:
-        raise damage
+            passed_over.append(str(error))
+            continue
+        unfinished = [path.name for path in folder.glob(f"{SAVING}global_step*")]
+        newer = sorted(name for name in unfinished if _step_of(name) > checkpoint.state.iteration)
+        passed_over += [f"{name} was never finished" for name in newer]
+        return replace(checkpoint, passed_over="; ".join(passed_over))
+    if passed_over:
+        raise ConfigError("; ".join(passed_over))
     return None
 
 
 def _step_of(name: str) -> int:
-    digits = name.removeprefix("global_step")
-    return int(digits) if digits.isdigit() else -1
+    match = re.search(r"global_step(\d+)", name)
+    return int(match[1]) if match else -1
 
 
 def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
@@ -99,7 +121,58 @@ def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
     return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}"
 
 
-def agree_on_checkpoint(checkpoint: Checkpoint | None) -> None:
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Reads what a `global_step<N>` folder says of itself; ConfigError names a missing or damaged file.
+
+    Sizes are compared here, digests in `settle_on_checkpoint`.
+    """
+    path = Path(folder) / RUN_FILE
+    try:
+        run = json.loads(path.read_text())
+        if not is_sealed(run):
+            raise ValueError("it is not as it was written")
+        checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)
+        misfit = first_misfit(path.parent, run["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
+            f"`{LATEST_FILE}` names a complete checkpoint"
+        ) from error
+    if misfit:
+        raise ConfigError(f"checkpoint {path.parent}: {misfit}")
+    return checkpoint
+
+
+def find_checkpoint(
+    config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
+) -> Checkpoint | None:
+    """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
+
+    Raises ConfigError for one that this run cannot go on from: another model, or other data.
+    """
+    checkpoint = find_latest(config.checkpoint.load, damaged) if config.checkpoint.load else None
+    if checkpoint is not None:
+        check_model(checkpoint, config, vocab_size)
+        check_data(checkpoint, fingerprint)
+    return checkpoint
+
+
+def settle_on_checkpoint(
+    checkpoint: Checkpoint | None, config: Config, vocab_size: int, fingerprint: dict[str, Any]
+) -> Checkpoint | None:
+    """The checkpoint that all ranks have found, or if its files are not what was written the newest one
+    before it. Reads all files once, shared over the ranks. Collective."""
+    damaged: dict[str, str] = {}
+    while True:
+        _check_agreement(checkpoint)
+        damage = first_damaged(checkpoint.folder, checkpoint.run["files"]) if checkpoint else None
+        if damage is None:
+            return checkpoint
+        damaged[checkpoint.folder.name] = damage
+        checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
+
+
+def _check_agreement(checkpoint: Checkpoint | None) -> None:
     """Raises ConfigError on every rank unless all of them have found the same checkpoint. Collective."""
     found = checkpoint.folder.name if checkpoint else "none"
     everywhere: list[str] = [""] * dist.get_world_size()
@@ -110,31 +183,6 @@ def agree_on_checkpoint(checkpoint: Checkpoint | None) -> None:
             f"rank 0 would resume from {everywhere[0]} and rank {differing} from {everywhere[differing]}: "
             f"--load must be a folder that all nodes share"
         )
-
-
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Reads what a `global_step<N>` folder says of itself; ConfigError names a missing or damaged file."""
-    path = Path(folder) / RUN_FILE
-    try:
-        run = json.loads(path.read_text())
-        return Checkpoint(path.parent, TrainingState(**run["state"]), run)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
-            f"`{LATEST_FILE}` names a complete checkpoint"
-        ) from error
-
-
-def find_checkpoint(config: Config, vocab_size: int, fingerprint: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
-
-    Raises ConfigError for one that this run cannot go on from: another model, layout or data.
-    """
-    checkpoint = find_latest(config.checkpoint.load) if config.checkpoint.load else None
-    if checkpoint is not None:
-        check_model(checkpoint, config, vocab_size)
-        check_data(checkpoint, fingerprint)
-    return checkpoint
 
 
 def layout_record(config: Config) -> dict[str, Any]:
@@ -195,30 +243,67 @@ def save_checkpoint(
     eod: int | None,
     fingerprint: dict[str, Any],
 ) -> Path:
-    """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective."""
-    tag = f"global_step{state.iteration}"
-    folder = Path(folder)
+    """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective.
+
+    Until it is complete the folder has another name; one of the same step that is there already stays until
+    then. Raises SaveError on the rank that cannot write.
+    """
+    folder, tag = Path(folder), f"global_step{state.iteration}"
+    saving = folder / f"{SAVING}{tag}"
     if engine.global_rank == 0:
-        # Written over, a folder must not look complete while old and new files are mixed in it.
-        (folder / tag / RUN_FILE).unlink(missing_ok=True)
+        shutil.rmtree(saving, ignore_errors=True)
     dist.barrier()
-    # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-    dist.barrier()
-    if engine.global_rank == 0:
-        run = {
-            "state": asdict(state),
-            "config": engine.run_config.to_dict(),
-            "layout": layout_record(engine.run_config),
-            "stages": engine.module.stages_record(),
-            "vocab_size": vocab_size,
-            "eod": eod,
-            "data": fingerprint,
-        }
-        _write_atomically(folder / tag / RUN_FILE, json.dumps(run, indent=2) + "\n")
-        _write_atomically(folder / LATEST_FILE, tag)
+    try:
+        # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
+        engine.save_checkpoint(str(folder), tag=saving.name, save_latest=False)
+        dist.barrier()
+        files = describe_files(saving)
+        if engine.global_rank == 0:
+            run = {
+                "state": asdict(state),
+                "config": engine.run_config.to_dict(),
+                "layout": layout_record(engine.run_config),
+                "stages": engine.module.stages_record(),
+                "versions": {name: version(name) for name in ("torch", "deepspeed")},
+                "vocab_size": vocab_size,
+                "eod": eod,
+                "data": fingerprint,
+                "files": files,
+            }
+            _write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
+            _put_in_place(saving, folder / tag)
+            _write_atomically(folder / LATEST_FILE, tag)
+            _remove_old(folder, folder / tag, engine.run_config.checkpoint.keep_last)
+    except (OSError, RuntimeError) as error:
+        raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
     dist.barrier()
     return folder / tag
+
+
+def _put_in_place(saving: Path, final: Path) -> None:
+    """Renames; what is complete is found at every instant, under one name or another."""
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        _remove(replaced)
+        os.rename(final, replaced)
+    os.rename(saving, final)
+    _remove(replaced)
+
+
+def _remove_old(folder: Path, newest: Path, keep_last: int | None) -> None:
+    """Leaves the `keep_last` newest complete checkpoints, and of unfinished ones none."""
+    for path in folder.glob(f"{SAVING}global_step*"):
+        _remove(path)
+    if keep_last is not None:
+        complete = {path.parent for path in folder.glob(f"global_step*/{RUN_FILE}")} - {newest}
+        for path in sorted(complete, key=lambda path: _step_of(path.name), reverse=True)[keep_last - 1 :]:
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    # First what makes it look complete: the rest takes time, in which the job may be killed.
+    (folder / RUN_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:

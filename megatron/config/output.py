@@ -21,6 +21,9 @@ class CheckpointConfig(Section):
         None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh"
     )
     save_interval: int | None = flag(None, at_least=1, help="steps between two checkpoints")
+    keep_last: int | None = flag(
+        None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

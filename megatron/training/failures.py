@@ -26,7 +26,12 @@ _LONGEST_WAIT_S = 10.0
 
 
 class RunStopped(Exception):
-    """The run must not go on, by no fault of its flags: one sentence. Raised on every rank alike."""
+    """The run must not go on, by no fault of its flags: one sentence. Raised on every rank alike, unless not
+    `everywhere`: then on the one that has met the cause."""
+
+    def __init__(self, sentence: str, everywhere: bool = True) -> None:
+        super().__init__(sentence)
+        self.everywhere = everywhere
 
 
 @contextmanager
@@ -44,7 +49,7 @@ def told_once(*, same_everywhere: bool = False, env: Mapping[str, str] = os.envi
     except ConfigError as error:
         sentence, code, by_rank_0 = f"error: {error}", CONFIG_ERROR_EXIT_CODE, False
     except RunStopped as error:
-        sentence, code, by_rank_0 = f"error: {error}", FAILURE_EXIT_CODE, True
+        sentence, code, by_rank_0 = f"error: {error}", FAILURE_EXIT_CODE, error.everywhere
     except KeyboardInterrupt:
         sentence, code, by_rank_0 = "interrupted", INTERRUPTED_EXIT_CODE, True
     except Exception as error:

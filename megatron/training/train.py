@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.native import TrainingState
+from megatron.checkpoint.native import SaveError, TrainingState
 from megatron.config import Config
 from megatron.config.batch import BatchSchedule
 from megatron.config.vocab import padded_vocab_size
@@ -106,8 +106,15 @@ class Trainer:
     def checkpoint(self, state: TrainingState) -> None:
         """Saves, and says where."""
         started = time.perf_counter()
-        folder = self.save(state)
-        self.metrics.print(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+        try:
+            folder = self.save(state)
+        except SaveError as error:
+            raise RunStopped(f"{error}: free some space, and the run resumes", everywhere=False) from error
+        seconds = time.perf_counter() - started
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        self.metrics.print(
+            f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
+        )
 
     def evaluate_at_end(self, state: TrainingState) -> None:
         """Evaluates on validation and test data once the run is over; one that left early goes on later."""

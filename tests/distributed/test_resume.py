@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.native import (
+    SaveError,
     TrainingState,
     find_checkpoint,
     find_latest,
     load_checkpoint,
     save_checkpoint,
+    settle_on_checkpoint,
 )
 from megatron.config import ConfigError
 from tests.distributed.layouts import (
@@ -285,28 +287,85 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
     assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "missing", "without state", "other state"])
-def test_a_damaged_run_file_is_named(saved, damage):
-    path = saved / "global_step0" / "run.json"
-    run = json.loads(path.read_text())
-    if damage == "cut":
-        path.write_text(path.read_text()[:-40])
-    elif damage == "empty":
-        path.write_text("")
-    elif damage == "missing":
-        path.unlink()
-    elif damage == "without state":
-        path.write_text(json.dumps({key: value for key, value in run.items() if key != "state"}))
-    else:
-        path.write_text(json.dumps({**run, "state": {"iteration": 0, "no such field": 1}}))
-    with pytest.raises(ConfigError, match=r"global_step0: run\.json cannot be read"):
-        find(saved)
-
-
 def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
     (saved / "latest").write_text("global_step7")
     checkpoint = find(saved)
     assert checkpoint.folder == saved / "global_step0" and "global_step7" in checkpoint.passed_over
+
+
+# --- complete or invisible ---
+
+
+def save_twice(row, folder, keep_last=None):
+    """Checkpoints of steps 1 and 2."""
+    engine = build_engine(config_of(row, checkpoint={"keep_last": keep_last}))
+    for step in (0, 1):
+        train(engine, [step])
+        save_checkpoint(engine, folder, state_after(step + 1), VOCAB, EOD, FINGERPRINT)
+
+
+def settle(row, folder):
+    config = config_of(row, checkpoint={"load": str(folder)})
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    try:
+        settled = settle_on_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
+    except ConfigError as error:
+        return str(error)
+    return settled.state.iteration, settled.passed_over
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("pattern", ["layer_05-*", "mp_rank_01_*", "zero_pp_rank_1_mp_rank_00_*"])
+def test_a_flipped_byte_is_named_and_the_checkpoint_before_taken(pattern, tmp_path):
+    row = Row(pp=2, dp=2, zero=1)
+    run_world(row.world_size, save_twice, row, tmp_path)
+    (damaged,) = (tmp_path / "global_step2").glob(pattern)
+    flip_a_byte(damaged)
+    for iteration, passed_over in run_world(2, settle, Row(tp=2), tmp_path):
+        assert iteration == 1
+        assert "global_step2" in passed_over and f"{damaged.name} is damaged" in passed_over
+    flip_a_byte(next((tmp_path / "global_step1").glob(pattern)))
+    for sentence in run_world(2, settle, Row(tp=2), tmp_path):
+        assert "global_step2" in sentence and "global_step1:" in sentence and "is damaged" in sentence
+
+
+@pytest.mark.parametrize("keep_last, kept", [(None, {"global_step1", "global_step2"}), (1, {"global_step2"})])
+def test_old_checkpoints_are_kept_as_asked(keep_last, kept, tmp_path):
+    (tmp_path / "saving-global_step1").mkdir()
+    run_world(2, save_twice, Row(pp=2), tmp_path, keep_last)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == kept
+
+
+def fail_to_save(row, folder, limit):
+    """Saves while no file may be longer than `limit` bytes, as on a disk that fills up."""
+    import resource
+    import signal
+
+    engine = build_engine(config_of(row))
+    save_checkpoint(engine, folder, state_after(1), VOCAB, EOD, FINGERPRINT)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        save_checkpoint(engine, folder, state_after(2), VOCAB, EOD, FINGERPRINT)
+    except SaveError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return None
+
+
+@pytest.mark.parametrize("limit", [100, 20_000])
+def test_a_disk_that_fills_up_leaves_what_was_complete(limit, tmp_path):
+    (sentence,) = run_world(1, fail_to_save, Row(), tmp_path, limit)
+    assert "global_step2 cannot be written" in sentence
+    found = find_latest(tmp_path)
+    assert found.state.iteration == 1 and "saving-global_step2 was never finished" in found.passed_over
+    assert run_world(1, settle, Row(), tmp_path)[0][0] == 1
 
 
 # --- whole weights ---

@@ -5,17 +5,21 @@ import json
 
 import pytest
 
+from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.native import TrainingState, describe_start, find_latest
 from megatron.config import ConfigError
+
+FILE = "layer_01-model_00-model_states.pt"
 
 
 def write(folder, step, complete=True):
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
-    (path / "layer_01-model_00-model_states.pt").touch()
+    (path / FILE).write_text("weights")
     if complete:
         state = dataclasses.asdict(TrainingState(iteration=step))
-        (path / "run.json").write_text(json.dumps({"state": state}))
+        files = {FILE: {"bytes": 7, "sha256": "not read here"}}
+        (path / "run.json").write_text(json.dumps(seal({"state": state, "files": files})))
     return path
 
 
@@ -43,7 +47,7 @@ def test_an_incomplete_checkpoint_is_passed_over_for_the_newest_complete_one(tmp
     assert found.state.iteration == 9
     line = describe_start(found, str(tmp_path))
     assert "global_step9, iteration 9" in line
-    assert ("global_step10" in line) == bool(latest)
+    assert "global_step10" in line
 
 
 def test_checkpoints_of_which_none_is_complete_are_refused(tmp_path):
@@ -57,3 +61,41 @@ def test_a_checkpoint_can_be_given_itself(tmp_path):
     path = write(tmp_path, 5)
     write(tmp_path, 10)
     assert find_latest(path).state.iteration == 5
+
+
+def test_a_save_that_was_interrupted_is_named_and_passed_over(tmp_path):
+    write(tmp_path, 5)
+    (tmp_path / "saving-global_step3").mkdir()
+    (tmp_path / "saving-global_step10").mkdir()
+    line = describe_start(find_latest(tmp_path), str(tmp_path))
+    assert "global_step5" in line and "saving-global_step10 was never finished" in line
+    assert "global_step3" not in line
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda path: (path / FILE).write_text("weight"), f"{FILE} has 6 bytes and was written with 7"),
+        (lambda path: (path / FILE).unlink(), f"{FILE} is missing"),
+        (lambda path: (path / "run.json").write_text("{"), "run.json cannot be read"),
+        (
+            lambda path: (path / "run.json").write_text(
+                (path / "run.json").read_text().replace('"iteration": 10', '"iteration": 11')
+            ),
+            "not as it was written",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, damage, words):
+    write(tmp_path, 5)
+    damage(write(tmp_path, 10))
+    (tmp_path / "latest").write_text("global_step10")
+    found = find_latest(tmp_path)
+    assert found.state.iteration == 5
+    assert "global_step10" in found.passed_over and words in found.passed_over
+
+
+def test_a_replaced_checkpoint_is_found_while_the_new_one_is_not_in_place(tmp_path):
+    write(tmp_path, 5).rename(tmp_path / "global_step5.replaced")
+    (tmp_path / "latest").write_text("global_step5")
+    assert find_latest(tmp_path).folder.name == "global_step5.replaced"

@@ -1,0 +1,89 @@
+"""What a complete checkpoint consists of: every file's size and digest, so that damage is seen and named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+# File name -> {"bytes": size, "sha256": digest in hex}.
+Files = dict[str, dict[str, Any]]
+
+
+def describe_files(folder: Path) -> Files:
+    """Size and digest of every file in the folder, each of which is on the disk after this. Collective: the
+    ranks share the work, and all get the whole."""
+    names = sorted(path.name for path in folder.iterdir())
+    return _shared(names, lambda name: _describe(folder / name, to_disk=True))
+
+
+def first_misfit(folder: Path, files: Files) -> str | None:
+    """The first file that is missing or of another size, in words; None if all are there. Reads no file."""
+    for name, expected in sorted(files.items()):
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != expected["bytes"]:
+            return f"{name} has {size:,} bytes and was written with {expected['bytes']:,}"
+    return None
+
+
+def first_damaged(folder: Path, files: Files) -> str | None:
+    """The first file that is not as it was written, in words. Reads all. Collective, as `describe_files`."""
+    found = _shared(sorted(files), lambda name: _describe(folder / name))
+    for name, now in found.items():
+        if now != files[name]:
+            return f"{name} is damaged: its digest is not the one that it was written with"
+    return None
+
+
+def seal(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with a digest of itself."""
+    return {**record, "sha256": _digest_of(record)}
+
+
+def is_sealed(record: dict[str, Any]) -> bool:
+    """Whether the record is as `seal` left it."""
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    return record.get("sha256") == _digest_of(content)
+
+
+def _digest_of(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _shared(names: list[str], describe: Any) -> Files:
+    """describe(name) per name, each done by one rank; an OSError of one of them is raised on all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own: Files | str
+    try:
+        own = {name: describe(name) for name in names[rank::size]}
+    except OSError as error:
+        own = str(error)
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, own)
+    for part in parts:
+        if isinstance(part, str):
+            raise OSError(part)
+    return {name: entry for part in parts for name, entry in sorted(part.items())}
+
+
+def _describe(path: Path, to_disk: bool = False) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+        if to_disk:
+            os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _digest(file: Any) -> Any:
+    """`hashlib.file_digest` of Python 3.10."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest
