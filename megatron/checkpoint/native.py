@@ -8,139 +8,35 @@ sample numbers, and the learning rate of progress, so there is no random state t
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.manifest import describe_files, first_damaged, first_misfit, is_sealed, seal
-from megatron.checkpoint.reshape import SavedParameters
+from megatron.checkpoint.folders import (
+    LATEST_FILE,
+    RUN_FILE,
+    SAVING,
+    Checkpoint,
+    TrainingState,
+    find_latest,
+    step_of,
+)
+from megatron.checkpoint.manifest import describe_files, first_damaged, seal
+from megatron.checkpoint.reshape import SavedParameters, spec_record
+from megatron.checkpoint.universal import UniversalParameters, find_universal
 from megatron.config import Config, ConfigError
-from megatron.config.vocab import padded_vocab_size
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
-
-RUN_FILE = "run.json"
-LATEST_FILE = "latest"
-
-
-# A checkpoint that is being written is called this and its name.
-SAVING = "saving-"
+from megatron.mpu.parameters import spec_of
 
 
 class SaveError(OSError):
     """A checkpoint cannot be written; those that were complete are still there."""
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """How far a run has come."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    skipped_iterations: int = 0
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint on disk: its folder and what `run.json` says."""
-
-    folder: Path
-    state: TrainingState
-    run: dict[str, Any]
-    passed_over: str = ""
-    """Why a newer one was not taken, if so."""
-
-    @property
-    def config(self) -> Config:
-        """The configuration of the run that wrote it."""
-        return Config.from_dict(self.run["config"])
-
-    @property
-    def vocab_size(self) -> int:
-        """True size of the vocabulary, without padding."""
-        return int(self.run["vocab_size"])
-
-    @property
-    def eod(self) -> int | None:
-        """Id of the end-of-document token, None if the run knew none."""
-        return self.run["eod"]
-
-
-def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint of `folder`: the one that `latest` names, or if that is incomplete or
-    missing the newest `global_step<N>` that is not; or `folder` itself if it is one. None if there is none.
-
-    `damaged`: folders to pass over, and what was found to be wrong with them.
-
-    Raises ConfigError when there are checkpoints but none of them is complete.
-    """
-    folder, damaged = Path(folder), damaged or {}
-    if (folder / RUN_FILE).is_file():
-        if folder.name in damaged:
-            raise ConfigError(f"checkpoint {folder}: {damaged[folder.name]}; give another one to --load")
-        return open_checkpoint(folder)
-    latest = folder / LATEST_FILE
-    named = latest.read_text().strip() if latest.is_file() else None
-    others = {path.name for path in folder.glob("global_step*") if path.is_dir()} - {named}
-    newest_first = sorted(others, key=_step_of, reverse=True)
-    passed_over = []
-    for name in [named, *newest_first] if named else newest_first:
-        try:
-            if name in damaged:
-                raise ConfigError(f"checkpoint {folder / name}: {damaged[name]}")
-            checkpoint = open_checkpoint(folder / name)
-        except ConfigError as error:
-            passed_over.append(str(error))
-            continue
-        unfinished = [path.name for path in folder.glob(f"{SAVING}global_step*")]
-        newer = sorted(name for name in unfinished if _step_of(name) > checkpoint.state.iteration)
-        passed_over += [f"{name} was never finished" for name in newer]
-        return replace(checkpoint, passed_over="; ".join(passed_over))
-    if passed_over:
-        raise ConfigError("; ".join(passed_over))
-    return None
-
-
-def _step_of(name: str) -> int:
-    match = re.search(r"global_step(\d+)", name)
-    return int(match[1]) if match else -1
-
-
-def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
-    """The line that says what a run starts from, and why."""
-    if checkpoint is None:
-        return "starting from new weights" + (f" (--load {load} holds no checkpoint)" if load else "")
-    why = f" ({checkpoint.passed_over})" if checkpoint.passed_over else ""
-    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}"
-
-
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Reads what a `global_step<N>` folder says of itself; ConfigError names a missing or damaged file.
-
-    Sizes are compared here, digests in `settle_on_checkpoint`.
-    """
-    path = Path(folder) / RUN_FILE
-    try:
-        run = json.loads(path.read_text())
-        if not is_sealed(run):
-            raise ValueError("it is not as it was written")
-        checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)
-        misfit = first_misfit(path.parent, run["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
-            f"`{LATEST_FILE}` names a complete checkpoint"
-        ) from error
-    if misfit:
-        raise ConfigError(f"checkpoint {path.parent}: {misfit}")
-    return checkpoint
 
 
 def find_checkpoint(
@@ -150,7 +46,11 @@ def find_checkpoint(
 
     Raises ConfigError for one that this run cannot go on from: another model, or other data.
     """
-    checkpoint = find_latest(config.checkpoint.load, damaged) if config.checkpoint.load else None
+    checkpoint = None
+    if config.checkpoint.universal_checkpoint:
+        checkpoint = find_universal(config.checkpoint.load)
+    elif config.checkpoint.load:
+        checkpoint = find_latest(config.checkpoint.load, damaged)
     if checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_data(checkpoint, fingerprint)
@@ -165,7 +65,9 @@ def settle_on_checkpoint(
     damaged: dict[str, str] = {}
     while True:
         _check_agreement(checkpoint)
-        damage = first_damaged(checkpoint.folder, checkpoint.run["files"]) if checkpoint else None
+        if checkpoint is None or config.checkpoint.universal_checkpoint:
+            return checkpoint
+        damage = first_damaged(checkpoint.folder, checkpoint.run["files"])
         if damage is None:
             return checkpoint
         damaged[checkpoint.folder.name] = damage
@@ -257,7 +159,7 @@ def save_checkpoint(
         # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
         engine.save_checkpoint(str(folder), tag=saving.name, save_latest=False)
         dist.barrier()
-        files = describe_files(saving)
+        files, parameters = describe_files(saving), _parameter_records(engine)
         if engine.global_rank == 0:
             run = {
                 "state": asdict(state),
@@ -268,6 +170,7 @@ def save_checkpoint(
                 "vocab_size": vocab_size,
                 "eod": eod,
                 "data": fingerprint,
+                "parameters": parameters,
                 "files": files,
             }
             _write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
@@ -278,6 +181,14 @@ def save_checkpoint(
         raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
     dist.barrier()
     return folder / tag
+
+
+def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
+    """By name, what every parameter of the model is, for those who read without the model. Collective."""
+    own = {name: spec_record(spec_of(p)) for name, p in engine.module.named_parameters()}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return {name: record for records in everywhere for name, record in records.items()}
 
 
 def _put_in_place(saving: Path, final: Path) -> None:
@@ -296,7 +207,7 @@ def _remove_old(folder: Path, newest: Path, keep_last: int | None) -> None:
         _remove(path)
     if keep_last is not None:
         complete = {path.parent for path in folder.glob(f"global_step*/{RUN_FILE}")} - {newest}
-        for path in sorted(complete, key=lambda path: _step_of(path.name), reverse=True)[keep_last - 1 :]:
+        for path in sorted(complete, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
             _remove(path)
 
 
@@ -310,9 +221,11 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
     """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
     saved them. Another kind of optimizer starts with fresh moments."""
     saved, now = checkpoint.config, engine.run_config
-    tensor_size = saved.parallel.tensor_model_parallel_size
-    padded = padded_vocab_size(checkpoint.vocab_size, saved.model, tensor_size)
-    parameters = SavedParameters(checkpoint.folder, tensor_size, padded)
+    parameters: SavedParameters | UniversalParameters
+    if now.checkpoint.universal_checkpoint:
+        parameters = UniversalParameters(checkpoint.folder)
+    else:
+        parameters = SavedParameters(checkpoint)
     engine.optimizer.load_by_name(
         parameters.read,
         parameters.loss_scaler if saved.precision.name == now.precision.name else None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,23 @@ import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from megatron.checkpoint.folders import Checkpoint
 from megatron.config import ConfigError
+from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 
 _ZERO_FILE = re.compile(r"zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
+
+
+# fp32 values, moments by the optimizer's names, and what else it keeps (the step).
+ParameterState = tuple[Tensor, dict[str, Tensor], dict[str, Any]]
+
+
+def spec_record(spec: ParameterSpec) -> dict[str, Any]:
+    """The spec in types that JSON knows."""
+    return {**asdict(spec), "whole_shape": list(spec.whole_shape)}
 
 
 @dataclass(frozen=True)
@@ -55,11 +66,12 @@ class _Fragment:
 class SavedParameters:
     """fp32 values and moments of every parameter in a checkpoint folder, by global name."""
 
-    def __init__(self, folder: Path, tensor_size: int, padded_vocab: int) -> None:
-        """`tensor_size`, `padded_vocab`: of the run that saved. ConfigError names a file that is damaged."""
-        self.folder = folder
-        self.tensor_size = tensor_size
-        self.padded_vocab = padded_vocab
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """ConfigError names a file that is damaged."""
+        saved = checkpoint.config
+        self.folder = folder = checkpoint.folder
+        self.tensor_size = tensor_size = saved.parallel.tensor_model_parallel_size
+        self.padded_vocab = padded_vocab_size(checkpoint.vocab_size, saved.model, tensor_size)
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
         states = [(model, _read(path)[key]) for model, path, key in _optimizer_files(folder)]
         if not states:
@@ -75,9 +87,7 @@ class SavedParameters:
                         fragment = _Fragment(state, group, address.start, address.numel)
                         self._fragments[tensor_rank].setdefault(name, []).append(fragment)
 
-    def read(
-        self, name: str, spec: ParameterSpec, tensor: TensorGroup
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+    def read(self, name: str, spec: ParameterSpec, tensor: TensorGroup) -> ParameterState:
         """Of this rank's shard, flat: fp32 values, moments by the optimizer's names, and what else it keeps
         (the step). The result may share memory with the file. ConfigError if the parameter is missing."""
         if name not in self._fragments[0]:
@@ -91,6 +101,33 @@ class SavedParameters:
             {key: self._shard(name, spec, tensor, lambda f, key=key: f.kept[key]) for key in moments},
             others,
         )
+
+    def spread(self, name: str) -> float:
+        """Largest difference between the tensor ranks' copies of a replicated parameter and its moments."""
+        copies = [self._copy(name, rank) for rank in range(self.tensor_size)]
+        return max(
+            float((copy[key] - copies[0][key]).abs().max())
+            for copy in copies
+            for key in copies[0]
+            if copy[key].numel()
+        )
+
+    def mean(self, name: str) -> ParameterState:
+        """As `read` for a replicated parameter, averaged over the tensor ranks."""
+        copies = [self._copy(name, rank) for rank in range(self.tensor_size)]
+        average = {key: torch.stack([copy[key] for copy in copies]).mean(0) for key in copies[0]}
+        first = self._fragments[0][name][0]
+        others = {key: value for key, value in first.kept.items() if not first.is_moment(value)}
+        return average.pop("fp32"), average, others
+
+    def _copy(self, name: str, tensor_rank: int) -> dict[str, Tensor]:
+        """What one tensor rank holds of a replicated parameter."""
+        fragments = self._fragments[tensor_rank][name]
+        moments = [key for key, value in fragments[0].kept.items() if fragments[0].is_moment(value)]
+        return {
+            "fp32": torch.cat([fragment.of(fragment.master) for fragment in fragments]),
+            **{key: torch.cat([f.of(f.kept[key]) for f in fragments]) for key in moments},
+        }
 
     def _shard(
         self, name: str, spec: ParameterSpec, tensor: TensorGroup, partition: Callable[[_Fragment], Tensor]

@@ -45,10 +45,6 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
 # Refused. The reason says what to do until the flag is there.
 STILL_TO_COME: tuple[OldFlag, ...] = (
     OldFlag(
-        ("--universal-checkpoint", "--universal_checkpoint"),
-        "loading a universal checkpoint is not supported yet: resume with --load on the layout that saved",
-    ),
-    OldFlag(
         ("--use-bnb-optimizer",), "8-bit Adam is not supported yet: drop it, --optimizer adam then decides"
     ),
     OldFlag(("--partition-activations",), "partitioned activations are not supported yet: drop the flag"),

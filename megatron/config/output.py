@@ -21,6 +21,11 @@ class CheckpointConfig(Section):
         None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh"
     )
     save_interval: int | None = flag(None, at_least=1, help="steps between two checkpoints")
+    universal_checkpoint: bool = flag(
+        False,
+        aliases=("--universal_checkpoint",),
+        help="--load holds a universal checkpoint, made by tools/ds_to_universal.py",
+    )
     keep_last: int | None = flag(
         None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"
     )

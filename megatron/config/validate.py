@@ -286,6 +286,8 @@ def _check_precision(config: Config) -> None:
 
 
 def _check_output(config: Config) -> None:
+    if config.checkpoint.universal_checkpoint and config.checkpoint.load is None:
+        raise ConfigError("--universal_checkpoint without --load: give the folder that holds the checkpoint")
     checkpoint = config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         raise ConfigError(
