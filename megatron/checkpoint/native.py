@@ -235,8 +235,8 @@ def save_checkpoint(
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
     """Restores weights, master weights, moments, step and loss scale, also where the layers were cut into
     stages elsewhere. Collective."""
-    saved, now = checkpoint.run["stages"], engine.module.stages_record()
-    same_stages = all(saved[key] == now[key] for key in ("bounds", "pipeline_schedule"))
+    saved, now = checkpoint.run.get("stages", {}), engine.module.stages_record()
+    same_stages = all(saved.get(key) == now[key] for key in ("bounds", "pipeline_schedule"))
     engine.load_checkpoint(
         str(checkpoint.folder.parent), tag=checkpoint.folder.name, load_optimizer_states=same_stages
     )
