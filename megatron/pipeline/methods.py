@@ -89,8 +89,8 @@ def _layer_weights(method: PartitionMethod, layers: LayerTable) -> tuple[Sequenc
     if method.kind == "profile":
         if layers.seconds is None:
             raise ConfigError(
-                f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs the "
-                f"file of --partition-profile FILE, which a run with that flag has written"
+                f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs "
+                f"the file of --partition-profile FILE, which a run with that flag has written"
             )
         return layers.seconds, "ms", 1e-3
     return _weights_by_name(method, layers.names), "", 1
@@ -111,8 +111,8 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         open_still = [index for index in chosen if weights[index] is None]
         if not open_still:
             raise ConfigError(
-                f"--partition-method {method.text}: all layers that '{alternative.text}' matches are matched by "
-                f"an alternative before it, so it does nothing: drop it, or put it first"
+                f"--partition-method {method.text}: an alternative before '{alternative.text}' matches all "
+                f"layers that it matches, so it does nothing: drop it, or put it first"
             )
         for index in open_still:
             weights[index] = alternative.weight

@@ -118,9 +118,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "checkpoint_activations": config.training.checkpoint_activations,
-        "device": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{device}, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
 
