@@ -7,8 +7,8 @@ from megatron.training.processes import is_main_process
 
 
 def make_output_folders(config: Config) -> None:
-    """Makes the folders of --save and, on rank 0, --tensorboard-dir and --partition-profile; ConfigError if one
-    cannot be written."""
+    """Makes the folders of --save and, on rank 0, --tensorboard-dir and --partition-profile; ConfigError if
+    one cannot be written."""
     if config.checkpoint.save:
         _make_writable("--save", config.checkpoint.save)
     if config.logging.tensorboard_dir and is_main_process():

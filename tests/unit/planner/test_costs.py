@@ -15,8 +15,9 @@ from megatron.planner.memory import transformer_layer_activation_bytes
 
 SEQ, BATCH, HIDDEN = 128, 2, 64
 FLAGS = (
-    f"--dry-run --num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQ} --vocab-size 512 "
-    f"--max-position-embeddings {SEQ} --micro-batch-size {BATCH} --global-batch-size 8 --train-iters 9 --lr 1e-3"
+    f"--dry-run --num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQ} "
+    f"--vocab-size 512 --max-position-embeddings {SEQ} --micro-batch-size {BATCH} --global-batch-size 8 "
+    "--train-iters 9 --lr 1e-3"
 )
 
 
