@@ -11,7 +11,8 @@ equation 1: of s x b tokens of h values, t-fold tensor parallel, a layer keeps
 values of the run's precision, and a byte per value of the two masks of --hidden-dropout. PyTorch's fused
 attention stores no scores; with --attention-dropout attention is spelt out, and keeps for each of the
 a s^2 b / t scores of a heads its softmax in fp32, what dropout leaves of it in the run's precision, and a
-byte of mask. Recomputed (--checkpoint-activations), a layer keeps its input; what it makes again is not counted.
+byte of mask. Recomputed (--checkpoint-activations), a layer keeps its input; what it makes again is not
+counted.
 """
 
 from __future__ import annotations
