@@ -11,7 +11,7 @@ time: the work is that of 12 layers, which 4 stages share evenly if one knows th
     measured    forward and backward pass of a micro-batch through each stage, in a process by itself while
                 all others are idle
     predicted   the largest stage by the layer times that `profile` has measured
-    allowed     tokens/s if all stages took as long as the largest: batch / (largest x (m + p - 1))
+    allowed     tokens/s of 1F1B with the measured stages, simulated
     here        tokens/s of the real pipeline on this machine
 
 With fewer cores than the four processes need, the stages share them and `here` says little of the cut: all
@@ -56,8 +56,13 @@ class Row(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        """Tokens/s that the largest stage allows."""
-        return TOKENS / (max(self.measured) * (MICRO_BATCHES + STAGES - 1))
+        """Tokens/s of 1F1B on a core per stage, simulated; a backward pass is twice a forward pass."""
+        from megatron.pipeline.schedule import simulate_schedule
+
+        forward = [seconds / 3 for seconds in self.measured]
+        backward = [2 * seconds for seconds in forward]
+        transfer = [0.0] * (STAGES - 1)
+        return TOKENS / simulate_schedule("1f1b", forward, backward, transfer, MICRO_BATCHES).makespan
 
     @property
     def speed(self) -> float:
@@ -131,7 +136,7 @@ def measure(rounds: int, profile: str) -> list[Row]:
     single = World(__file__, profile, 1, KEEP_MEMORY)
     single.run("profile")
     pipeline = World(__file__, profile, STAGES, KEEP_MEMORY)
-    seconds = read_layer_times(make_config("profile", STAGES, profile))
+    seconds = read_layer_times(make_config("profile", STAGES, profile), VOCAB)
     plans = {
         method: plan_stages(make_config(method, STAGES), VOCAB, seconds if method == "profile" else None)
         for method in OLD + NEW

@@ -108,6 +108,11 @@ def convert(source: Path, target: Path, workers: int = 1, allow_drift: bool = Fa
     os.replace(latest, target.parent / LATEST_UNIVERSAL_FILE)
 
 
+def parameter_names(source: Path) -> list[str]:
+    """The names of all parameters in a native checkpoint."""
+    return list(_whole_specs(open_checkpoint(source)))
+
+
 def find_universal(folder: str | Path) -> Checkpoint | None:
     """The universal checkpoint that `latest_universal` of the folder names, or the folder itself if it is
     one. None if there is none."""
@@ -142,8 +147,8 @@ def _check_space(folder: Path, specs: dict[str, ParameterSpec]) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
-            f"--output_folder: {folder} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: make "
-            "space, or give another folder"
+            f"--output_folder: {folder} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
+            "make space, or give another folder"
         )
 
 
@@ -161,8 +166,8 @@ def _write_parameter(source: Path, partial: Path, allow_drift: bool, name: str, 
     if spec.shard_dim is None and (drift := saved.spread(name)) > 0:
         if not allow_drift:
             raise ConfigError(
-                f"checkpoint {source}: the copies of {name} on the tensor ranks differ by up to {drift:.2e}: convert "
-                "an older checkpoint, or take their mean with --allow-drift"
+                f"checkpoint {source}: the copies of {name} on the tensor ranks differ by up to {drift:.2e}: "
+                "convert an older checkpoint, or take their mean with --allow-drift"
             )
         state = saved.mean(name)
     values, moments, others = state

@@ -11,6 +11,7 @@ What a method means for a list of layers is in `megatron.pipeline.methods`.
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -26,8 +27,9 @@ EXAMPLES = {
 }
 # Longer than any pipeline: a slip such as (t*999)*9999 ends in a sentence, not in swap space.
 _MOST_LAYERS = 100_000
+_DEEPEST = 100
 
-_WEIGHT = re.compile(r"\d+(\.\d*)?|\.\d+")
+_WEIGHT = re.compile(r"[0-9]{1,15}(\.[0-9]{0,15})?|\.[0-9]{1,15}")
 _PLACE = re.compile(r"(?P<pattern>.*)@(?P<place>first|last)", re.IGNORECASE | re.DOTALL)
 
 
@@ -100,25 +102,31 @@ def _alternative(text: str, part: str) -> Alternative:
     pattern, place = pattern.strip(), ""
     if placed := _PLACE.fullmatch(pattern):
         pattern, place = placed["pattern"], placed["place"].lower()
-    if not pattern:
+    if not pattern or _PLACE.fullmatch(pattern):
         raise _error(text, f"'{part}' has no name to look for; expected a part of a layer's name", "type")
     try:
-        re.compile(pattern)
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a doubtful pattern, such as [[a]
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
         raise _error(text, f"'{pattern}' is no regular expression ({error})", "type") from error
     return Alternative(part.strip(), pattern, Fraction(weight), place)
 
 
 def _split_outside_brackets(text: str, separator: str) -> list[str]:
     """Splits where the separator stands for itself: not escaped, and in no bracket of a regex."""
-    parts, current, depth, escaped = [], "", 0, False
+    parts, current, depth, in_set, escaped = [], "", 0, False, False
     for character in text:
-        if character == separator and depth == 0 and not escaped:
+        if character == separator and depth == 0 and not in_set and not escaped:
             parts.append(current)
             current = ""
             continue
         if not escaped:
-            depth += (character in "([") - (character in ")]")
+            if in_set:
+                in_set = character != "]"
+            else:
+                in_set = character == "["
+                depth += (character == "(") - (character == ")")
         escaped = character == "\\" and not escaped
         current += character
     return [*parts, current]
@@ -128,6 +136,8 @@ def _split_outside_brackets(text: str, separator: str) -> list[str]:
 
 
 def _layout(text: str, rest: str) -> list[StageContent]:
+    if rest.count("(") > _DEEPEST:
+        raise _error(text, f"more than {_DEEPEST} brackets", "layout")
     letters, end = _expand(text, rest, 0)
     if end < len(rest):
         raise _error(text, f"')' at place {end + 1} closes nothing", "layout")
@@ -154,11 +164,13 @@ def _expand(text: str, rest: str, start: int) -> tuple[str, int]:
         elif character in ", ":
             item = ""
         else:
+            if character == "*":
+                raise _error(text, f"'*' at place {position + 1} follows nothing to repeat", "layout")
             raise _error(
                 text, f"'{character}' at place {position + 1} is none of E t L | ( ) * and numbers", "layout"
             )
         position += 1
-        if repeat := re.compile(r"\*(\d*)").match(rest, position):
+        if repeat := re.compile(r"\*([0-9]{0,9})").match(rest, position):
             if not repeat[1]:
                 raise _error(text, f"'*' at place {position + 1} is followed by no number", "layout")
             position = repeat.end()
@@ -171,19 +183,22 @@ def _expand(text: str, rest: str, start: int) -> tuple[str, int]:
 
 # --- stages: ---
 
-_STAGE_ENTRY = re.compile(r"(?P<parts>[EL\d+\s]+?)\s*(\*\s*(?P<times>\d+))?")
-_STAGE_PARTS = re.compile(r"(?:(?P<embedding>E)(?:\+|$))?(?P<layers>\d+)?(?:(?:^|\+|(?<=\+))(?P<head>L))?")
+_STAGE_ENTRY = re.compile(
+    r"(?:(?P<embedding>E)(?: *\+ *(?=[0-9L])|$|(?= *\*)))?(?P<layers>[0-9]{1,9})?"
+    r"(?:(?:(?<=[0-9]) *\+ *)?(?<![0-9])(?P<head>L))?(?: *\* *(?P<times>[0-9]{1,9}))?"
+)
 
 
 def _stages(text: str, rest: str) -> list[StageContent]:
     stages: list[StageContent] = []
     for entry in rest.split(","):
         read = _STAGE_ENTRY.fullmatch(entry.strip())
-        parts = _STAGE_PARTS.fullmatch(re.sub(r"\s", "", read["parts"])) if read else None
-        if read is None or parts is None or not parts[0]:
+        if read is None or not (read["embedding"] or read["layers"] or read["head"]):
             raise _error(text, f"'{entry}' is no number of layers, nor E+5, 5+L, E, L or 6*10", "stages")
-        times = int(read["times"] or 1)
-        content = StageContent(bool(parts["embedding"]), int(parts["layers"] or 0), bool(parts["head"]))
+        times = 1 if read["times"] is None else int(read["times"])
+        if times == 0:
+            raise _error(text, f"'{entry}' repeats a stage no times", "stages")
+        content = StageContent(bool(read["embedding"]), int(read["layers"] or 0), bool(read["head"]))
         if len(stages) + times > _MOST_LAYERS:
             raise _error(text, f"'{entry}' makes more than {_MOST_LAYERS:,} stages", "stages")
         stages += [content] * times

@@ -22,6 +22,7 @@ TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
 GIB = 2**30
 MEMORY_UNIT = "GiB"
+TIME_UNITS = ("GFLOP", "ms")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def cut_layers(
         return _cut_by_memory(method, layers, live_micro_batches, in_v)
     weights, unit, scale = _layer_weights(method, layers)
     weights = _keep_ends_whole(weights, layers.names)
-    _check_enough(method, layers.names, weights, stages)
+    _check_enough(method, layers.names, weights, stages, in_v)
     bounds = partition_v([weights] * stages) if in_v else partition(weights, stages)
     return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
 
@@ -88,8 +89,8 @@ def _layer_weights(method: PartitionMethod, layers: LayerTable) -> tuple[Sequenc
     if method.kind == "profile":
         if layers.seconds is None:
             raise ConfigError(
-                f"--partition-method {method.text} measures the layers when a run starts: for --dry-run give "
-                f"--partition-profile FILE, which a run with that flag has written"
+                f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs "
+                f"the file of --partition-profile FILE, which a run with that flag has written"
             )
         return layers.seconds, "ms", 1e-3
     return _weights_by_name(method, layers.names), "", 1
@@ -107,24 +108,33 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
                 f"are {', '.join(dict.fromkeys(names))}; expected something like {EXAMPLES['type']}"
             )
         chosen = {"": found, "first": found[:1], "last": found[-1:]}[alternative.place]
-        for index in chosen:
-            if weights[index] is None:
-                weights[index] = alternative.weight
+        open_still = [index for index in chosen if weights[index] is None]
+        if not open_still:
+            raise ConfigError(
+                f"--partition-method {method.text}: an alternative before '{alternative.text}' matches all "
+                f"layers that it matches, so it does nothing: drop it, or put it first"
+            )
+        for index in open_still:
+            weights[index] = alternative.weight
     return [weight or Fraction(0) for weight in weights]
 
 
 def _check_enough(
-    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], stages: int
+    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], stages: int, in_v: bool
 ) -> None:
     weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
-    if len(weighted) < stages:
-        kinds = ", ".join(dict.fromkeys(weighted)) or "none"
+    if len(weighted) >= stages:
+        return
+    kinds = ", ".join(dict.fromkeys(weighted)) or "none"
+    needed = f"{stages} stages{' (2 x --pipeline-model-parallel-size)' if in_v else ''}"
+    advice = "lower --pipeline-model-parallel-size"
+    if method.kind == "type":
         classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
-        raise ConfigError(
-            f"--partition-method {method.text} has {len(weighted)} layers of a weight above 0 to share out "
-            f"({kinds}) and {stages} stages need one each: lower --pipeline-model-parallel-size, weigh more "
-            f"of {classes}, or ask for empty stages with stages:1,0,1"
-        )
+        advice += f", weigh more of {classes}"
+    raise ConfigError(
+        f"--partition-method {method.text} has {len(weighted)} layers of a weight above 0 to share out "
+        f"({kinds}) and {needed} need one each: {advice}, or ask for empty stages with stages:"
+    )
 
 
 def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
@@ -145,7 +155,7 @@ def _cut_by_memory(
         _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
     )
     costs = [[s + live * k for s, k in zip(state, kept, strict=True)] for live in live_micro_batches]
-    _check_enough(method, layers.names, costs[-1], len(costs))
+    _check_enough(method, layers.names, costs[-1], len(costs), in_v)
     bounds = partition_v(costs) if in_v else partition_by_stage(costs)
     sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
     return Cut(bounds, sums, MEMORY_UNIT)

@@ -1,15 +1,18 @@
 """Bytes that a pipeline layer takes on one rank: its state, and what it keeps of a micro-batch.
 
 Activations follow Korthikanti et al. (2022), "Reducing Activation Recomputation in Large Transformer Models",
-equation 1, without the attention scores, which PyTorch's fused attention never stores: of s x b tokens of h
-values, t-fold tensor parallel, a layer keeps
+equation 1: of s x b tokens of h values, t-fold tensor parallel, a layer keeps
 
     2 sbh                   the inputs of the two norms
     2 sbh                   the inputs of the two column-parallel matrices
     4 sbh / t               q, k, v and the context
-    2 (ffn / h) sbh / t     before and after the activation; 3 with a gate
+    2 (ffn / h) sbh / t     before and after the activation; 4 with a gate
 
-values of the run's precision. Recomputed (--checkpoint-activations), it keeps its input.
+values of the run's precision, and a byte per value of the two masks of --hidden-dropout. PyTorch's fused
+attention stores no scores; with --attention-dropout attention is spelt out, and keeps for each of the
+a s^2 b / t scores of a heads its softmax in fp32, what dropout leaves of it in the run's precision, and a
+byte of mask. Recomputed (--checkpoint-activations), a layer keeps its input; what it makes again is not
+counted.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ def transformer_layer_activation_bytes(config: Config) -> float:
     values = _hidden_values(config)
     if config.training.checkpoint_activations:
         return values * _residual_bytes(config) / config.training.checkpoint_num_layers
-    matrices = (3 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
+    matrices = (4 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
     kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / tensor) * _parameter_bytes(config)
-    return values * kept
+    kept += 2 if model.hidden_dropout > 0 else 0
+    scores = config.batch.micro_batch_size * model.num_attention_heads / tensor * model.seq_length**2
+    per_score = _FP32 + _parameter_bytes(config) + 1 if model.attention_dropout > 0 else 0
+    return values * kept + scores * per_score
 
 
 def embedding_activation_bytes(config: Config) -> float:
@@ -51,12 +57,10 @@ def norm_activation_bytes(config: Config) -> float:
 
 
 def head_activation_bytes(config: Config, padded_vocab: int) -> float:
-    """The head's input and the logits: in the run's precision and, for the loss, in fp32."""
+    """The head's input and the logits, which the loss keeps in fp32."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     logits = config.batch.micro_batch_size * model.seq_length * padded_vocab / tensor
-    parameter = _parameter_bytes(config)
-    copies = _FP32 + (parameter if parameter != _FP32 else 0)
-    return _hidden_values(config) * parameter + logits * copies
+    return _hidden_values(config) * _parameter_bytes(config) + logits * _FP32
 
 
 def _hidden_values(config: Config) -> int:

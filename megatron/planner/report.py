@@ -5,7 +5,7 @@ from itertools import groupby
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
-from megatron.pipeline.methods import MEMORY_UNIT
+from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan
@@ -20,7 +20,7 @@ def run_report(
         "\n".join(f"note: {note}" for note in notes),
         _model_lines(config, plan, vocab_size),
         _layout_lines(config),
-        f"{stage_map(plan)}\n{learning_rate}",
+        "\n".join([stage_map(plan), *_simulated_lines(config, plan), learning_rate]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -41,7 +41,7 @@ def _layout_lines(config: Config) -> str:
     parallel, batch = config.parallel, config.batch
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     data = parallel.data_parallel_size
-    micro_batches = batch.global_batch_size // (batch.micro_batch_size * data)
+    micro_batches = _micro_batches(config)
     lines = [
         f"layout     {parallel.world_size} processes = tensor {tensor} x pipeline {stages} x data {data}, "
         f"ZeRO stage {parallel.zero_stage}",
@@ -72,14 +72,15 @@ def stage_map(plan: StagePlan) -> str:
     header = ["stage", "layers", f"weight{f' ({plan.cut.unit})' if plan.cut.unit else ''}", "of mean"]
     rows = [[*header, "parameters per rank", "content"]]
     if plan.in_v:
-        rows[0].insert(0, "rank")
-    weights = plan.cut.weights
-    mean = sum(weights) / len(weights)
-    for stage, weight in enumerate(weights):
-        share = f"{weight / mean:.2f}" if mean else "-"
+        rows[0][0:0] = ["rank", "its weight"]
+    ranks = plan.rank_weights()
+    mean = sum(ranks) / len(ranks)
+    for stage, weight in enumerate(plan.cut.weights):
+        of_rank = ranks[plan.rank_of(stage)]
+        share = f"{of_rank / mean:.2f}" if mean else "-"
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
         row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
-        rows.append([str(plan.rank_of(stage)), *row] if plan.in_v else row)
+        rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.in_v else row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = [
         "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]])
@@ -99,12 +100,36 @@ def heaviest_line(plan: StagePlan) -> str:
     consequence = (
         f"it needs {100 * (ratio - 1):.1f} % more than the mean"
         if plan.cut.unit == MEMORY_UNIT
-        else f"waiting for it costs {100 * (1 - 1 / ratio):.1f} % of the efficiency"
+        else f"waiting for it costs up to {100 * (1 - 1 / ratio):.1f} % of the efficiency"
     )
     return (
         f"heaviest   {what} {weights.index(heaviest)} by --partition-method {plan.method}, "
         f"max/mean = {ratio:.3f}: {consequence}"
     )
+
+
+def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
+    """How busy the ranks are with stages that weigh what they weigh, where that is time or work."""
+    if plan.cut.unit not in TIME_UNITS or not any(plan.cut.weights):
+        return []
+    micro_batches = _micro_batches(config)
+    # A backward pass is twice a forward pass.
+    forward = [weight / 3 for weight in plan.cut.weights]
+    backward = [2 * weight for weight in forward]
+    transfer = [0.0] * (len(forward) - 1)
+    schedule = config.parallel.pipeline_schedule
+    bubbles = simulate_schedule(schedule, forward, backward, transfer, micro_batches).bubble_shares
+    busy = 1 - sum(bubbles) / len(bubbles)
+    return [
+        f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
+        f"{100 * busy:.1f} % of a step"
+    ]
+
+
+def _micro_batches(config: Config) -> int:
+    """Per step and replica, at the full batch size."""
+    batch = config.batch
+    return batch.global_batch_size // (batch.micro_batch_size * config.parallel.data_parallel_size)
 
 
 def _content(plan: StagePlan, stage: int) -> str:

@@ -121,7 +121,17 @@ def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float
             f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file, and the next "
             "run writes it anew"
         )
-    return [seconds[kind] for kind in layer_kinds(names)]
+    times, of_functions = [], 0.0
+    for kind in layer_kinds(names):
+        # A function is no layer to share out: its time counts with the layer after it.
+        if kind[0].isupper():
+            times.append(seconds[kind] + of_functions)
+            of_functions = 0.0
+        else:
+            times.append(0.0)
+            of_functions += seconds[kind]
+    times[-1] += of_functions
+    return times
 
 
 def layer_kinds(names: list[str]) -> list[str]:

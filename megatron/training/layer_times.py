@@ -56,8 +56,9 @@ def find_layer_times(
     path = config.parallel.partition_profile
     if path is not None and layout.rank == 0:
         profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(profile, indent=2) + "\n")
+        temporary = Path(f"{path}.tmp")
+        temporary.write_text(json.dumps(profile, indent=2) + "\n")
+        temporary.replace(path)
     return measured[0]
 
 
@@ -72,14 +73,18 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
     try:
         profile = json.loads(Path(path).read_text())
         measured_for = dict(profile["measured_for"])
-        seconds = {str(kind): float(value) for kind, value in profile["seconds"].items()}
-        if not all(0 <= value < math.inf for value in seconds.values()):
-            raise ValueError("a time is negative or not finite")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        seconds = dict(profile["seconds"])
+        if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
+            raise ValueError("a time is no number of at least 0")
+        if not any(seconds.values()):
+            raise ValueError("all times are 0")
+        now = _shapes(config, vocab_size)
+        if missing := now.keys() - measured_for.keys():
+            raise ValueError(f"it does not tell its {', '.join(sorted(missing))}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--partition-profile {path} cannot be read ({error}): delete it, and the next run writes it anew"
         ) from error
-    now = _shapes(config, vocab_size)
     if config.training.dry_run:
         del now["device"]  # a laptop plans for the cluster
     differing = [
@@ -100,9 +105,13 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     settings = config.to_dict()
     tensor_size = config.parallel.tensor_model_parallel_size
     elsewhere = ("num_layers", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")
+    no_matter = ("layernorm_epsilon", "init_method_std", "max_position_embeddings")
     device = get_accelerator().device_name()
     return {
-        **{key: value for key, value in settings["model"].items() if key not in elsewhere},
+        **{key: value for key, value in settings["model"].items() if key not in elsewhere + no_matter},
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+        "use_apex": config.optimizer.use_apex,
         "padded_vocab_size": padded_vocab_size(vocab_size, config.model, tensor_size),
         "micro_batch_size": config.batch.micro_batch_size,
         "tensor_model_parallel_size": tensor_size,

@@ -7,11 +7,14 @@ from megatron.training.processes import is_main_process
 
 
 def make_output_folders(config: Config) -> None:
-    """Makes the folders of --save and, on rank 0, --tensorboard-dir; ConfigError if one cannot be written."""
+    """Makes the folders of --save and, on rank 0, --tensorboard-dir and --partition-profile; ConfigError if
+    one cannot be written."""
     if config.checkpoint.save:
         _make_writable("--save", config.checkpoint.save)
     if config.logging.tensorboard_dir and is_main_process():
         _make_writable("--tensorboard-dir", config.logging.tensorboard_dir)
+    if config.parallel.partition_profile and is_main_process():
+        _make_writable("--partition-profile", os.path.dirname(config.parallel.partition_profile) or ".")
 
 
 def _make_writable(option: str, folder: str) -> None:

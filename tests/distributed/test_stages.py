@@ -1,13 +1,18 @@
 """Stages of any content, and DualPipeV, train, evaluate and resume with the numbers of one process."""
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
+from megatron.mpu.layout import ParallelLayout
 from tests.distributed.layouts import (
+    EOD,
     FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
+    VOCAB,
     Row,
     build_engine,
     config_of,
@@ -91,6 +96,36 @@ def test_stages_of_any_content_train_as_one_process_does(stages, zero):
     check(
         Row(pp=pipeline, dp=2 if pipeline <= 4 else 1, zero=zero), {"partition_method": method}, dropout=0.1
     )
+
+
+@pytest.mark.parametrize("stages", ["embedding alone, head alone", "empty stages beside the ends"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
+    pipeline, method = STAGES[stages]
+    check(Row(tp=2, pp=pipeline, recompute=True, precision=precision), {"partition_method": method})
+
+
+def times_and_bounds(row, parallel, changes):
+    from megatron.planner.stages import plan_stages
+    from megatron.training.layer_times import find_layer_times
+
+    config = config_of(row, parallel={"partition_method": "profile", **parallel}, **changes)
+    layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
+    times = find_layer_times(config, layout, layout.make_tensor_group(), VOCAB, EOD)
+    return times, plan_stages(config, VOCAB, times).bounds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_all_ranks_cut_by_the_same_measured_times(schedule):
+    """With what travels beside the hidden states, recomputation and attention spelt out."""
+    changes = {"data": {"reset_attention_mask": True}, "model": {"attention_dropout": 0.1}}
+    row = Row(tp=2, pp=2, dp=2, recompute=True, precision="bf16")
+    found = run_world(row.world_size, times_and_bounds, row, {"pipeline_schedule": schedule}, changes)
+    assert all(rank == found[0] for rank in found)
+    times, bounds = found[0]
+    assert set(times) >= {"EmbeddingPipe@first", "EmbeddingPipe@last", "ParallelTransformerLayerPipe"}
+    assert all(value > 0 for value in times.values())
+    assert all(first < last for first, last in pairwise(bounds))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

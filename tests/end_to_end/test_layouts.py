@@ -102,7 +102,7 @@ def test_dualpipev_prints_the_run_of_1f1b_and_the_stages_of_each_rank(data: list
     )
     assert plain.exit_code == in_v.exit_code == 0, in_v.stderr
     assert_same_run(in_v, plain)
-    held = re.findall(r"^ +(\d)  +(\d)  +[\d-]+ ", in_v.stdout, re.MULTILINE)
+    held = re.findall(r"^ +(\d)  +[\d.]+  +(\d)  +[\d-]+ ", in_v.stdout, re.MULTILINE)
     assert held == [("0", "0"), ("1", "1"), ("1", "2"), ("0", "3")]
 
 

@@ -30,6 +30,7 @@ def test_a_word_is_a_method_in_any_case(word):
         ("TYPE:embed:0.25|mlp:.5", [("embed", "", Fraction(1, 4)), ("mlp", "", Fraction(1, 2))]),
         ("type:embed@first:2|embed@LAST:3", [("embed", "first", 2), ("embed", "last", 3)]),
         (r"type:(?:a|b):2|c[|:]|d\|e:3", [("(?:a|b)", "", 2), ("c[|:]", "", 1), (r"d\|e", "", 3)]),
+        ("type:[(]:2|transformer", [("[(]", "", 2), ("transformer", "", 1)]),
         ("type:norm:0|transformer", [("norm", "", 0), ("transformer", "", 1)]),
     ],
 )
@@ -59,7 +60,7 @@ def test_layout_strings_are_written_out(layout, per_stage):
     ("text", "per_stage"),
     [
         ("5,6*10,5", [5, *[6] * 10, 5]),
-        ("E+5,6 * 10, 5+L", [5, *[6] * 10, 5]),
+        ("E + 5,6 * 10, 5 +L", [5, *[6] * 10, 5]),
         ("E,2*3,L", [0, 2, 2, 2, 0]),
         ("0,4,0", [0, 4, 0]),
         ("E+4+L", [4]),
@@ -103,6 +104,17 @@ def test_transformer_layers_per_stage(text, per_stage):
         ("stages:5,E+5", "only be on the first stage"),
         ("stages:5+L,5", "only be on the last stage"),
         ("stages:9*999999", "more than 100,000 stages"),
+        ("stages:5*0", "repeats a stage no times"),
+        ("stages:6 6", "'6 6' is no number of layers"),
+        ("stages:E+", "'E+' is no number of layers"),
+        ("stages:" + "9" * 5000, "is no number of layers"),
+        ("layout:" + "(" * 2000, "more than 100 brackets"),
+        ("layout:Et*2*3L", "'*' at place 5 follows nothing"),
+        ("type:a{99999999999999}", "no regular expression"),
+        ("type:" + "(" * 2000, "no regular expression"),
+        ("type:[[a]", "no regular expression"),
+        ("type:a@first@last", "no name to look for"),
+        ("type:a:" + "9" * 5000, "is not a number"),
     ],
 )
 def test_a_slip_is_answered_with_the_part_and_an_example(text, part):

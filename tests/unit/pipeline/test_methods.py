@@ -71,7 +71,7 @@ def test_the_embedding_and_the_head_can_weigh_differently():
 
 
 def test_the_first_alternative_that_matches_wins():
-    assert bounds("type:Parallel:1|transformer:100|embed:2", 6, 4) == bounds("type:transformer|embed:2", 6, 4)
+    assert bounds("type:Parallel:1|pipe:2", 6, 4) == bounds("type:transformer|embed:2", 6, 4)
 
 
 def test_parameters_weigh_the_layers():
@@ -138,6 +138,7 @@ def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
         ("type:mlp|transformer", 2, ["'mlp'", LAYER, "EmbeddingPipe", "type:embed:2|transformer:1"]),
         ("type:transformer", 5, ["4 layers", "5 stages", LAYER, "--pipeline-model-parallel-size"]),
         ("type:transformer:0", 2, ["0 layers", "none"]),
+        ("type:.*:1|embed:5", 2, ["an alternative before 'embed:5'", "does nothing"]),
         ("uniform", 10, ["9 layers", "10 stages"]),
         ("stages:2,2", 3, ["2 stages", "3", "--pipeline-model-parallel-size"]),
         ("stages:2,3", 2, ["5 transformer layers", "--num-layers is 4"]),

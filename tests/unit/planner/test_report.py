@@ -73,17 +73,17 @@ def test_embedding_and_head_on_one_stage_are_one_matrix():
     assert columns(plan([0, 12], [9.0]))[1][4] == f"{1_000 + 6 * 400 + 8:,}"
 
 
-def test_with_dualpipev_the_first_column_is_the_rank():
+def test_with_dualpipev_the_first_columns_are_the_rank_and_what_it_weighs():
     rows = columns(plan([0, 4, 6, 8, 12], [1.0, 2.0, 3.0, 6.0], in_v=True))
-    assert [row[:3] for row in rows] == [
-        ["rank", "stage", "layers"],
-        ["0", "0", "0-3"],
-        ["1", "1", "4-5"],
-        ["1", "2", "6-7"],
-        ["0", "3", "8-11"],
+    assert [row[:4] for row in rows] == [
+        ["rank", "its weight", "stage", "layers"],
+        ["0", "7", "0", "0-3"],
+        ["1", "5", "1", "4-5"],
+        ["1", "5", "2", "6-7"],
+        ["0", "7", "3", "8-11"],
     ]
-    assert [row[4] for row in rows[1:]] == ["0.33", "0.67", "1.00", "2.00"], "of the mean of the stages"
-    assert rows[4][5] == "408", "rank 0 has the head's matrix already: it is the embedding's"
+    assert [row[5] for row in rows[1:]] == ["1.17", "0.83", "0.83", "1.17"], "of the mean of the ranks"
+    assert rows[4][6] == "408", "rank 0 has the head's matrix already: it is the embedding's"
 
 
 # --- The last line ---
@@ -97,7 +97,7 @@ def test_others_wait_for_the_stage_that_takes_longest():
     """Mean 40 ms, longest 50 ms: a fifth of its time the average stage has nothing to do."""
     assert heaviest_line(TWO_STAGES) == (
         "heaviest   stage 1 by --partition-method profile, max/mean = 1.250: "
-        "waiting for it costs 20.0 % of the efficiency"
+        "waiting for it costs up to 20.0 % of the efficiency"
     )
 
 
@@ -111,12 +111,12 @@ def test_nobody_waits_for_memory():
 def test_of_equally_heavy_stages_the_first_is_named():
     line = heaviest_line(plan([0, 4, 8, 12], [2.0, 2.0, 2.0], unit="", method="uniform"))
     assert "stage 0 by" in line
-    assert "max/mean = 1.000: waiting for it costs 0.0 %" in line
+    assert "max/mean = 1.000: waiting for it costs up to 0.0 %" in line
 
 
 def test_an_empty_stage_lowers_the_mean():
     """Two of three stages work: a third of the efficiency is lost."""
-    assert "max/mean = 1.500: waiting for it costs 33.3 %" in heaviest_line(
+    assert "max/mean = 1.500: waiting for it costs up to 33.3 %" in heaviest_line(
         plan([0, 7, 7, 12], [3.0, 0, 3.0])
     )
 
@@ -124,7 +124,7 @@ def test_an_empty_stage_lowers_the_mean():
 def test_with_dualpipev_ranks_are_weighed_not_stages():
     """Stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6."""
     assert heaviest_line(plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], in_v=True)).startswith(
-        "heaviest   rank 1 by --partition-method profile, max/mean = 1.125: waiting for it costs 11.1 %"
+        "heaviest   rank 1 by --partition-method profile, max/mean = 1.125: waiting for it costs up to 11.1 %"
     )
 
 

@@ -1,0 +1,72 @@
+"""The models of a layer's memory and work against what PyTorch keeps and computes."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config import read_command_line
+from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.random import DropoutStream
+from megatron.planner.flops import head_flops, transformer_layer_flops
+from megatron.planner.memory import transformer_layer_activation_bytes
+
+SEQ, BATCH, HIDDEN = 128, 2, 64
+FLAGS = (
+    f"--dry-run --num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQ} "
+    f"--vocab-size 512 --max-position-embeddings {SEQ} --micro-batch-size {BATCH} --global-batch-size 8 "
+    "--train-iters 9 --lr 1e-3"
+)
+
+
+def config_of(words):
+    return read_command_line([*FLAGS.split(), *words.split()], {}).config
+
+
+def make_layer(config):
+    stream = DropoutStream(0)
+    stream.samples = tuple(range(BATCH))
+    layer = ParallelTransformerLayerPipe(LayerContext(config, TensorGroup(), stream), 3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.02)
+    return layer.to(PARAMETER_DTYPES[config.precision.name])
+
+
+def run(config):
+    layer = make_layer(config)
+    dtype = next(layer.parameters()).dtype
+    return layer, layer(torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype, requires_grad=True))
+
+
+@pytest.mark.parametrize("dropout", ["--hidden-dropout 0 --attention-dropout 0", "", "--attention-dropout 0"])
+@pytest.mark.parametrize("options", ["", "--bf16", "--glu-activation swiglu"])
+def test_activation_bytes_are_those_that_autograd_keeps(dropout, options):
+    config = config_of(f"{dropout} {options}")
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        layer, output = run(config)
+    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
+    assert output.requires_grad
+    assert transformer_layer_activation_bytes(config) == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize("options", ["", "--glu-activation swiglu"])
+def test_flops_are_those_that_pytorch_counts(options):
+    config = config_of(f"--attention-dropout 0.1 {options}")  # attention spelt out: a matrix product each
+    with FlopCounterMode(display=False) as counter:
+        _, output = run(config)
+        output.sum().backward()
+    assert transformer_layer_flops(config) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_the_head_is_a_matrix_product_forward_and_two_backward():
+    assert head_flops(config_of(""), 512) == 3 * 2 * SEQ * BATCH * HIDDEN * 512
