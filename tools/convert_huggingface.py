@@ -60,9 +60,6 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
             raise ConfigError("--no-tokenizer contradicts the tokenizer's flags: drop one of them")
         return None
     if not fitting_tokenizer_types(flags):
-        print(
-            "no tokenizer is written: the run was given none (its flags may be given here)", file=sys.stderr
-        )
         return None
     kind = find_tokenizer(flags, checkpoint).name
     model = checkpoint.config.model
@@ -84,17 +81,19 @@ def run(argv: Sequence[str] | None) -> None:
 
     checkpoint = read_checkpoint(arguments.load)
     architecture = FAMILIES[family_of(checkpoint.config.model)].architecture
-    if checkpoint.passed_over:
-        print(f"not the newest: {checkpoint.passed_over}", file=sys.stderr)
-    for remark in remarks(checkpoint.config):
-        print(f"note: {remark}", file=sys.stderr)
+    notes = [f"not the newest: {checkpoint.passed_over}"] if checkpoint.passed_over else []
+    notes += remarks(checkpoint.config)
     writer = tokenizer_writer(arguments, checkpoint)
+    if writer is None and not arguments.no_tokenizer:
+        notes.append("no tokenizer is written, for the run was given none: its flags can be given here")
     write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer)
     precision = arguments.dtype or checkpoint.config.precision.name
     print(
         f"wrote {arguments.output}: {architecture} in {precision}, iteration {checkpoint.state.iteration} of "
         f"{checkpoint.folder}"
     )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, Checkpoint, find_latest
-from megatron.config import ConfigError
+from megatron.config import Config, ConfigError
 from megatron.config.data import TOKENIZER_FILES
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+
+RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
 
 
 def read_checkpoint(folder: str | Path) -> Checkpoint:
@@ -13,10 +15,24 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     checkpoint = find_latest(folder) if Path(folder).is_dir() else None
     if checkpoint is None:
         raise ConfigError(
-            f"--load {folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}`, or a "
+            f"{folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}`, or a "
             f"global_stepN folder with {RUN_FILE}"
         )
+    check_run_file(checkpoint)
     return checkpoint
+
+
+def check_run_file(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where `run.json` lacks a part that describes the model and its layout."""
+    lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
+    if lacking:
+        raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
+    try:
+        Config.from_dict(checkpoint.run["config"])
+    except (AttributeError, TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({error})"
+        ) from error
 
 
 def tokenizer_flags(flags: TokenizerFlags, checkpoint: Checkpoint) -> TokenizerFlags:

@@ -46,16 +46,18 @@ class LayerFiles:
         prefix = _parameter_prefix(layer)
         return {prefix + name: [state[name] for state in states] for name in states[0]}
 
-    def wholes(self, layer: int, specs: Mapping[str, ParameterSpec]) -> dict[str, Tensor]:
+    def wholes(self, layer: int, specs: Mapping[str, ParameterSpec], meta: bool = False) -> dict[str, Tensor]:
         """The layer's parameters put together, in the type and with the vocabulary's padding of the files.
 
-        Raises ConfigError for a parameter that is not in `specs`, or whose shape is another.
+        meta: without values, on the meta device, which reads next to nothing from the files. Raises
+        ConfigError for a parameter that is not in `specs`, or whose shape is another.
         """
         wholes = {}
         for name, shards in self.shards(layer).items():
             if name not in specs:
                 raise ConfigError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
             spec = specs[name]
+            shards = [shard.to("meta") for shard in shards] if meta else shards
             try:
                 wholes[name] = merge_shards(spec, shards)
                 shape = tuple(wholes[name].shape)

@@ -252,7 +252,11 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layer, named", [("05", "lacks 12 parameters, among them 5."), ("01", "word_embeddings")]
+    "layer, named",
+    [
+        ("05", "lacks 12 parameters, among them 5."),
+        ("01", "lacks 2 parameters, among them tied_modules.embed"),
+    ],
 )
 def test_a_missing_layer_is_named(layer, named, tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
