@@ -260,7 +260,10 @@ def write_hugging_face(
     for path in (output, temporary):
         if path.exists():
             raise ConfigError(f"{path} exists already: remove it, or give another --output")
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be made: {error.strerror}") from error
     try:
         their_config.save_pretrained(temporary)
         _write_generation_config(their_config, temporary)
@@ -370,10 +373,9 @@ def from_hugging_face(folder: str | Path) -> tuple[dict[str, Any], dict[str, Ten
         )
     except Exception as error:  # likewise
         raise ConfigError(f"the weights in {folder} cannot be read ({_first_line(error)})") from error
-    if report["missing_keys"]:
-        raise ConfigError(
-            f"{folder} lacks {len(report['missing_keys'])} weights, among them {min(report['missing_keys'])}"
-        )
+    for keys, verb in (("missing_keys", "lacks"), ("unexpected_keys", "holds, beside those of the model,")):
+        if report[keys]:
+            raise ConfigError(f"{folder} {verb} {len(report[keys])} weights, among them {min(report[keys])}")
     state, heads = model.state_dict(), fields["num_attention_heads"]
     return fields, {
         parameter.ours: parameter.transform.to_ours(state[parameter.theirs], heads).contiguous()

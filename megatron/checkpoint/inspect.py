@@ -158,17 +158,24 @@ def _latest_name(folder: Path) -> str | None:
 
 def _summary(path: Path, is_latest: bool) -> Summary:
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+    state, problem = None, ""
     try:
         state = open_checkpoint(path).state
-        position = (state.iteration, state.consumed_samples, state.consumed_tokens)
-        is_complete, problem = True, ""
     except ConfigError as error:
-        position = (None, None, None)
-        is_complete = False
         problem = (
             str(error) if (path / RUN_FILE).exists() else f"{RUN_FILE}, which is written last, is missing"
         )
-    return Summary(path.name, is_latest, is_complete, *position, len(sizes), sum(sizes), problem)
+    return Summary(
+        path.name,
+        is_latest,
+        state is not None,
+        state.iteration if state else None,
+        state.consumed_samples if state else None,
+        state.consumed_tokens if state else None,
+        len(sizes),
+        sum(sizes),
+        problem,
+    )
 
 
 def _step_of(path: Path) -> int:

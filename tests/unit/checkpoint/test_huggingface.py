@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
@@ -148,15 +149,38 @@ def test_another_family_and_damaged_folders_are_refused(tmp_path):
         from_hugging_face(tmp_path / "damaged")
 
 
-def test_a_missing_weight_is_named(tmp_path):
-    from safetensors.torch import save_file
+def change_weights(folder, change):
+    """Replaces the weights in the folder by what `change` makes of them."""
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
+
+def test_missing_and_surplus_weights_are_named(tmp_path):
     save_theirs(tmp_path, "gpt2")
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["transformer.h.1.ln_2.bias"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="lacks 1 weights, among them transformer.h.1.ln_2.bias"):
+    bias = "transformer.h.1.ln_2.bias"
+    change_weights(tmp_path, lambda weights: weights | {"score.weight": torch.zeros(2, 32)})
+    with pytest.raises(ConfigError, match="beside those of the model, 1 weights, among them score.weight"):
         from_hugging_face(tmp_path)
+    change_weights(tmp_path, lambda weights: {name: w for name, w in weights.items() if name != bias})
+    with pytest.raises(ConfigError, match=f"lacks 1 weights, among them {bias}"):
+        from_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2"])
+def test_names_without_prefix_are_read_as_on_the_hub(kind, tmp_path):
+    """The public files of both families were saved from the model without its head."""
+
+    def without_prefix(weights):
+        short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        masks = {"h.0.attn.bias": torch.ones(1, 1, SEQ, SEQ)} if kind == "gpt2" else {}
+        return short | masks
+
+    save_theirs(tmp_path, kind)
+    _, expected = from_hugging_face(tmp_path)
+    change_weights(tmp_path, without_prefix)
+    _, weights = from_hugging_face(tmp_path)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
@@ -166,12 +190,22 @@ def test_the_config_says_what_the_run_was(row, model, tmp_path):
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["vocab_size"] == VOCAB and config["dtype"] == "float32"
     assert config["bos_token_id"] == config["eos_token_id"] == EOD
+    generation = json.loads((tmp_path / "theirs" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == EOD
     if row is GPT2:
         assert (config["resid_pdrop"], config["embd_pdrop"], config["attn_pdrop"]) == (0.2, 0.2, 0.3)
         assert config["architectures"] == ["GPT2LMHeadModel"]
     else:
         assert (config["hidden_dropout"], config["attention_dropout"]) == (0.2, 0.3)
         assert config["architectures"] == ["BloomForCausalLM"] and config["seq_length"] == SEQ
+
+
+def test_a_run_that_knew_no_end_of_document_names_none(tmp_path):
+    config = config_of(GPT2)
+    path = write_native(tmp_path, config, random_wholes(config), eod=None)
+    write_hugging_face(open_checkpoint(path), tmp_path / "theirs")
+    theirs = AutoConfig.from_pretrained(tmp_path / "theirs")
+    assert theirs.bos_token_id is None and theirs.eos_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -335,6 +369,10 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     assert "--dtype" in mistake(capsys, "--load", checkpoint.folder, *output, "--dtype", "int8")
     (tmp_path / "theirs").mkdir()
     assert "exists already" in mistake(capsys, "--load", checkpoint.folder, *output)
+    (tmp_path / "file").touch()
+    assert "cannot be made" in mistake(
+        capsys, "--load", checkpoint.folder, "--output", tmp_path / "file" / "x"
+    )
     contradiction = ["--no-tokenizer", "--vocab-file", "x"]
     assert "contradicts" in mistake(capsys, "--load", checkpoint.folder, *output, *contradiction)
     other = write(tmp_path / "rotary", Row(positions="rotary"), {})
