@@ -327,7 +327,10 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file
     def flush() -> None:
         from safetensors.torch import save_file
 
-        save_file(pending, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        part = folder / f"part-{len(parts)}"
+        save_file(pending, part, metadata={"format": "pt"})
+        # safetensors lets nobody else read its files: they get the rights of the others in the folder.
+        part.chmod((folder / "config.json").stat().st_mode)
         parts.append(list(pending))
         pending.clear()
 

@@ -361,6 +361,11 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_who_may_read_the_config_may_read_the_weights(tmp_path):
+    write_hugging_face(write(tmp_path, GPT2, {}), tmp_path / "theirs")
+    assert len({path.stat().st_mode for path in (tmp_path / "theirs").iterdir()}) == 1
+
+
 def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     checkpoint = write(tmp_path / "run", GPT2, {})
     output = ["--output", tmp_path / "theirs"]
