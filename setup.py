@@ -19,6 +19,7 @@ setup(
         "matplotlib",
         "numpy",
         "regex",
+        "safetensors",
         "sentencepiece",
         "tensorboard",
         "tokenizers",

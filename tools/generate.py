@@ -21,13 +21,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, LoggingConfig, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
-from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
     from megatron.checkpoint.native import Checkpoint
     from megatron.model.generation import Sampling
     from megatron.model.single_process import WholeGPT
+    from megatron.tokenizer import Tokenizer
 
 # What a decoder puts for bytes that are no text yet: the next token may complete the character.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -93,33 +93,6 @@ def read_sampling(arguments: argparse.Namespace) -> Sampling:
     return Sampling(temperature, arguments.top_k, arguments.top_p)
 
 
-def read_checkpoint(folder: str) -> Checkpoint:
-    """The checkpoint in `folder`, or the one that `latest` in it names; ConfigError where there is none."""
-    from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, find_latest
-
-    checkpoint = find_latest(folder) if os.path.isdir(folder) else None
-    if checkpoint is None:
-        raise ConfigError(
-            f"--load {folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}`, or a "
-            f"global_stepN folder with {RUN_FILE}"
-        )
-    return checkpoint
-
-
-def find_tokenizer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of the flags if there are any, else the checkpoint's; ConfigError if another."""
-    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path", "tokenizer_model")
-    is_given = any(getattr(arguments, name) for name in names)
-    tokenizer = build_tokenizer(arguments if is_given else checkpoint.config.data)
-    if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
-        raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens, of which "
-            f"{checkpoint.eod} ends a document, but this tokenizer has {tokenizer.vocab_size} and "
-            f"{tokenizer.eod}: give the flags of the tokenizer that it was trained with"
-        )
-    return tokenizer
-
-
 def load_model(checkpoint: Checkpoint) -> WholeGPT:
     """The model on the accelerator, in the precision that it was trained in; on a CPU always in fp32."""
     from deepspeed.accelerator import get_accelerator
@@ -182,6 +155,8 @@ def run(argv: Sequence[str] | None) -> None:
     from megatron.training.processes import quiet_library_logs
 
     quiet_library_logs(LoggingConfig())
+    from megatron.checkpoint.reading import find_tokenizer, read_checkpoint
+
     sampling = read_sampling(arguments)
     checkpoint = read_checkpoint(arguments.load)
     tokenizer = find_tokenizer(arguments, checkpoint)

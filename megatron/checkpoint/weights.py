@@ -1,47 +1,122 @@
 """Whole weights out of a native checkpoint of any layout, for one process."""
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.config import ConfigError
+from megatron.config import Config, ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
-from megatron.mpu.parameters import merge_shards, spec_of
+from megatron.model.single_process import WholeGPT
+from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+
+
+class LayerFiles:
+    """The weights in a checkpoint folder: DeepSpeed writes a file per layer and tensor rank. The layer's
+    number does not depend on the stages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._paths: dict[int, list[Path]] = {}
+        for path in sorted(folder.glob("layer_*-model_states.pt")):
+            match = _LAYER_FILE.fullmatch(path.name)
+            if match:
+                self._paths.setdefault(int(match.group(1)), []).append(path)
+        if not self._paths:
+            raise ConfigError(
+                f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
+            )
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have files, in order."""
+        return sorted(self._paths)
+
+    def shards(self, layer: int) -> dict[str, list[Tensor]]:
+        """By parameter name in the whole model, the shards of all tensor ranks in order; read when used."""
+        paths = self._paths[layer]
+        states = [_read(path) for path in paths]
+        for path, state in zip(paths, states, strict=True):
+            if state.keys() != states[0].keys():
+                raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
+        prefix = _parameter_prefix(layer)
+        return {prefix + name: [state[name] for state in states] for name in states[0]}
+
+    def wholes(self, layer: int, specs: Mapping[str, ParameterSpec], meta: bool = False) -> dict[str, Tensor]:
+        """The layer's parameters put together, in the type and with the vocabulary's padding of the files.
+
+        meta: without values, on the meta device, which reads next to nothing from the files. Raises
+        ConfigError for a parameter that is not in `specs`, or whose shape is another.
+        """
+        wholes = {}
+        for name, shards in self.shards(layer).items():
+            if name not in specs:
+                raise ConfigError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
+            spec = specs[name]
+            shards = [shard.to("meta") for shard in shards] if meta else shards
+            try:
+                wholes[name] = merge_shards(spec, shards)
+                shape = tuple(wholes[name].shape)
+            except RuntimeError:  # torch cannot join them
+                shape = tuple(shards[0].shape)
+            if not _fits(shape, spec):
+                raise ConfigError(
+                    f"{self.folder}: the {len(shards)} files of layer {layer} make {name} a tensor of shape "
+                    f"{shape}, expected {spec.whole_shape}: they are not the files of one run"
+                )
+        return wholes
+
+    def all_wholes(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of every parameter, a layer at a time; ConfigError if any of `specs` is
+        missing in the end."""
+        missing = set(specs)
+        for layer in self.layers:
+            wholes = self.wholes(layer, specs)
+            missing -= wholes.keys()
+            yield from wholes.items()
+        if missing:
+            raise ConfigError(
+                f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}"
+            )
+
+
+def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
+    """What the parameters of the model are, by name; nothing is allocated."""
+    with torch.device("meta"):
+        model = WholeGPT(config, vocab_size, eod)
+    return {name: spec_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def load_whole_weights(module: nn.Module, folder: Path) -> None:
     """Fills `module`, a single-process model, from the layer files of a checkpoint `folder`.
 
-    DeepSpeed writes a file per layer and tensor rank; the layer's number does not depend on the stages, and
-    each parameter's spec says how its shards form the whole. The vocabulary's padding, which depends on the
+    Each parameter's spec says how its shards form the whole. The vocabulary's padding, which depends on the
     tensor-parallel size, is cut or filled with zeros. Raises ConfigError naming what is missing.
     """
-    files: dict[int, list[Path]] = {}
-    for path in sorted(folder.glob("layer_*-model_states.pt")):
-        match = _LAYER_FILE.fullmatch(path.name)
-        if match:
-            files.setdefault(int(match.group(1)), []).append(path)
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
-        )
     parameters = dict(module.named_parameters())
-    missing = set(parameters)
-    for index, paths in files.items():
-        shards = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-        prefix = _parameter_prefix(index)
-        for name in shards[0]:
-            target = parameters.get(prefix + name)
-            if target is None:
-                raise ConfigError(f"{paths[0]} holds {prefix + name}, which the model does not have")
-            _copy_rows(target, merge_shards(spec_of(target), [shard[name] for shard in shards]))
-            missing.discard(prefix + name)
-    if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}")
+    specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
+    for name, whole in LayerFiles(folder).all_wholes(specs):
+        _copy_rows(parameters[name], whole)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a damaged file can fail anywhere inside torch
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"checkpoint file {path} cannot be read ({reason}): take an older checkpoint"
+        ) from error
+
+
+def _fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+    if spec.used_rows is None:
+        return shape == spec.whole_shape
+    return shape[1:] == spec.whole_shape[1:] and shape[0] >= spec.used_rows
 
 
 def _parameter_prefix(layer_index: int) -> str:
@@ -50,7 +125,7 @@ def _parameter_prefix(layer_index: int) -> str:
 
 
 @torch.no_grad()
-def _copy_rows(target: torch.Tensor, whole: torch.Tensor) -> None:
+def _copy_rows(target: Tensor, whole: Tensor) -> None:
     used = spec_of(target).used_rows
     if used is None:
         target.copy_(whole)

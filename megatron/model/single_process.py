@@ -23,8 +23,8 @@ class WholeGPT(nn.Module):
     with `megatron.checkpoint.weights.load_whole_weights`. Layer norms are PyTorch's, never apex's.
     """
 
-    def __init__(self, config: Config, vocab_size: int, eod: int) -> None:
-        """`vocab_size`: real tokens; `eod`: the token that ends a document."""
+    def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
+        """`vocab_size`: real tokens; `eod`: the token that ends a document, None if unknown."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, TensorGroup(), DropoutStream(config.training.seed))

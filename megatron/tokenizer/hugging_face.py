@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.config import ConfigError
+from megatron.tokenizer.base import TokenizerFlags, require_file
 
 
 class HuggingFaceTokenizer:
@@ -51,3 +54,27 @@ class HuggingFaceTokenizer:
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_length: int | None) -> None:
+    """Writes the tokenizer of `flags`, whose type is `kind`, into `folder` for `AutoTokenizer` to find.
+
+    max_length: tokens that the model can read, None for a model without such a bound. Raises ConfigError for
+    a kind that has no Hugging Face form.
+    """
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+
+    bound = {} if max_length is None else {"model_max_length": max_length}
+    if kind == HuggingFaceTokenizer.name:
+        tokenizer = AutoTokenizer.from_pretrained(
+            flags.tokenizer_name_or_path, local_files_only=True, **bound
+        )
+    elif kind == "GPT2BPETokenizer":
+        shutil.copyfile(require_file(flags.vocab_file, "--vocab-file", kind), folder / "vocab.json")
+        shutil.copyfile(require_file(flags.merge_file, "--merge-file", kind), folder / "merges.txt")
+        tokenizer = GPT2TokenizerFast.from_pretrained(folder, local_files_only=True, **bound)
+    else:
+        raise ConfigError(
+            f"a {kind} cannot be written for Hugging Face: --no-tokenizer writes the model alone"
+        )
+    tokenizer.save_pretrained(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.reading import read_checkpoint
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.end_to_end.command import pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
@@ -138,7 +139,7 @@ def test_greedy_text_is_the_argmax_of_a_plain_gpt(
 
 
 def test_padding_is_never_drawn(trained: Trained) -> None:
-    checkpoint = generate.read_checkpoint(str(trained.folder))
+    checkpoint = read_checkpoint(str(trained.folder))
     model = generate.load_model(checkpoint)
     table = model.tied_modules["embed"].word_embeddings.weight
     assert table.shape[0] > checkpoint.vocab_size
@@ -157,7 +158,7 @@ def test_padding_is_never_drawn(trained: Trained) -> None:
 
 
 def test_the_logits_of_the_last_position_are_those_of_the_whole(trained: Trained) -> None:
-    model = generate.load_model(generate.read_checkpoint(str(trained.folder)))
+    model = generate.load_model(read_checkpoint(str(trained.folder)))
     tokens = torch.arange(20).unsqueeze(0)
     whole = model(tokens)[0, -1]
     assert torch.allclose(model.next_token_logits(tokens[0]), whole, rtol=1e-5, atol=1e-6)

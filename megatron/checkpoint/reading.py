@@ -1,0 +1,53 @@
+"""What a tool needs of a checkpoint: which one a folder means, and the tokenizer that it was trained with."""
+
+from pathlib import Path
+
+from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, Checkpoint, find_latest
+from megatron.config import Config, ConfigError
+from megatron.config.data import TOKENIZER_FILES
+from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+
+RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
+
+
+def read_checkpoint(folder: str | Path) -> Checkpoint:
+    """The checkpoint in `folder`, or the one that `latest` in it names; ConfigError where there is none."""
+    checkpoint = find_latest(folder) if Path(folder).is_dir() else None
+    if checkpoint is None:
+        raise ConfigError(
+            f"{folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}`, or a "
+            f"global_stepN folder with {RUN_FILE}"
+        )
+    check_run_file(checkpoint)
+    return checkpoint
+
+
+def check_run_file(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where `run.json` lacks a part that describes the model and its layout."""
+    lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
+    if lacking:
+        raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
+    try:
+        Config.from_dict(checkpoint.run["config"])
+    except (AttributeError, TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({error})"
+        ) from error
+
+
+def tokenizer_flags(flags: TokenizerFlags, checkpoint: Checkpoint) -> TokenizerFlags:
+    """The flags of a tool if any of them is given, else those of the run that wrote the checkpoint."""
+    names = {"tokenizer_type"}.union(*TOKENIZER_FILES.values())
+    return flags if any(getattr(flags, name) for name in names) else checkpoint.config.data
+
+
+def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of the flags if there are any, else the checkpoint's; ConfigError if another."""
+    tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint))
+    if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens, of which "
+            f"{checkpoint.eod} ends a document, but this tokenizer has {tokenizer.vocab_size} and "
+            f"{tokenizer.eod}: give the flags of the tokenizer that it was trained with"
+        )
+    return tokenizer

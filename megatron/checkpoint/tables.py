@@ -1,0 +1,133 @@
+"""Reports of `inspect` and `compare` as text. Transformer layers that are alike share a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from megatron.checkpoint.compare import Comparison
+from megatron.checkpoint.inspect import Overview, ParameterRecord, Report, Summary
+
+
+def overview_text(overview: Overview) -> str:
+    """A row per global_step folder, what is wrong with them, then the newest complete one in full."""
+    parts = []
+    if overview.checkpoints:
+        rows = [["folder", "iteration", "samples", "tokens", "files", "size", ""]]
+        rows += [_summary_row(item) for item in overview.checkpoints]
+        parts.append("\n".join([overview.folder, table(rows), *_problem_lines(overview.problems)]))
+    if overview.checkpoint:
+        parts.append(report_text(overview.checkpoint))
+    return "\n\n".join(parts)
+
+
+def _summary_row(item: Summary) -> list[str]:
+    numbers = (item.iteration, item.consumed_samples, item.consumed_tokens)
+    remarks = ["latest"] * item.is_latest + ["incomplete"] * (not item.is_complete)
+    return [
+        item.name,
+        *("-" if number is None else f"{number:,}" for number in numbers),
+        f"{item.num_files:,}",
+        size_text(item.size_bytes),
+        ", ".join(remarks),
+    ]
+
+
+def report_text(report: Report) -> str:
+    """What one checkpoint is, its files, its parameters, then what is wrong."""
+    lines = [report.folder]
+    if report.is_complete:
+        lines += [
+            f"model      {report.model}",
+            f"state      {_pairs(report.state)}",
+            f"layout     {_pairs(report.layout)}",
+            f"stages     {_pairs(report.stages)}",
+            f"vocabulary {report.vocab_size:,} tokens, end of document {report.eod}",
+        ]
+    files = [f"{group.num_files:,} {group.kind} ({size_text(group.size_bytes)})" for group in report.files]
+    lines.append(f"files      {', '.join(files) or 'none'}")
+    if report.parameters:
+        lines += ["", table(_parameter_rows(report.parameters))]
+    return "\n".join([*lines, *_problem_lines(report.problems)])
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """The settings that differ, then the parameters that do."""
+    lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
+    if comparison.settings:
+        settings = [["setting", "A", "B"]]
+        settings += [[name, str(one), str(other)] for name, (one, other) in comparison.settings.items()]
+        lines.append(table(settings, left=(0, 1, 2)))
+    else:
+        lines.append("no setting differs")
+    differing = [item for item in comparison.parameters if item.largest != 0]
+    equal = len(comparison.parameters) - len(differing)
+    lines += ["", f"{equal:,} of {len(comparison.parameters):,} parameters are equal"]
+    if differing:
+        rows = [["parameter", "layers", "largest difference"]]
+        for name, layers, items in _grouped((item.name, item.note, item) for item in differing):
+            largest = max((item.largest for item in items if item.largest is not None), default=None)
+            rows.append([name, layers, items[0].note if largest is None else f"{largest:.3e}"])
+        lines.append(table(rows))
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> str:
+    """Columns side by side; those in `left` are aligned to the left, and so is the last."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    last = len(widths) - 1
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{width}}" if column in left or column == last else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    power = max((len(str(size_bytes)) - 1) // 3, 0)
+    unit = ("B", "kB", "MB", "GB", "TB", "PB")[power]
+    return f"{size_bytes / 1000**power:.{1 if power else 0}f} {unit}"
+
+
+def _parameter_rows(parameters: Iterable[ParameterRecord]) -> list[list[str]]:
+    rows = [["parameter", "layers", "shape", "type"]]
+    for name, layers, items in _grouped((item.name, (item.shape, item.dtype), item) for item in parameters):
+        rows.append([name, layers, " x ".join(map(str, items[0].shape)), items[0].dtype])
+    return rows
+
+
+def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str, list[Any]]]:
+    """(name, key, item) -> (name with {layer} for its number, numbers, items) per such name and key."""
+    groups: dict[tuple[str, Hashable], list[tuple[str, Any]]] = {}
+    for name, key, item in items:
+        # The final norm, `{index}.weight`, stands alone; names of transformer layers have a part between.
+        match = re.fullmatch(r"(\d+)\.(.+\..+)", name)
+        number, pattern = (match[1], "{layer}." + match[2]) if match else ("", name)
+        groups.setdefault((pattern, key), []).append((number, item))
+    return [
+        (pattern, _ranges([int(number) for number, _ in members if number]), [item for _, item in members])
+        for (pattern, _), members in groups.items()
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[3, 4, 5, 8] -> '3-5, 8'."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _pairs(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _problem_lines(problems: Sequence[str]) -> list[str]:
+    return ["", *(f"problem: {problem}" for problem in problems)] if problems else []

@@ -1,0 +1,384 @@
+"""Checkpoints as Hugging Face folders: the same logits, both ways; what has no such form is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+)
+
+from megatron.checkpoint.huggingface import family_of, from_hugging_face, remarks, write_hugging_face
+from megatron.checkpoint.native import open_checkpoint
+from megatron.checkpoint.weights import load_whole_weights
+from megatron.config import ConfigError, ModelConfig
+from megatron.model.single_process import WholeGPT
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from tests.distributed.layouts import EOD, SEQ, VOCAB, Row, config_of
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.model.single_process import random_tokens
+from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
+from tools import convert_huggingface
+
+BLOOM, GPT2 = Row(positions="alibi"), Row(positions="absolute")
+NORM = {"embed_layernorm": True}
+WIDE = {"hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 6, "kv_channels": 8}
+MODELS = {
+    "bloom": (BLOOM, NORM),
+    "bloom, 6 heads, TP 2": (Row(positions="alibi", tp=2), NORM | WIDE),
+    "bloom, residual after the norm": (BLOOM, NORM | {"apply_residual_connection_post_layernorm": True}),
+    "bloom, another epsilon": (BLOOM, NORM | {"layernorm_epsilon": 1e-2}),
+    "gpt2": (GPT2, {}),
+    "gpt2, TP 4": (Row(positions="absolute", tp=4), {}),
+    "gpt2, wider MLP, longer table": (GPT2, {"ffn_hidden_size": 56, "max_position_embeddings": 40}),
+    "gpt2, another epsilon": (GPT2, {"layernorm_epsilon": 1e-2}),
+}
+TOKENS = random_tokens(2, SEQ)
+
+
+def write(folder, row, model, **changes):
+    config = config_of(row, model=model, **changes)
+    return open_checkpoint(write_native(folder, config, random_wholes(config)))
+
+
+@torch.no_grad()
+def our_logits(checkpoint, tokens=TOKENS):
+    model = WholeGPT(checkpoint.config, VOCAB, EOD)
+    load_whole_weights(model, checkpoint.folder)
+    return model.eval()(tokens)
+
+
+@torch.no_grad()
+def their_logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face_gives_the_logits_of_the_checkpoint(name, tmp_path):
+    checkpoint = write(tmp_path, *MODELS[name])
+    write_hugging_face(checkpoint, tmp_path / "theirs")
+    expected = our_logits(checkpoint)
+    assert expected.std() > 0.1 and expected.shape == (2, SEQ, VOCAB)
+    torch.testing.assert_close(their_logits(tmp_path / "theirs"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_written_is_read_back_to_the_last_bit(name, tmp_path):
+    row, model = MODELS[name]
+    config = config_of(row, model=model)
+    wholes = random_wholes(config)
+    write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "theirs")
+    fields, weights = from_hugging_face(tmp_path / "theirs")
+    assert weights.keys() == wholes.keys()
+    assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
+    assert fields.pop("vocab_size") == VOCAB
+    ours, again = vars(config.model), vars(ModelConfig(**fields))
+    # Of training or of its layout, and what no weight depends on.
+    free = {"seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout"}
+    free |= {"max_position_embeddings"} if row.positions == "alibi" else set()
+    assert {key for key in ours if ours[key] != again[key]} <= free
+
+
+def save_theirs(folder, kind, **changes):
+    """A model of Hugging Face's own making, with biases and norms that are not at their start."""
+    torch.manual_seed(3)
+    if kind == "bloom":
+        config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **changes)
+        model = BloomForCausalLM(config)
+    else:
+        settings = {"n_inner": None, **changes}
+        config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=SEQ, **settings)
+        model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2"])
+def test_a_model_of_hugging_faces_making_computes_the_same_as_ours(kind, tmp_path):
+    save_theirs(tmp_path, kind)
+    fields, weights = from_hugging_face(tmp_path)
+    fields |= {"seq_length": SEQ, "num_attention_heads": 4}
+    config = config_of(Row(positions=fields["position_embedding_type"]), model={"kv_channels": 8} | fields)
+    model = WholeGPT(config, VOCAB, EOD)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = weights.pop(name)
+            parameter.zero_()[: len(weight)] = weight
+        logits = model.eval()(TOKENS)
+    assert not weights
+    torch.testing.assert_close(logits, their_logits(tmp_path), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, named",
+    [
+        ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("bloom", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+    ],
+)
+def test_a_model_that_ours_cannot_express_is_refused(kind, changes, named, tmp_path):
+    save_theirs(tmp_path, kind, **changes)
+    with pytest.raises(ConfigError, match=named):
+        from_hugging_face(tmp_path)
+
+
+def test_another_family_and_damaged_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not the folder of a Hugging Face model"):
+        from_hugging_face(tmp_path)
+    GPTNeoXConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of type gpt_neox: expected bloom or gpt2"):
+        from_hugging_face(tmp_path)
+    save_theirs(tmp_path / "damaged", "gpt2")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="weights in .* cannot be read"):
+        from_hugging_face(tmp_path / "damaged")
+
+
+def change_weights(folder, change):
+    """Replaces the weights in the folder by what `change` makes of them."""
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_and_surplus_weights_are_named(tmp_path):
+    save_theirs(tmp_path, "gpt2")
+    bias = "transformer.h.1.ln_2.bias"
+    change_weights(tmp_path, lambda weights: weights | {"score.weight": torch.zeros(2, 32)})
+    with pytest.raises(ConfigError, match="beside those of the model, 1 weights, among them score.weight"):
+        from_hugging_face(tmp_path)
+    change_weights(tmp_path, lambda weights: {name: w for name, w in weights.items() if name != bias})
+    with pytest.raises(ConfigError, match=f"lacks 1 weights, among them {bias}"):
+        from_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2"])
+def test_names_without_prefix_are_read_as_on_the_hub(kind, tmp_path):
+    """The public files of both families were saved from the model without its head."""
+
+    def without_prefix(weights):
+        short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        masks = {"h.0.attn.bias": torch.ones(1, 1, SEQ, SEQ)} if kind == "gpt2" else {}
+        return short | masks
+
+    save_theirs(tmp_path, kind)
+    _, expected = from_hugging_face(tmp_path)
+    change_weights(tmp_path, without_prefix)
+    _, weights = from_hugging_face(tmp_path)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
+def test_the_config_says_what_the_run_was(row, model, tmp_path):
+    checkpoint = write(tmp_path, row, model | {"hidden_dropout": 0.2, "attention_dropout": 0.3})
+    write_hugging_face(checkpoint, tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB and config["dtype"] == "float32"
+    assert config["bos_token_id"] == config["eos_token_id"] == EOD
+    generation = json.loads((tmp_path / "theirs" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == EOD
+    if row is GPT2:
+        assert (config["resid_pdrop"], config["embd_pdrop"], config["attn_pdrop"]) == (0.2, 0.2, 0.3)
+        assert config["architectures"] == ["GPT2LMHeadModel"]
+    else:
+        assert (config["hidden_dropout"], config["attention_dropout"]) == (0.2, 0.3)
+        assert config["architectures"] == ["BloomForCausalLM"] and config["seq_length"] == SEQ
+
+
+def test_a_run_that_knew_no_end_of_document_names_none(tmp_path):
+    config = config_of(GPT2)
+    path = write_native(tmp_path, config, random_wholes(config), eod=None)
+    write_hugging_face(open_checkpoint(path), tmp_path / "theirs")
+    theirs = AutoConfig.from_pretrained(tmp_path / "theirs")
+    assert theirs.bos_token_id is None and theirs.eos_token_id is None
+
+
+@pytest.mark.parametrize(
+    "trained, asked, written",
+    [("bf16", None, torch.bfloat16), ("bf16", "fp32", torch.float32), ("fp32", "fp16", torch.float16)],
+)
+def test_weights_have_the_type_of_the_run_or_the_one_asked_for(trained, asked, written, tmp_path):
+    config = config_of(Row(positions="alibi", precision=trained), model=NORM)
+    wholes = random_wholes(config)
+    write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "theirs", asked)
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {written}
+    name = "transformer.h.0.mlp.dense_h_to_4h.weight"
+    saved_as = torch.bfloat16 if trained == "bf16" else torch.float32
+    assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(saved_as).to(written))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == written
+
+
+def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path):
+    config = config_of(BLOOM, model=NORM)
+    wholes = random_wholes(config)
+    wholes["4.mlp.dense_h_to_4h.bias"][3] = 1e6
+    checkpoint = open_checkpoint(write_native(tmp_path, config, wholes))
+    with pytest.raises(ConfigError, match=r"--dtype fp16 cannot hold the values of 4\.mlp"):
+        write_hugging_face(checkpoint, tmp_path / "theirs", "fp16")
+
+
+def test_several_files_hold_what_one_holds(tmp_path):
+    checkpoint = write(tmp_path, GPT2, {})
+    write_hugging_face(checkpoint, tmp_path / "one")
+    write_hugging_face(checkpoint, tmp_path / "many", max_file_bytes=30_000)
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3 and all(path.stat().st_size < 40_000 for path in files)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    many = {name: load_file(tmp_path / "many" / file)[name] for name, file in index["weight_map"].items()}
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert many.keys() == one.keys() and all(torch.equal(many[name], one[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in one.values())
+    assert torch.equal(their_logits(tmp_path / "many"), their_logits(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    "row, model, named",
+    [
+        (Row(positions="rotary"), {}, "--position-embedding-type rotary"),
+        (GPT2, {"glu_activation": "swiglu"}, "--glu-activation swiglu"),
+        (BLOOM, {}, "no --embed-layernorm"),
+        (GPT2, NORM, "--embed-layernorm and --position-embedding-type absolute"),
+        (GPT2, {"kv_channels": 16}, "--kv-channels 16 x 4 heads"),
+        (BLOOM, NORM | {"ffn_hidden_size": 64}, "--ffn-hidden-size 64"),
+        (
+            GPT2,
+            {"apply_residual_connection_post_layernorm": True},
+            "--apply-residual-connection-post-layernorm",
+        ),
+    ],
+)
+def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, named):
+    with pytest.raises(ConfigError, match=named):
+        family_of(config_of(row, model=model).model)
+
+
+def test_what_the_written_model_does_otherwise_is_said():
+    assert remarks(config_of(GPT2)) == []
+    (remark,) = remarks(config_of(GPT2, data={"reset_attention_mask": True}))
+    assert "one document at a time" in remark
+    config = config_of(Row(precision="bf16"), precision={"fp32_residual_connection": True})
+    assert "--fp32-residual-connection" in remarks(config)[0]
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
+    checkpoint = write(tmp_path, GPT2, {})
+    damaged = checkpoint.folder / "layer_05-model_00-model_states.pt"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=f"{damaged.name} cannot be read"):
+        write_hugging_face(checkpoint, tmp_path / "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
+
+
+@pytest.mark.parametrize(
+    "layer, named",
+    [
+        ("05", "lacks 12 parameters, among them 5."),
+        ("01", "lacks 2 parameters, among them tied_modules.embed"),
+    ],
+)
+def test_a_missing_layer_is_named(layer, named, tmp_path):
+    checkpoint = write(tmp_path, GPT2, {})
+    (checkpoint.folder / f"layer_{layer}-model_00-model_states.pt").unlink()
+    with pytest.raises(ConfigError, match=named):
+        write_hugging_face(checkpoint, tmp_path / "theirs")
+
+
+def test_a_missing_tensor_rank_is_named(tmp_path):
+    checkpoint = write(tmp_path, Row(tp=2), {})
+    (checkpoint.folder / "layer_05-model_01-model_states.pt").unlink()
+    with pytest.raises(ConfigError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
+        write_hugging_face(checkpoint, tmp_path / "theirs")
+
+
+# --- the command ---
+
+
+def convert(*flags):
+    convert_huggingface.main([str(flag) for flag in flags])
+
+
+def mistake(capsys, *flags):
+    with pytest.raises(SystemExit) as caught:
+        convert(*flags)
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    return printed
+
+
+@pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
+def test_the_tokenizer_goes_along(row, model, tmp_path, capsys):
+    """The vocabulary of the tiny model is smaller than any byte-level one: its flags name another model's."""
+    vocab, merges = train_gpt2_vocabulary(tmp_path)
+    ours = GPT2BPETokenizer(vocab, merges)
+    config = config_of(row, model=model, data={"vocab_file": vocab, "merge_file": merges})
+    path = write_native(tmp_path, config, random_wholes(config))
+    assert "was trained with 101 tokens" in mistake(capsys, "--load", path, "--output", tmp_path / "theirs")
+    run = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(run | {"vocab_size": ours.vocab_size, "eod": ours.eod}))
+    embedding = torch.load(path / "layer_01-model_00-model_states.pt")
+    embedding["word_embeddings.weight"] = torch.randn(ours.vocab_size, 32)
+    torch.save(embedding, path / "layer_01-model_00-model_states.pt")
+    convert("--load", path, "--output", tmp_path / "theirs")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs.eos_token_id == ours.eod and len(theirs) == ours.vocab_size
+    for text in [*TEXT[:4], "one<|endoftext|>two", "  spaces\n\n\ttabs "]:
+        assert theirs.encode(text) == ours.tokenize(text)
+        assert theirs.decode(ours.tokenize(text)) == text
+    again = tmp_path / "from their tokenizer"
+    convert("--load", path, "--output", again, "--tokenizer-name-or-path", tmp_path / "theirs")
+    assert AutoTokenizer.from_pretrained(again).encode(TEXT[0]) == ours.tokenize(TEXT[0])
+
+
+def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
+    checkpoint = write(tmp_path, GPT2, {})
+    convert("--load", tmp_path, "--output", tmp_path / "theirs")
+    printed = capsys.readouterr()
+    assert "no tokenizer is written" in printed.err
+    assert "GPT2LMHeadModel in fp32, iteration 5 of" in printed.out
+    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    convert("--load", checkpoint.folder, "--output", tmp_path / "again", "--no-tokenizer")
+    assert capsys.readouterr().err == ""
+
+
+def test_who_may_read_the_config_may_read_the_weights(tmp_path):
+    write_hugging_face(write(tmp_path, GPT2, {}), tmp_path / "theirs")
+    assert len({path.stat().st_mode for path in (tmp_path / "theirs").iterdir()}) == 1
+
+
+def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
+    checkpoint = write(tmp_path / "run", GPT2, {})
+    output = ["--output", tmp_path / "theirs"]
+    assert "there is no such folder" in mistake(capsys, "--load", tmp_path / "nothing", *output)
+    assert "there is no checkpoint" in mistake(capsys, "--load", tmp_path, *output)
+    assert "--dtype" in mistake(capsys, "--load", checkpoint.folder, *output, "--dtype", "int8")
+    (tmp_path / "theirs").mkdir()
+    assert "exists already" in mistake(capsys, "--load", checkpoint.folder, *output)
+    (tmp_path / "file").touch()
+    assert "cannot be made" in mistake(
+        capsys, "--load", checkpoint.folder, "--output", tmp_path / "file" / "x"
+    )
+    contradiction = ["--no-tokenizer", "--vocab-file", "x"]
+    assert "contradicts" in mistake(capsys, "--load", checkpoint.folder, *output, *contradiction)
+    other = write(tmp_path / "rotary", Row(positions="rotary"), {})
+    assert "rotary" in mistake(capsys, "--load", other.folder, *output)

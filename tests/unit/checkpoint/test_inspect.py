@@ -1,0 +1,327 @@
+"""What is said of a checkpoint, of a damaged one, and of two."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron.checkpoint.compare import compare_checkpoints, different_settings
+from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
+from megatron.checkpoint.native import open_checkpoint
+from megatron.checkpoint.tables import size_text
+from tests.distributed.layouts import EOD, VOCAB, Row, config_of
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tools import inspect_checkpoint as tool
+
+TP2_PP2 = Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")
+WORDS = "tied_modules.embed.word_embeddings.weight"
+
+
+def write(folder, row=TP2_PP2, step=5, seed=11, change=None, **changes):
+    """`change` alters the weights in place."""
+    config = config_of(row, **changes)
+    wholes = random_wholes(config, seed)
+    if change is not None:
+        change(wholes)
+    return write_native(folder, config, wholes, step)
+
+
+def report_of(path):
+    """A report without problems, else a failure that shows them."""
+    report = inspect_checkpoint(path)
+    assert report.problems == []
+    return report
+
+
+def test_a_report_says_what_the_run_was(tmp_path):
+    report = report_of(write(tmp_path))
+    assert report.is_complete
+    assert report.state["iteration"] == 5 and report.state["consumed_tokens"] == 1280
+    assert report.layout["tensor_model_parallel_size"] == 2 and report.layout["zero_stage"] == 1
+    assert report.stages["bounds"] == [0, 10]
+    assert (report.vocab_size, report.eod) == (VOCAB, EOD)
+    assert "4 layers x 32 hidden, 4 heads, sequence 32, absolute positions, bf16, 101 tokens" in report.model
+    groups = {group.kind: group for group in report.files}
+    counts = {kind: group.num_files for kind, group in groups.items()}
+    assert counts == {"layers": 12, "model states": 4, "optimizer": 8, "other": 1}
+    layer_bytes = sum(path.stat().st_size for path in tmp_path.glob("global_step5/layer_*"))
+    assert groups["layers"].size_bytes == layer_bytes
+
+
+def test_parameters_are_listed_whole(tmp_path):
+    records = report_of(write(tmp_path, model={"glu_activation": "swiglu"})).parameters
+    shapes = {record.name: record.shape for record in records}
+    assert len(records) == 2 + 4 * 12 + 2
+    assert {record.dtype for record in records} == {"bfloat16"}
+    assert shapes[WORDS] == (112, 32)  # 101 tokens, padded for 2 tensor ranks
+    assert shapes["4.self_attention.query_key_value.weight"] == (96, 32)
+    assert shapes["6.mlp.dense_h_to_4h.weight"] == (256, 32)
+    assert shapes["6.mlp.dense_4h_to_h.weight"] == (32, 128)
+    assert shapes["8.bias"] == (32,)
+
+
+@pytest.mark.parametrize("row", [Row(), Row(tp=4, positions="rotary"), Row(pp=2, dp=2, zero=0)])
+def test_no_layout_has_problems(row, tmp_path):
+    report_of(write(tmp_path, row))
+
+
+def test_a_folder_lists_its_checkpoints(tmp_path):
+    for step in (100, 20, 5):
+        write(tmp_path, Row(), step)
+    (tmp_path / "global_step100" / "run.json").unlink()
+    (tmp_path / "latest").write_text("global_step20")
+    (tmp_path / "global_step20_universal").mkdir()
+    overview = inspect_folder(tmp_path)
+    assert [item.name for item in overview.checkpoints] == ["global_step5", "global_step20", "global_step100"]
+    assert [item.is_complete for item in overview.checkpoints] == [True, True, False]
+    assert [item.is_latest for item in overview.checkpoints] == [False, True, False]
+    assert [item.iteration for item in overview.checkpoints] == [5, 20, None]
+    assert overview.checkpoints[1].consumed_samples == 160
+    assert overview.checkpoint.folder == str(tmp_path / "global_step20")
+    assert overview.problems == ["global_step100: run.json, which is written last, is missing"]
+    assert not overview.is_well
+
+
+def test_a_folder_without_damage_is_well(tmp_path):
+    path = write(tmp_path)
+    assert inspect_folder(tmp_path).is_well
+    assert inspect_folder(path).is_well and inspect_folder(path).checkpoints == []
+
+
+@pytest.mark.parametrize(
+    "latest, problem", [(None, "no file `latest`"), ("global_step7", "names global_step7, which is not")]
+)
+def test_a_latest_that_leads_nowhere_is_told(latest, problem, tmp_path):
+    write(tmp_path, Row())
+    (tmp_path / "latest").unlink()
+    if latest:
+        (tmp_path / "latest").write_text(latest)
+    overview = inspect_folder(tmp_path)
+    assert problem in overview.problems[0] and not overview.is_well
+    assert overview.checkpoint.folder.endswith("global_step5")
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_04-model_01-model_states.pt", "zero_pp_rank_1_mp_rank_02_optim_states.pt"]
+)
+def test_a_file_that_was_cut_short_is_named(name, tmp_path):
+    path = write(tmp_path)
+    (path / name).write_bytes((path / name).read_bytes()[:500])
+    problems = inspect_checkpoint(path).problems
+    assert problems[0] == f"{name} is damaged: 500 bytes that are no file of torch"
+    assert all(name in problem for problem in problems)
+
+
+def test_a_layer_file_that_is_none_is_named(tmp_path):
+    """A whole file of torch, but of objects that are not read."""
+    path = write(tmp_path)
+    torch.save({"input_layernorm.weight": print}, path / "layer_04-model_00-model_states.pt")
+    problems = inspect_checkpoint(path).problems
+    assert len(problems) == 1 and "layer_04-model_00-model_states.pt cannot be read" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_01-model_00-model_states.pt",
+        "layer_08-model_01-model_states.pt",
+        "mp_rank_03_model_states.pt",
+        "zero_pp_rank_0_mp_rank_02_optim_states.pt",
+    ],
+)
+def test_a_missing_file_is_named(name, tmp_path):
+    path = write(tmp_path)
+    (path / name).unlink()
+    assert f"missing: {name}" in inspect_checkpoint(path).problems
+
+
+def test_many_missing_files_are_counted(tmp_path):
+    path = write(tmp_path)
+    for file in path.glob("layer_*"):
+        file.unlink()
+    problems = inspect_checkpoint(path).problems
+    assert problems[0].endswith("layer_03-model_00-model_states.pt and 9 more")
+    assert "holds no layer files" in problems[1]
+
+
+def test_files_of_another_layout_are_named(tmp_path):
+    path = write(tmp_path, Row())
+    whole = torch.load(path / "layer_03-model_00-model_states.pt")
+    torch.save(whole, path / "layer_03-model_01-model_states.pt")
+    problems = inspect_checkpoint(path).problems
+    assert problems[0] == "left over, not of this run's layout: layer_03-model_01-model_states.pt"
+    assert "the 2 files of layer 3 make 3.self_attention.query_key_value.weight" in problems[1]
+
+
+def test_copies_that_differ_between_tensor_ranks_are_named(tmp_path):
+    path = write(tmp_path)
+    file = path / "layer_05-model_01-model_states.pt"
+    state = torch.load(file)
+    state["input_layernorm.bias"] += 1
+    torch.save(state, file)
+    assert inspect_checkpoint(path).problems == [
+        "the tensor ranks hold different values of 5.input_layernorm.bias, which is not cut"
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut", "no config", "config of another kind", "no layout"])
+def test_a_damaged_run_file_is_a_problem(damage, tmp_path):
+    path = write(tmp_path)
+    run = json.loads((path / "run.json").read_text())
+    if damage == "no config":
+        del run["config"]
+    elif damage == "config of another kind":
+        run["config"] = [1, 2]
+    elif damage == "no layout":
+        del run["layout"]
+    text = json.dumps(run)
+    (path / "run.json").write_text(text[:-9] if damage == "cut" else text)
+    report = inspect_checkpoint(path)
+    assert not report.is_complete and not report.parameters
+    assert len(report.problems) == 1 and "run.json" in report.problems[0]
+    assert report.files[0].num_files == 12
+
+
+# --- two checkpoints ---
+
+
+def compare(one, other):
+    return compare_checkpoints(open_checkpoint(one), open_checkpoint(other))
+
+
+def test_a_checkpoint_does_not_differ_from_itself(tmp_path):
+    path = write(tmp_path)
+    comparison = compare(path, path)
+    assert comparison.settings == {}
+    assert len(comparison.parameters) == 52 and {item.largest for item in comparison.parameters} == {0}
+
+
+def test_the_same_weights_on_another_layout_differ_in_settings_alone(tmp_path):
+    one = write(tmp_path / "one", Row())
+    other = write(tmp_path / "other", Row(tp=4, dp=2))
+    comparison = compare(one, other)
+    assert comparison.settings["layout.tensor_model_parallel_size"] == (1, 4)
+    assert comparison.settings["config.parallel.world_size"] == (1, 8)
+    assert {item.largest for item in comparison.parameters} == {0}
+
+
+def test_the_largest_difference_of_each_parameter_is_found(tmp_path):
+    def change(wholes):
+        wholes["5.mlp.dense_h_to_4h.weight"][7, 3] -= 0.5
+        wholes["5.mlp.dense_h_to_4h.weight"][8, 3] += 0.25
+        wholes[WORDS][100, 0] += 2
+        wholes["8.bias"][1] = float("nan")
+
+    one = write(tmp_path / "one", Row())
+    other = write(tmp_path / "other", Row(tp=2), step=6, change=change)
+    comparison = compare(one, other)
+    assert comparison.settings["state.iteration"] == (5, 6)
+    differing = {item.name: item for item in comparison.parameters if item.largest != 0}
+    assert differing.keys() == {"5.mlp.dense_h_to_4h.weight", WORDS, "8.bias"}
+    assert differing["5.mlp.dense_h_to_4h.weight"].largest == pytest.approx(0.5)
+    assert differing[WORDS].largest == pytest.approx(2)
+    assert differing["8.bias"].largest is None and "not finite" in differing["8.bias"].note
+
+
+def test_parameters_of_other_models_are_told_apart(tmp_path):
+    one = write(tmp_path / "one", Row())
+    other = write(tmp_path / "other", Row(positions="alibi"), model={"ffn_hidden_size": 64, "num_layers": 3})
+    notes = {item.name: item.note for item in compare(one, other).parameters}
+    assert notes["3.mlp.dense_h_to_4h.weight"] == "shapes (128, 32) and (64, 32)"
+    assert notes["tied_modules.embed.position_embeddings.weight"] == f"only in {one}"
+    assert notes["6.mlp.dense_h_to_4h.bias"] == f"only in {one}"
+    assert notes["7.weight"] == f"only in {other}"
+
+
+def test_settings_that_one_side_lacks_are_absent_there():
+    one = {"config": {"a": 1, "b": {"c": 2}}, "same": [1]}
+    other = {"config": {"a": 1, "b": {"c": 3, "d": 4}}, "same": [1]}
+    assert different_settings(one, other) == {"config.b.c": (2, 3), "config.b.d": ("absent", 4)}
+
+
+# --- the command ---
+
+
+def output(capsys, *flags):
+    """(exit code, stdout)"""
+    code = tool.main([str(flag) for flag in flags])
+    return code, capsys.readouterr().out
+
+
+def test_layers_that_are_alike_share_a_row(tmp_path, capsys):
+    write(tmp_path)
+    code, printed = output(capsys, tmp_path)
+    rows = [line.split() for line in printed.splitlines()]
+    assert code == 0
+    assert ["global_step5", "5", "40", "1,280", "25"] in [row[:5] for row in rows]
+    assert "{layer}.mlp.dense_4h_to_h.weight 3-6 32 x 128 bfloat16".split() in rows
+    assert "8.weight 32 bfloat16".split() in rows
+    assert "problem" not in printed
+
+
+def test_json_has_every_parameter(tmp_path, capsys):
+    path = write(tmp_path)
+    code, printed = output(capsys, path, "--json")
+    report = json.loads(printed)["checkpoint"]
+    assert code == 0 and len(report["parameters"]) == 52
+    assert report["parameters"][0] == {"name": WORDS, "shape": [112, 32], "dtype": "bfloat16"}
+
+
+def test_damage_is_printed_and_gives_code_1(tmp_path, capsys):
+    path = write(tmp_path)
+    (path / "mp_rank_01_model_states.pt").unlink()
+    code, printed = output(capsys, tmp_path)
+    assert code == 1 and "problem: missing: mp_rank_01_model_states.pt" in printed
+    (path / "run.json").unlink()
+    code, printed = output(capsys, tmp_path)
+    assert code == 1 and "incomplete" in printed and "problem: global_step5: run.json" in printed
+
+
+def test_two_folders_are_compared(tmp_path, capsys):
+    def change(wholes):
+        for layer in (3, 4, 6):
+            wholes[f"{layer}.mlp.dense_4h_to_h.weight"][0, 0] += layer
+
+    one = write(tmp_path / "one", Row())
+    other = write(tmp_path / "other", Row(tp=2), change=change)
+    code, printed = output(capsys, one, tmp_path / "other")
+    rows = [line.split() for line in printed.splitlines()]
+    assert code == 0
+    assert ["layout.tensor_model_parallel_size", "1", "2"] in rows
+    assert "49 of 52 parameters are equal" in printed
+    assert "{layer}.mlp.dense_4h_to_h.weight 3-4, 6 6.000e+00".split() in rows
+    _, printed = output(capsys, one, other, "--json")
+    assert len(json.loads(printed)["parameters"]) == 52
+    _, printed = output(capsys, one, one)
+    assert "no setting differs" in printed and "52 of 52 parameters are equal" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["."], "there is no checkpoint"),
+        ([".", "."], "there is no checkpoint"),
+        ([".", ".", "."], "3 folders are given"),
+        ([], "FOLDER"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_code_2(flags, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        tool.main(flags)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and words in printed.err
+
+
+@pytest.mark.parametrize(
+    "size, text", [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_250_000, "1.2 MB"), (2.3e12, "2.3 TB")]
+)
+def test_sizes_have_a_unit(size, text):
+    assert size_text(int(size)) == text
