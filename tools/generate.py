@@ -24,7 +24,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.native import Checkpoint
+    from megatron.checkpoint.folders import Checkpoint
     from megatron.model.generation import Sampling
     from megatron.model.single_process import WholeGPT
     from megatron.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.native import Checkpoint
+from megatron.checkpoint.folders import Checkpoint
 from megatron.checkpoint.weights import LayerFiles, model_specs
 
 ABSENT = "absent"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.checkpoint.native import Checkpoint
+from megatron.checkpoint.folders import Checkpoint
 from megatron.checkpoint.weights import LayerFiles, model_specs
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, find_latest, open_checkpoint
+from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, open_checkpoint
 from megatron.checkpoint.reading import check_run_file
 from megatron.checkpoint.weights import LayerFiles, model_specs
 from megatron.config import Config, ConfigError
@@ -117,8 +117,9 @@ def inspect_folder(folder: Path) -> Overview:
         problems.append(f"there is no file `{LATEST_FILE}`")
     elif latest not in [item.name for item in found]:
         problems.append(f"`{LATEST_FILE}` names {latest}, which is not there")
-    newest = find_latest(folder) if any(item.is_complete for item in found) else None
-    report = inspect_checkpoint(newest.folder) if newest else None
+    complete = [item.name for item in found if item.is_complete]
+    newest = latest if latest in complete else complete[-1] if complete else None
+    report = inspect_checkpoint(folder / newest) if newest else None
     return Overview(str(folder), latest, found, problems, report)
 
 
@@ -127,7 +128,7 @@ def inspect_checkpoint(folder: Path) -> Report:
     files = _file_groups(folder)
     problems = list(_damaged_files(folder))
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, with_files=False)  # what is wrong with them is found below
         check_run_file(checkpoint)
     except ConfigError as error:
         return Report(str(folder), False, files, [str(error), *problems])
@@ -160,7 +161,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     state, problem = None, ""
     try:
-        state = open_checkpoint(path).state
+        state = open_checkpoint(path, with_files=False).state
     except ConfigError as error:
         problem = (
             str(error) if (path / RUN_FILE).exists() else f"{RUN_FILE}, which is written last, is missing"

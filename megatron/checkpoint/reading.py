@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron.checkpoint.native import LATEST_FILE, RUN_FILE, Checkpoint, find_latest
+from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest
 from megatron.config import Config, ConfigError
 from megatron.config.data import TOKENIZER_FILES
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer

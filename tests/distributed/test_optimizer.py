@@ -224,7 +224,7 @@ def loop_over_overflows():
     """Skipped steps so far in the training state after each step, and what was logged of each."""
     from types import SimpleNamespace
 
-    from megatron.checkpoint.native import TrainingState
+    from megatron.checkpoint.folders import TrainingState
     from megatron.config import BatchSchedule
     from megatron.training.train import Trainer
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.native import TrainingState, layout_record
 from megatron.checkpoint.weights import model_specs
 from megatron.config import Config, padded_vocab_size
@@ -65,7 +66,8 @@ def write_native(
         "vocab_size": VOCAB,
         "eod": eod,
         "data": {"paths": [], "seed": 1234},
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": ""} for file in path.iterdir()},
     }
-    (path / "run.json").write_text(json.dumps(run))
+    (path / "run.json").write_text(json.dumps(seal(run)))
     (folder / "latest").write_text(path.name)
     return path

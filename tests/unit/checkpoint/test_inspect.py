@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.compare import compare_checkpoints, different_settings
+from megatron.checkpoint.folders import open_checkpoint
 from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
-from megatron.checkpoint.native import open_checkpoint
 from megatron.checkpoint.tables import size_text
 from tests.distributed.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
