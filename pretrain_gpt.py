@@ -29,7 +29,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
 
     quiet_library_logs(config.logging)
 
-    from megatron.checkpoint import native
+    from megatron.checkpoint import folders, native
     from megatron.config.batch import BatchSchedule
     from megatron.engine.pipeline_engine import ENGINES
     from megatron.model.gpt_model import GPT_MODELS
@@ -74,8 +74,8 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)
-    state = native.load_checkpoint(engine, checkpoint) if checkpoint else native.TrainingState()
-    metrics.print(native.describe_start(checkpoint, config.checkpoint.load))
+    state = native.load_checkpoint(engine, checkpoint) if checkpoint else folders.TrainingState()
+    metrics.print(folders.describe_start(checkpoint, config.checkpoint.load))
     data = open_data(config, layout, length, vocab)
     save = partial(
         native.save_checkpoint,
