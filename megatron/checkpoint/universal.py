@@ -113,14 +113,17 @@ def parameter_names(source: Path) -> list[str]:
     return list(_whole_specs(open_checkpoint(source)))
 
 
-def find_universal(folder: str | Path) -> Checkpoint | None:
+def find_universal(folder: str | Path) -> Checkpoint:
     """The universal checkpoint that `latest_universal` of the folder names, or the folder itself if it is
-    one. None if there is none."""
+    one; ConfigError where there is none."""
     folder = Path(folder)
     if not (folder / PARAMETER_FOLDER).is_dir():
         latest = folder / LATEST_UNIVERSAL_FILE
         if not latest.is_file():
-            return None
+            raise ConfigError(
+                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
+                "tools/ds_to_universal.py, or drop the flag, since --load opens native checkpoints on any layout"
+            )
         folder = folder / latest.read_text().strip()
     if not (folder / RUN_FILE).is_file():
         raise ConfigError(

@@ -234,6 +234,11 @@ def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+def test_a_folder_without_a_universal_checkpoint_is_refused(saved):
+    with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
+        find(saved, **{"checkpoint": {"universal_checkpoint": True, "load": str(saved)}})
+
+
 def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
     run_world(2, save_midway, Row(tp=2), tmp_path, {})
     source, target = tmp_path / "global_step5", tmp_path / "universal"
@@ -318,7 +323,7 @@ def saved(tmp_path):
 
 
 def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
-    config = config_of(row or Row(), checkpoint={"load": str(folder)}, **changes)
+    config = config_of(row or Row(), **{"checkpoint": {"load": str(folder)}, **changes})
     return find_checkpoint(config, vocab, fingerprint)
 
 
