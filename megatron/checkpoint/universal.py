@@ -122,7 +122,7 @@ def find_universal(folder: str | Path) -> Checkpoint:
         if not latest.is_file():
             raise ConfigError(
                 f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
-                "tools/ds_to_universal.py, or drop the flag, since --load opens native checkpoints on any layout"
+                "tools/ds_to_universal.py, or drop the flag: --load opens native checkpoints on any layout"
             )
         folder = folder / latest.read_text().strip()
     if not (folder / RUN_FILE).is_file():
