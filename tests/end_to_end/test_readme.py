@@ -57,6 +57,7 @@ EXPECTED = [
     "distributed.launch --nnodes pretrain_gpt.py",
     "tools/train_tokenizer.py",
     "tools/preprocess_data.py",
+    "tools/inspect_checkpoint.py",
 ]
 
 
@@ -142,6 +143,12 @@ def test_a_second_quickstart_makes_nothing_twice_and_goes_on(quickstart: str, co
 
 def test_a_text_is_continued(quickstart: str, copy: Path) -> None:
     assert run(command_with("tools/generate.py"), copy).stdout.startswith("class Queue:")
+
+
+def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) -> None:
+    told = run(command_with("tools/inspect_checkpoint.py"), copy).stdout
+    newest = (copy / "runs" / "quickstart" / "checkpoints" / "latest").read_text()
+    assert newest in told and "tied_modules.embed.word_embeddings.weight" in told
 
 
 def test_four_processes_train(quickstart: str, copy: Path) -> None:
