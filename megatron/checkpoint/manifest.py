@@ -53,6 +53,16 @@ def is_sealed(record: dict[str, Any]) -> bool:
     return record.get("sha256") == _digest_of(content)
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a small file that is there whole, and on the disk, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 def _digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 

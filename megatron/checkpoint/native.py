@@ -26,7 +26,7 @@ from megatron.checkpoint.folders import (
     find_latest,
     step_of,
 )
-from megatron.checkpoint.manifest import describe_files, first_damaged, seal
+from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
 from megatron.checkpoint.universal import UniversalParameters, find_universal
 from megatron.config import Config, ConfigError
@@ -173,9 +173,9 @@ def save_checkpoint(
                 "parameters": parameters,
                 "files": files,
             }
-            _write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
+            write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
             _put_in_place(saving, folder / tag)
-            _write_atomically(folder / LATEST_FILE, tag)
+            write_atomically(folder / LATEST_FILE, tag)
             _remove_old(folder, folder / tag, engine.run_config.checkpoint.keep_last)
     except (OSError, RuntimeError) as error:
         raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
@@ -237,12 +237,3 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
 def _moments_of(config: Config) -> str:
     """What an optimizer keeps: adam and adamw keep the same."""
     return "sgd" if config.optimizer.optimizer == "sgd" else "adam"
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -59,8 +59,20 @@ class _Fragment:
         """What the optimizer keeps of the group: moments as long as the partition, and the step."""
         return self.state["base_optimizer_state"]["state"].get(self.group, {})
 
-    def is_moment(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.master.numel()
+    @property
+    def moments(self) -> list[str]:
+        """The names of what is kept per element."""
+        return [
+            key
+            for key, value in self.kept.items()
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.master.numel()
+        ]
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """What is kept beside the moments: the step."""
+        moments = self.moments
+        return {key: value for key, value in self.kept.items() if key not in moments}
 
 
 class SavedParameters:
@@ -93,13 +105,11 @@ class SavedParameters:
         if name not in self._fragments[0]:
             raise ConfigError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         first = self._fragments[0][name][0]
-        moments = [key for key, value in first.kept.items() if first.is_moment(value)]
-        others = {key: value for key, value in first.kept.items() if key not in moments}
         values = self._shard(name, spec, tensor, lambda fragment: fragment.master)
         return (
             values,
-            {key: self._shard(name, spec, tensor, lambda f, key=key: f.kept[key]) for key in moments},
-            others,
+            {key: self._shard(name, spec, tensor, lambda f, key=key: f.kept[key]) for key in first.moments},
+            first.others,
         )
 
     def spread(self, name: str) -> float:
@@ -116,17 +126,14 @@ class SavedParameters:
         """As `read` for a replicated parameter, averaged over the tensor ranks."""
         copies = [self._copy(name, rank) for rank in range(self.tensor_size)]
         average = {key: torch.stack([copy[key] for copy in copies]).mean(0) for key in copies[0]}
-        first = self._fragments[0][name][0]
-        others = {key: value for key, value in first.kept.items() if not first.is_moment(value)}
-        return average.pop("fp32"), average, others
+        return average.pop("fp32"), average, self._fragments[0][name][0].others
 
     def _copy(self, name: str, tensor_rank: int) -> dict[str, Tensor]:
         """What one tensor rank holds of a replicated parameter."""
         fragments = self._fragments[tensor_rank][name]
-        moments = [key for key, value in fragments[0].kept.items() if fragments[0].is_moment(value)]
         return {
             "fp32": torch.cat([fragment.of(fragment.master) for fragment in fragments]),
-            **{key: torch.cat([f.of(f.kept[key]) for f in fragments]) for key in moments},
+            **{key: torch.cat([f.of(f.kept[key]) for f in fragments]) for key in fragments[0].moments},
         }
 
     def _shard(

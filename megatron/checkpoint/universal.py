@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.folders import RUN_FILE, Checkpoint, open_checkpoint
+from megatron.checkpoint.manifest import write_atomically
 from megatron.checkpoint.reshape import ParameterState, SavedParameters, recut
 from megatron.config import ConfigError
 from megatron.mpu.layout import TensorGroup
@@ -103,9 +104,7 @@ def convert(source: Path, target: Path, workers: int = 1, allow_drift: bool = Fa
         (partial / PARAMETER_FOLDER / name / DONE_FILE).unlink()
     shutil.copyfile(source / RUN_FILE, partial / RUN_FILE)
     os.rename(partial, target)
-    latest = target.parent / (LATEST_UNIVERSAL_FILE + ".tmp")
-    latest.write_text(target.name)
-    os.replace(latest, target.parent / LATEST_UNIVERSAL_FILE)
+    write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
 
 
 def parameter_names(source: Path) -> list[str]:

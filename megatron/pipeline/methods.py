@@ -50,6 +50,12 @@ class Cut:
     unit: str
 
 
+def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
+    """The indices of the input embedding and of the head, which are of one class."""
+    found = [index for index, name in enumerate(names) if name == EMBEDDING]
+    return found[0], found[-1]
+
+
 def cut_layers(
     method: PartitionMethod,
     layers: LayerTable,
@@ -141,7 +147,7 @@ def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[We
     """The weights with those of the functions at the ends of the list given to embedding and head, which they
     then go with. Between stages travel hidden states: neither tokens nor logits, which differ between tensor
     ranks."""
-    first, head = names.index(EMBEDDING), len(names) - 1 - names[::-1].index(EMBEDDING)
+    first, head = embedding_and_head(names)
     inner = list(weights[first : head + 1])
     inner[0] += sum(weights[:first])
     inner[-1] += sum(weights[head + 1 :])

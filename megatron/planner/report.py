@@ -8,7 +8,7 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
-from megatron.planner.stages import StagePlan
+from megatron.planner.stages import StagePlan, micro_batches_per_step
 
 
 def run_report(
@@ -41,7 +41,7 @@ def _layout_lines(config: Config) -> str:
     parallel, batch = config.parallel, config.batch
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     data = parallel.data_parallel_size
-    micro_batches = _micro_batches(config)
+    micro_batches = micro_batches_per_step(config)
     lines = [
         f"layout     {parallel.world_size} processes = tensor {tensor} x pipeline {stages} x data {data}, "
         f"ZeRO stage {parallel.zero_stage}",
@@ -112,7 +112,7 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
     """How busy the ranks are with stages that weigh what they weigh, where that is time or work."""
     if plan.cut.unit not in TIME_UNITS or not any(plan.cut.weights):
         return []
-    micro_batches = _micro_batches(config)
+    micro_batches = micro_batches_per_step(config)
     # A backward pass is twice a forward pass.
     forward = [weight / 3 for weight in plan.cut.weights]
     backward = [2 * weight for weight in forward]
@@ -124,12 +124,6 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
         f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
         f"{100 * busy:.1f} % of a step"
     ]
-
-
-def _micro_batches(config: Config) -> int:
-    """Per step and replica, at the full batch size."""
-    batch = config.batch
-    return batch.global_batch_size // (batch.micro_batch_size * config.parallel.data_parallel_size)
 
 
 def _content(plan: StagePlan, stage: int) -> str:

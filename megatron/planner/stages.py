@@ -9,7 +9,14 @@ from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeli
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream
-from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER, Cut, LayerTable, cut_layers
+from megatron.pipeline.methods import (
+    EMBEDDING,
+    TRANSFORMER_LAYER,
+    Cut,
+    LayerTable,
+    cut_layers,
+    embedding_and_head,
+)
 from megatron.planner import flops, memory
 
 FINAL_NORM = "MixedFusedLayerNorm"
@@ -55,7 +62,7 @@ class StagePlan:
         """Parameters that one rank of the stage holds; embedding and head on one stage are one matrix."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
-        head = len(self.names) - 1 - self.names[::-1].index(EMBEDDING)
+        _, head = embedding_and_head(self.names)
         has_embedding_too = self.rank_of(stage) == 0
         return held - (self.parameters[head] if first <= head < last and has_embedding_too else 0)
 
@@ -79,7 +86,7 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
         in_v,
     )
     whole = layer_parameter_counts(layers, whole=True)
-    head = max(index for index, name in enumerate(names) if name == EMBEDDING)
+    _, head = embedding_and_head(names)
     total = sum(whole) - whole[head]
     return StagePlan(parallel.partition_method, names, parameters, cut, in_v, total)
 
@@ -93,7 +100,7 @@ def layer_table(
 ) -> LayerTable:
     """What each layer costs one rank, by the models of `planner.flops` and `planner.memory`."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
-    first, head = names.index(EMBEDDING), len(names) - 1 - names[::-1].index(EMBEDDING)
+    first, head = embedding_and_head(names)
     work: dict[str, float] = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
     kept: dict[str, float] = {
         TRANSFORMER_LAYER: memory.transformer_layer_activation_bytes(config),
@@ -146,7 +153,11 @@ def layer_kinds(names: list[str]) -> list[str]:
 def live_micro_batches(config: Config) -> list[int]:
     """Per stage, how many micro-batches are between their forward and backward pass at most: as many as there
     are stages from it to the end, under 1F1B and under DualPipeV (`pipeline.schedule` shows both)."""
-    batch, parallel = config.batch, config.parallel
-    micro_batches = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
-    stages = parallel.num_stages
+    micro_batches, stages = micro_batches_per_step(config), config.parallel.num_stages
     return [min(micro_batches, stages - stage) for stage in range(stages)]
+
+
+def micro_batches_per_step(config: Config) -> int:
+    """Of one replica, at the full batch size."""
+    batch = config.batch
+    return batch.global_batch_size // (batch.micro_batch_size * config.parallel.data_parallel_size)

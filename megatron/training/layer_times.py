@@ -21,6 +21,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron.checkpoint.manifest import write_atomically
 from megatron.config import Config, ConfigError
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
@@ -56,9 +57,7 @@ def find_layer_times(
     path = config.parallel.partition_profile
     if path is not None and layout.rank == 0:
         profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
-        temporary = Path(f"{path}.tmp")
-        temporary.write_text(json.dumps(profile, indent=2) + "\n")
-        temporary.replace(path)
+        write_atomically(Path(path), json.dumps(profile, indent=2) + "\n")
     return measured[0]
 
 
