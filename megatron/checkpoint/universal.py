@@ -100,11 +100,8 @@ def convert(source: Path, target: Path, workers: int = 1, allow_drift: bool = Fa
     write = partial_function(_write_parameter, source, partial, allow_drift)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         yield from pool.map(write, todo, [specs[name] for name in todo])
-    for name in specs:
-        (partial / PARAMETER_FOLDER / name / DONE_FILE).unlink()
     shutil.copyfile(source / RUN_FILE, partial / RUN_FILE)
-    os.rename(partial, target)
-    write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
+    put_in_place(partial, target)
 
 
 def parameter_names(source: Path) -> list[str]:
@@ -172,8 +169,14 @@ def _write_parameter(source: Path, partial: Path, allow_drift: bool, name: str, 
                 "convert an older checkpoint, or take their mean with --allow-drift"
             )
         state = saved.mean(name)
+    write_parameter(partial, name, spec, state)
+    return name
+
+
+def write_parameter(folder: Path, name: str, spec: ParameterSpec, state: ParameterState) -> None:
+    """Writes the files of one whole parameter, without padding, into a universal checkpoint in the making."""
     values, moments, others = state
-    folder = partial / PARAMETER_FOLDER / name
+    folder = folder / PARAMETER_FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     files = {"fp32.pt": values, **{_MOMENT_FILES[key]: moment for key, moment in moments.items()}}
     for file, tensor in files.items():
@@ -188,4 +191,11 @@ def _write_parameter(source: Path, partial: Path, allow_drift: bool, name: str, 
     if "step" in others:
         torch.save(others["step"], folder / "step.pt")
     (folder / DONE_FILE).touch()
-    return name
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Gives a finished universal checkpoint its name, and lets `latest_universal` tell it."""
+    for mark in (partial / PARAMETER_FOLDER).glob(f"*/{DONE_FILE}"):
+        mark.unlink()
+    os.rename(partial, target)
+    write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
