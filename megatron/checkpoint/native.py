@@ -9,7 +9,7 @@ sample numbers, and the learning rate of progress, so there is no random state t
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,12 +17,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.certificate import Check, certify, check_certificate, table
+from megatron.checkpoint.compatibility import (
+    check_data,
+    check_model,
+    check_schedule,
+    data_line,
+    schedule_line,
+)
 from megatron.checkpoint.folders import (
     LATEST_FILE,
     RUN_FILE,
     SAVING,
     Checkpoint,
     TrainingState,
+    describe_start,
     find_latest,
     step_of,
 )
@@ -30,7 +39,6 @@ from megatron.checkpoint.manifest import describe_files, first_damaged, seal, wr
 from megatron.checkpoint.reshape import SavedParameters, spec_record
 from megatron.checkpoint.universal import UniversalParameters, find_universal
 from megatron.config import Config, ConfigError
-from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
 
@@ -44,7 +52,8 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
 
-    Raises ConfigError for one that this run cannot go on from: another model, or other data.
+    Raises ConfigError for one that this run cannot go on from: another model, other data or another
+    learning-rate schedule, unless flags say that the latter are meant.
     """
     checkpoint = None
     if config.checkpoint.universal_checkpoint:
@@ -53,7 +62,8 @@ def find_checkpoint(
         checkpoint = find_latest(config.checkpoint.load, damaged)
     if checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
-        check_data(checkpoint, fingerprint)
+        check_data(checkpoint, config, fingerprint)
+        check_schedule(checkpoint, config)
     return checkpoint
 
 
@@ -100,43 +110,6 @@ def layout_record(config: Config) -> dict[str, Any]:
     }
 
 
-def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Refuses a checkpoint of another model, naming what differs."""
-    saved, now = _model_settings(checkpoint.config), _model_settings(config)
-    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
-    free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
-    differences = [
-        f"{key} was {saved.get(key)}, is {now[key]}"
-        for key in now
-        if key not in free and saved.get(key) != now[key]
-    ]
-    if checkpoint.vocab_size != vocab_size:
-        differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
-    if differences:
-        raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
-
-
-def _model_settings(config: Config) -> dict[str, Any]:
-    """What decides which function of the tokens the model is, wherever the flag stands."""
-    settings = config.to_dict()
-    documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    return {
-        **settings["model"],
-        "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
-        **{name: settings["data"][name] for name in documents},
-    }
-
-
-def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Refuses to go on with other data: the position in it would mean nothing."""
-    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
-    if differences:
-        raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): "
-            f"give the flags that wrote it, or start anew in another --save folder"
-        )
-
-
 def save_checkpoint(
     engine: GPTEngine,
     folder: str | Path,
@@ -160,6 +133,7 @@ def save_checkpoint(
         engine.save_checkpoint(str(folder), tag=saving.name, save_latest=False)
         dist.barrier()
         files, parameters = describe_files(saving), _parameter_records(engine)
+        certificate = certify(engine, vocab_size)
         if engine.global_rank == 0:
             run = {
                 "state": asdict(state),
@@ -171,6 +145,7 @@ def save_checkpoint(
                 "eod": eod,
                 "data": fingerprint,
                 "parameters": parameters,
+                "certificate": certificate,
                 "files": files,
             }
             write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
@@ -217,21 +192,43 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
+def start_from(
+    engine: GPTEngine,
+    checkpoint: Checkpoint | None,
+    fingerprint: dict[str, Any],
+    tell: Callable[[str], object],
+) -> TrainingState:
+    """Where the run begins: at the checkpoint, which is loaded, or with the new weights that are there.
+    Collective."""
+    tell(describe_start(checkpoint, engine.run_config.checkpoint.load))
+    if checkpoint is None:
+        return TrainingState()
+    tell(table(load_checkpoint(engine, checkpoint, fingerprint)))
+    return checkpoint.state
+
+
+def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
     """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
-    saved them. Another kind of optimizer starts with fresh moments."""
+    saved them. Another kind of optimizer starts with fresh moments. Returns what was compared with what was
+    saved. Collective; ConfigError, on every rank, names what is not as it was saved."""
     saved, now = checkpoint.config, engine.run_config
     parameters: SavedParameters | UniversalParameters
     if now.checkpoint.universal_checkpoint:
         parameters = UniversalParameters(checkpoint.folder)
     else:
         parameters = SavedParameters(checkpoint)
+    with_moments = _moments_of(saved) == _moments_of(now)
     engine.optimizer.load_by_name(
         parameters.read,
         parameters.loss_scaler if saved.precision.name == now.precision.name else None,
-        with_moments=_moments_of(saved) == _moments_of(now),
+        with_moments,
     )
-    return checkpoint.state
+    return [
+        *check_certificate(engine, checkpoint, with_moments),
+        Check("data", data_line(checkpoint, fingerprint)),
+        Check("learning rate", schedule_line(checkpoint, now)),
+        Check("random streams", "made from seed, iteration and global coordinates: nothing to restore"),
+    ]
 
 
 def _moments_of(config: Config) -> str:

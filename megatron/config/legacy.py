@@ -79,15 +79,6 @@ STILL_TO_COME: tuple[OldFlag, ...] = (
         "averaging of duplicated parameters is not supported yet: drop the flag, their gradients are equal "
         "here",
     ),
-    OldFlag(
-        ("--override-lr-scheduler",),
-        "changing the learning-rate schedule of a resumed run is not supported yet: drop the flag",
-    ),
-    OldFlag(
-        ("--use-checkpoint-lr-scheduler",),
-        "taking the learning-rate schedule from a checkpoint is not supported yet: give the same --lr flags "
-        "again",
-    ),
 )
 
 OLD_FLAGS = NOTHING_LEFT_TO_DO + STILL_TO_COME

@@ -54,6 +54,12 @@ class ScheduleConfig(Section):
     lr_warmup_fraction: float | None = flag(
         None, at_least=0, below=1, help="warm-up as a fraction of the length of the decay"
     )
+    override_lr_scheduler: bool = flag(
+        False, help="resume with the learning-rate schedule of the flags where the checkpoint's is another"
+    )
+    use_checkpoint_lr_scheduler: bool = flag(
+        False, help="resume with the checkpoint's learning-rate schedule where the flags say another"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

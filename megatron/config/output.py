@@ -26,6 +26,9 @@ class CheckpointConfig(Section):
         aliases=("--universal_checkpoint",),
         help="--load holds a universal checkpoint, made by tools/ds_to_universal.py",
     )
+    override_data: bool = flag(
+        False, help="resume though the data are not those of the checkpoint, at the same number of samples"
+    )
     keep_last: int | None = flag(
         None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"
     )

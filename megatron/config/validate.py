@@ -73,6 +73,9 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     for kind, names in TOKENIZER_FILES.items():
         if data.tokenizer_type != kind:
             yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
+    if config.checkpoint.load is None:
+        yield config.checkpoint, ("override_data",), "without --load"
+        yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
     if logging.tensorboard_dir is None:
         names = (
             "tensorboard_queue_size",
@@ -209,6 +212,11 @@ def _check_length(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     schedule, training = config.schedule, config.training
+    if schedule.override_lr_scheduler and schedule.use_checkpoint_lr_scheduler:
+        raise ConfigError(
+            "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other: the first "
+            "takes the schedule of the flags, the second the checkpoint's; drop one"
+        )
     by_iters = training.train_iters is not None
     decay_unit = "iters" if by_iters else "samples"
     # A decay by tokens counts its warm-up in samples, in a run of either kind.

@@ -14,7 +14,7 @@ The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read 
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,6 +258,24 @@ class MixedPrecisionOptimizer:
 
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
+    def owned_state(self) -> Iterator[tuple[str, ParameterSpec, int, dict[str, Tensor], float | None]]:
+        """Per parameter of which this rank's partitions hold elements: global name, spec, the place of the
+        first of them in the rank's shard, the elements of the fp32 values ('fp32') and of each moment, and
+        the number of updates if the optimizer counts them."""
+        for flat in self.flat:
+            state = self.optimizer.state.get(flat.master, {})
+            step = state.get("step")
+            for parameter in flat.parameters:
+                fragment = flat.fragment(parameter)
+                if fragment is None:
+                    continue
+                owned = slice(fragment[0], sum(fragment))
+                values = {"fp32": flat.master.detach()[owned]}
+                values |= {key: value[owned] for key, value in moments_in(state, flat.master).items()}
+                first = max(flat.start - parameter.flat_offset, 0)
+                name, spec = self.names[parameter], spec_of(parameter)
+                yield name, spec, first, values, None if step is None else float(step)
+
     def state_dict(self) -> dict:
         """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
         mappings = []
@@ -307,6 +325,15 @@ class MixedPrecisionOptimizer:
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()
+
+
+def moments_in(state: dict[str, Any], master: Tensor) -> dict[str, Tensor]:
+    """What of an optimizer's state of a flat tensor is kept per element."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == master.numel()
+    }
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:

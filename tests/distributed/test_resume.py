@@ -82,8 +82,9 @@ def save_and_go_on(row, optimizer, folder):
 def resume_and_go_on(row, optimizer, folder):
     engine = build_engine(config_for(row, optimizer))
     train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
-    state = load_checkpoint(engine, find_latest(folder))
-    return state, outcome(engine, range(3, 6))
+    checkpoint = find_latest(folder)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return checkpoint.state, outcome(engine, range(3, 6))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def resume_with(row, parallel, folder):
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])
-    load_checkpoint(engine, checkpoint)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
     return train(engine, range(3, 6))
 
 
@@ -183,8 +184,8 @@ def resume_midway(row, folder, changes):
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])  # other weights and moments: all must be replaced
-    state = load_checkpoint(engine, checkpoint)
-    return state, train(engine, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return checkpoint.state, train(engine, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
 
 
 def uninterrupted(changes):

@@ -1,0 +1,96 @@
+"""Whether a run may go on from a checkpoint: model, data and learning-rate schedule are compared."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megatron.checkpoint.folders import Checkpoint
+from megatron.config import Config, ConfigError
+from megatron.data.gpt_dataset import fingerprint_differences
+from megatron.optimizer.schedule import LearningRateSchedule
+
+
+def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
+    """Refuses a checkpoint of another model, naming what differs."""
+    saved, now = _model_settings(checkpoint.config), _model_settings(config)
+    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
+    free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
+    differences = [
+        f"{key} was {saved.get(key)}, is {now[key]}"
+        for key in now
+        if key not in free and saved.get(key) != now[key]
+    ]
+    if checkpoint.vocab_size != vocab_size:
+        differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
+    if differences:
+        raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+
+
+def _model_settings(config: Config) -> dict[str, Any]:
+    """What decides which function of the tokens the model is, wherever the flag stands."""
+    settings = config.to_dict()
+    documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    return {
+        **settings["model"],
+        "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
+        **{name: settings["data"][name] for name in documents},
+    }
+
+
+def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
+    """Refuses to go on with other data, where the position in it means nothing, unless --override-data."""
+    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
+    if differences and not config.checkpoint.override_data:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): give the "
+            "flags that wrote it, or --override-data to go on with these data at the same number of samples"
+        )
+
+
+def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
+    """The data then and now, in words."""
+    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
+    position = f"from sample {checkpoint.state.consumed_samples:,}"
+    if differences:
+        return f"OTHER data, {position} (--override-data): {'; '.join(differences)}"
+    return f"the same, {position}"
+
+
+def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
+    """Refuses another learning-rate schedule unless a flag says which one wins."""
+    saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
+    which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
+    if saved != now and not which:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
+            "--override-lr-scheduler takes the one of the flags, --use-checkpoint-lr-scheduler the "
+            "checkpoint's"
+        )
+
+
+def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
+    """The schedule of a run that goes on from `checkpoint`, or of a fresh one."""
+    if checkpoint is not None and config.schedule.use_checkpoint_lr_scheduler:
+        return _schedule_of(checkpoint.config)
+    return _schedule_of(config)
+
+
+def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
+    """The schedules then and now, in words, and which one wins."""
+    saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
+    if saved == now:
+        return "the same schedule"
+    winner = "new" if config.schedule.override_lr_scheduler else "old"
+    flag = "--override-lr-scheduler" if winner == "new" else "--use-checkpoint-lr-scheduler"
+    return f"the {winner} schedule ({flag}): {_old_and_new(saved, now)}"
+
+
+def _schedule_of(config: Config) -> LearningRateSchedule:
+    return LearningRateSchedule.from_config(config.schedule, config.training, config.model.seq_length)
+
+
+def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:
+    """What differs, setting by setting."""
+    old, new = asdict(saved), asdict(now)
+    return "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])

@@ -1,0 +1,129 @@
+"""Digests of whole parameters and moments that every layout computes alike.
+
+The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key made from the
+position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
+it holds. One changed element always changes it, for an odd key has an inverse; several do but for one chance
+in some 2^60. It finds errors, not forgeries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+
+# Elements that are worked on at once: their positions and keys stay in a core's cache.
+CHUNK = 1 << 16
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True)
+class StateDigests:
+    """What a run's optimizer holds."""
+
+    tensors: dict[str, dict[str, str]]
+    """Digest in hex by kind ('fp32', 'exp_avg', ...) and parameter."""
+    step: float | None
+    """Updates that the optimizer has made, if it counts them."""
+    unequal: tuple[str, ...]
+    """Of what should be equal on several ranks, the '<kind> of <parameter>' that is not."""
+
+
+def digest_state(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> StateDigests:
+    """Digests of all that the optimizers of all ranks hold. Collective; every rank gets the whole."""
+    place = (layout.pipeline_stage, layout.data_rank if optimizer.partition_count == 1 else 0)
+    own: dict[str, dict[str, int]] = {}
+    sharded: set[str] = set()
+    steps: set[float] = set()
+    for name, spec, start, values, step in optimizer.owned_state():
+        own[name] = fragment_digests(spec, optimizer.tensor, start, values)
+        if spec.shard_dim is not None:
+            sharded.add(name)
+        if step is not None:
+            steps.add(step)
+    record = (place, layout.tensor_rank, own, sharded, steps)
+    records: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(record, records if dist.get_rank() == 0 else None)
+    result = [_combined(records) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
+def fragment_digests(
+    spec: ParameterSpec, tensor: TensorGroup, start: int, values: Mapping[str, Tensor]
+) -> dict[str, int]:
+    """What elements start, start + 1, ... of this rank's shard add to the digests of the whole tensors.
+
+    values: flat fp32 tensors of one length, by kind. Padding of the vocabulary adds nothing.
+    """
+    length, device = next((value.numel(), value.device) for value in values.values())
+    sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
+    used = None if spec.used_rows is None else spec.used_rows * math.prod(spec.whole_shape[1:])
+    for first in range(0, length, CHUNK):
+        last = min(first + CHUNK, length)
+        local = torch.arange(start + first, start + last, device=device)
+        positions = _whole_positions(spec, tensor, local)
+        keys = _keys(positions)
+        if used is not None:
+            keys *= positions < used
+        for kind, value in values.items():
+            sums[kind] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
+    return {kind: int(total) % _WORD for kind, total in sums.items()}
+
+
+def _whole_positions(spec: ParameterSpec, tensor: TensorGroup, local: Tensor) -> Tensor:
+    """Positions in this rank's flat shard -> positions in the flat whole."""
+    dim = spec.shard_dim
+    if dim is None or tensor.size == 1:
+        return local
+    inner = math.prod(spec.whole_shape[dim + 1 :])
+    units, width = local_shape(spec, tensor)[dim], spec.whole_shape[dim] // (spec.blocks * tensor.size)
+    firsts = torch.tensor([part.start for part in local_slices(spec, tensor)], device=local.device)
+    outer, rest = local // (units * inner), local % (units * inner)
+    unit, within = rest // inner, rest % inner
+    whole_unit = firsts[unit // width] + unit % width
+    return (outer * spec.whole_shape[dim] + whole_unit) * inner + within
+
+
+def _keys(positions: Tensor) -> Tensor:
+    """An odd number per position: the output function of SplitMix64 (Steele, Lea, Flood 2014), lowest bit
+    set. torch has no unsigned 64-bit arithmetic, so shifts are masked to be logical."""
+    x = positions * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _combined(records: list[Any]) -> StateDigests:
+    """Adds up what belongs to one copy, and compares the copies: those of tied weights on several stages, of
+    replicated parameters on tensor ranks, and without ZeRO of everything on data-parallel ranks."""
+    copies: dict[tuple[str, str], dict[Any, int]] = {}
+    steps: set[float] = set()
+    for place, tensor_rank, own, sharded, rank_steps in records:
+        steps |= rank_steps
+        for name, digests in own.items():
+            copy = place if name in sharded else (*place, tensor_rank)
+            for kind, part in digests.items():
+                sums = copies.setdefault((kind, name), {})
+                sums[copy] = (sums.get(copy, 0) + part) % _WORD
+    tensors: dict[str, dict[str, str]] = {}
+    for (kind, name), sums in sorted(copies.items()):
+        # A checkpoint is read from the first stage and tensor rank that hold a parameter.
+        tensors.setdefault(kind, {})[name] = f"{sums[min(sums)]:016x}"
+    unequal = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
+    if len(steps) > 1:
+        unequal.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
+    return StateDigests(tensors, min(steps, default=None), tuple(sorted(unequal)))
