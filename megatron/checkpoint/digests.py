@@ -1,7 +1,7 @@
 """Digests of whole parameters and moments that every layout computes alike.
 
-The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key made from the
-position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
+The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key, a hash of
+the position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
 it holds. One changed element always changes it, for an odd key has an inverse; several do but for one chance
 in some 2^60. It finds errors, not forgeries.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+from megatron.mpu.random import mix64
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 # Elements that are worked on at once: their positions and keys stay in a core's cache.
@@ -72,7 +73,7 @@ def fragment_digests(
         last = min(first + CHUNK, length)
         local = torch.arange(start + first, start + last, device=device)
         positions = _whole_positions(spec, tensor, local)
-        keys = _keys(positions)
+        keys = mix64(positions) | 1
         if used is not None:
             keys *= positions < used
         for kind, value in values.items():
@@ -92,19 +93,6 @@ def _whole_positions(spec: ParameterSpec, tensor: TensorGroup, local: Tensor) ->
     unit, within = rest // inner, rest % inner
     whole_unit = firsts[unit // width] + unit % width
     return (outer * spec.whole_shape[dim] + whole_unit) * inner + within
-
-
-def _keys(positions: Tensor) -> Tensor:
-    """An odd number per position: the output function of SplitMix64 (Steele, Lea, Flood 2014), lowest bit
-    set. torch has no unsigned 64-bit arithmetic, so shifts are masked to be logical."""
-    x = positions * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return (x ^ ((x >> 31) & ((1 << 33) - 1))) | 1
-
-
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word
 
 
 def _combined(records: list[Any]) -> StateDigests:

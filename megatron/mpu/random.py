@@ -130,7 +130,7 @@ def _row_keys(
         stride *= x.shape[dim] * (tensor.size if is_cut else 1)
     sample_keys = torch.tensor(stream.sample_keys(salt), dtype=torch.int64).to(x.device)
     sample_keys = sample_keys.view([-1 if d == batch_dim else 1 for d in range(last)])
-    return _mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
+    return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def _mix64(x: torch.Tensor) -> torch.Tensor:
+def mix64(x: torch.Tensor) -> torch.Tensor:
     """A one-to-one map of 64 bits that spreads every bit (the finisher of SplitMix64); int64 in and out."""
     x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)
