@@ -1,7 +1,7 @@
 """Digests of whole parameters and moments that every layout computes alike.
 
-The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key, a hash of
-the position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
+The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key, a hash of the
+position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
 it holds. One changed element always changes it, for an odd key has an inverse; several do but for one chance
 in some 2^60. It finds errors, not forgeries.
 """
