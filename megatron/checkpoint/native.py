@@ -24,11 +24,12 @@ from megatron.checkpoint.folders import (
     Checkpoint,
     TrainingState,
     find_latest,
+    is_universal,
     step_of,
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
-from megatron.checkpoint.universal import UniversalParameters, find_universal
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, UniversalParameters, find_universal
 from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
@@ -50,10 +51,19 @@ def find_checkpoint(
     if config.checkpoint.universal_checkpoint:
         checkpoint = find_universal(config.checkpoint.load)
     elif config.checkpoint.load:
-        checkpoint = find_latest(config.checkpoint.load, damaged)
+        checkpoint = _find_native(Path(config.checkpoint.load), damaged)
     if checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_data(checkpoint, fingerprint)
+    return checkpoint
+
+
+def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    checkpoint = None if is_universal(load) else find_latest(load, damaged)
+    if checkpoint is None and (is_universal(load) or (load / LATEST_UNIVERSAL_FILE).is_file()):
+        raise ConfigError(
+            f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
+        )
     return checkpoint
 
 
@@ -103,8 +113,15 @@ def layout_record(config: Config) -> dict[str, Any]:
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
     """Refuses a checkpoint of another model, naming what differs."""
     saved, now = _model_settings(checkpoint.config), _model_settings(config)
-    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
+    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size,
+    # for its padding is cut off or added.
     free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
+    free |= {"make_vocab_size_divisible_by", "pad_vocab_size_to"}
+    if config.model.position_embedding_type != "absolute":
+        free.add("max_position_embeddings")  # no parameter has that many rows
+    if not checkpoint.state.consumed_samples:
+        # The weights came from elsewhere: how they are trained on is decided by this run.
+        free |= {"fp32_residual_connection", *_DOCUMENT_SETTINGS}
     differences = [
         f"{key} was {saved.get(key)}, is {now[key]}"
         for key in now
@@ -116,19 +133,24 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
         raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
 
 
+_DOCUMENT_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
 def _model_settings(config: Config) -> dict[str, Any]:
     """What decides which function of the tokens the model is, wherever the flag stands."""
     settings = config.to_dict()
-    documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     return {
         **settings["model"],
         "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
-        **{name: settings["data"][name] for name in documents},
+        **{name: settings["data"][name] for name in _DOCUMENT_SETTINGS},
     }
 
 
 def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Refuses to go on with other data: the position in it would mean nothing."""
+    """Refuses to go on with other data: the position in it would mean nothing. A checkpoint that has consumed
+    no sample has no position, and starts on any."""
+    if not checkpoint.state.consumed_samples:
+        return
     differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
     if differences:
         raise ConfigError(
@@ -207,7 +229,8 @@ def _remove_old(folder: Path, newest: Path, keep_last: int | None) -> None:
         _remove(path)
     if keep_last is not None:
         complete = {path.parent for path in folder.glob(f"global_step*/{RUN_FILE}")} - {newest}
-        for path in sorted(complete, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
+        native = [path for path in complete if not is_universal(path)]
+        for path in sorted(native, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
             _remove(path)
 
 
