@@ -10,12 +10,26 @@ from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule
 
+_DOCUMENT_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def is_a_start(checkpoint: Checkpoint) -> bool:
+    """Whether it holds weights that were not trained here, as those of Hugging Face: no sample was consumed,
+    so data, schedule and how the weights are trained on are free."""
+    return not checkpoint.state.consumed_samples
+
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
     """Refuses a checkpoint of another model, naming what differs."""
     saved, now = _model_settings(checkpoint.config), _model_settings(config)
-    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
+    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size,
+    # for its padding is cut off or added.
     free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
+    free |= {"make_vocab_size_divisible_by", "pad_vocab_size_to"}
+    if config.model.position_embedding_type != "absolute":
+        free.add("max_position_embeddings")  # no parameter has that many rows
+    if is_a_start(checkpoint):
+        free |= {"fp32_residual_connection", *_DOCUMENT_SETTINGS}
     differences = [
         f"{key} was {saved.get(key)}, is {now[key]}"
         for key in now
@@ -30,17 +44,16 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
 def _model_settings(config: Config) -> dict[str, Any]:
     """What decides which function of the tokens the model is, wherever the flag stands."""
     settings = config.to_dict()
-    documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     return {
         **settings["model"],
         "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
-        **{name: settings["data"][name] for name in documents},
+        **{name: settings["data"][name] for name in _DOCUMENT_SETTINGS},
     }
 
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
     """Refuses to go on with other data, where the position in it means nothing, unless --override-data."""
-    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
+    differences = _data_differences(checkpoint, fingerprint)
     if differences and not config.checkpoint.override_data:
         raise ConfigError(
             f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): give the "
@@ -50,15 +63,22 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
 
 def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
     """The data then and now, in words."""
-    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
+    if is_a_start(checkpoint):
+        return "from sample 0: the checkpoint has seen none"
     position = f"from sample {checkpoint.state.consumed_samples:,}"
-    if differences:
+    if differences := _data_differences(checkpoint, fingerprint):
         return f"OTHER data, {position} (--override-data): {'; '.join(differences)}"
     return f"the same, {position}"
 
 
+def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
+    return [] if is_a_start(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
+
+
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses another learning-rate schedule unless a flag says which one wins."""
+    if is_a_start(checkpoint):
+        return
     saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
     which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
     if saved != now and not which:
@@ -71,13 +91,16 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
 
 def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
     """The schedule of a run that goes on from `checkpoint`, or of a fresh one."""
-    if checkpoint is not None and config.schedule.use_checkpoint_lr_scheduler:
+    old_wins = config.schedule.use_checkpoint_lr_scheduler
+    if checkpoint is not None and old_wins and not is_a_start(checkpoint):
         return _schedule_of(checkpoint.config)
     return _schedule_of(config)
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
     """The schedules then and now, in words, and which one wins."""
+    if is_a_start(checkpoint):
+        return "the schedule of the flags: the checkpoint has none"
     saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
     if saved == now:
         return "the same schedule"

@@ -14,6 +14,8 @@ RUN_FILE = "run.json"
 LATEST_FILE = "latest"
 # A checkpoint that is being written is called this and its name.
 SAVING = "saving-"
+# In a universal checkpoint: a folder per parameter.
+PARAMETER_FOLDER = "zero"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         return open_checkpoint(folder)
     latest = folder / LATEST_FILE
     named = latest.read_text().strip() if latest.is_file() else None
-    others = {path.name for path in folder.glob("global_step*") if path.is_dir()} - {named}
+    native = (path for path in folder.glob("global_step*") if path.is_dir() and not is_universal(path))
+    others = {path.name for path in native} - {named}
     newest_first = sorted(others, key=step_of, reverse=True)
     passed_over = []
     for name in [named, *newest_first] if named else newest_first:
@@ -85,6 +88,11 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     if passed_over:
         raise ConfigError("; ".join(passed_over))
     return None
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a checkpoint's folder, finished or not, is of the universal format."""
+    return (folder / PARAMETER_FOLDER).is_dir()
 
 
 def step_of(name: str) -> int:

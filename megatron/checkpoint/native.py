@@ -33,11 +33,12 @@ from megatron.checkpoint.folders import (
     TrainingState,
     describe_start,
     find_latest,
+    is_universal,
     step_of,
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
-from megatron.checkpoint.universal import UniversalParameters, find_universal
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, UniversalParameters, find_universal
 from megatron.config import Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
@@ -59,11 +60,20 @@ def find_checkpoint(
     if config.checkpoint.universal_checkpoint:
         checkpoint = find_universal(config.checkpoint.load)
     elif config.checkpoint.load:
-        checkpoint = find_latest(config.checkpoint.load, damaged)
+        checkpoint = _find_native(Path(config.checkpoint.load), damaged)
     if checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_data(checkpoint, config, fingerprint)
         check_schedule(checkpoint, config)
+    return checkpoint
+
+
+def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    checkpoint = None if is_universal(load) else find_latest(load, damaged)
+    if checkpoint is None and (is_universal(load) or (load / LATEST_UNIVERSAL_FILE).is_file()):
+        raise ConfigError(
+            f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
+        )
     return checkpoint
 
 
@@ -182,7 +192,8 @@ def _remove_old(folder: Path, newest: Path, keep_last: int | None) -> None:
         _remove(path)
     if keep_last is not None:
         complete = {path.parent for path in folder.glob(f"global_step*/{RUN_FILE}")} - {newest}
-        for path in sorted(complete, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
+        native = [path for path in complete if not is_universal(path)]
+        for path in sorted(native, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
             _remove(path)
 
 

@@ -7,7 +7,8 @@
     latest_universal                                                the name of the folder
 
 The vocabulary is stored without its padding. `--load` opens native checkpoints of any layout by itself: this
-format is for exchange with other programs of the family.
+format is for exchange with other programs of the family. Hugging Face's models become such checkpoints too,
+without moments (`huggingface_import`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folders import RUN_FILE, Checkpoint, open_checkpoint
+from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, Checkpoint, is_universal, open_checkpoint
 from megatron.checkpoint.manifest import write_atomically
 from megatron.checkpoint.reshape import ParameterState, SavedParameters, recut
 from megatron.config import ConfigError
@@ -35,7 +36,6 @@ from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec
 
 LATEST_UNIVERSAL_FILE = "latest_universal"
-PARAMETER_FOLDER = "zero"
 # In the folder of a parameter all of whose files are written, until the conversion is over.
 DONE_FILE = "done"
 # DeepSpeed's name of the file per name that the optimizer uses; the fp32 values are called the same.
@@ -72,6 +72,11 @@ class UniversalParameters:
             return whole.reshape(-1)
         saved = replace(spec, whole_shape=tuple(whole.shape))
         return recut(spec, tensor, saved, 1, lambda _rank: whole).reshape(-1)
+
+
+def read_values(folder: Path, name: str) -> Tensor:
+    """The whole fp32 values of a parameter in a universal checkpoint, mapped from its file."""
+    return _load(folder / PARAMETER_FOLDER / name / "fp32.pt")["param"]
 
 
 def _load(path: Path) -> Any:
@@ -113,7 +118,7 @@ def find_universal(folder: str | Path) -> Checkpoint:
     """The universal checkpoint that `latest_universal` of the folder names, or the folder itself if it is
     one; ConfigError where there is none."""
     folder = Path(folder)
-    if not (folder / PARAMETER_FOLDER).is_dir():
+    if not is_universal(folder):
         latest = folder / LATEST_UNIVERSAL_FILE
         if not latest.is_file():
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Whole weights out of a native checkpoint of any layout, for one process."""
+"""Whole weights out of a checkpoint, native of any layout or universal, for one process."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.folders import is_universal
+from megatron.checkpoint.universal import read_values
 from megatron.config import Config, ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.single_process import WholeGPT
@@ -15,9 +17,29 @@ from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
+def whole_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter in a checkpoint's `folder`: a native one's layer files, in
+    their type, or a universal one's values in fp32. Padding of the vocabulary is as it lies there.
+
+    Raises ConfigError for files that cannot be read, and naming what is missing or of another shape.
+    """
+    return _universal_wholes(folder, specs) if is_universal(folder) else LayerFiles(folder).all_wholes(specs)
+
+
+def _universal_wholes(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+    for name, spec in specs.items():
+        whole = read_values(folder, name)
+        if not _fits(tuple(whole.shape), spec):
+            raise ConfigError(
+                f"{folder}: {name} is a tensor of shape {tuple(whole.shape)}, expected {spec.whole_shape}: "
+                "it is of another model"
+            )
+        yield name, whole
+
+
 class LayerFiles:
-    """The weights in a checkpoint folder: DeepSpeed writes a file per layer and tensor rank. The layer's
-    number does not depend on the stages."""
+    """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and tensor rank. The
+    layer's number does not depend on the stages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,14 +114,14 @@ def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, P
 
 
 def load_whole_weights(module: nn.Module, folder: Path) -> None:
-    """Fills `module`, a single-process model, from the layer files of a checkpoint `folder`.
+    """Fills `module`, a single-process model, from the `folder` of a checkpoint.
 
-    Each parameter's spec says how its shards form the whole. The vocabulary's padding, which depends on the
+    The vocabulary's padding, which depends on the
     tensor-parallel size, is cut or filled with zeros. Raises ConfigError naming what is missing.
     """
     parameters = dict(module.named_parameters())
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
-    for name, whole in LayerFiles(folder).all_wholes(specs):
+    for name, whole in whole_weights(folder, specs):
         _copy_rows(parameters[name], whole)
 
 

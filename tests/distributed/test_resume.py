@@ -1,7 +1,7 @@
 """An interrupted run continues as if it had not been; what it cannot go on from is refused by name."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -235,6 +235,28 @@ def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+def start_anew(row, folder, trained_before):
+    config = config_of(row, checkpoint={"load": str(folder), "universal_checkpoint": True})
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    train(engine, trained_before)
+    load_checkpoint(engine, checkpoint)
+    return train(engine, range(3))
+
+
+@pytest.mark.parametrize("row", [Row(), Row(dp=2, zero=1, precision="bf16")])
+def test_without_moments_the_optimizer_begins_anew(row, tmp_path):
+    """Its step too: after training on something else, the losses are those of a new optimizer."""
+    run_world(1, save_midway, Row(), tmp_path / "native", {})
+    target = tmp_path / "global_step5_universal"
+    list(convert(tmp_path / "native" / "global_step5", target))
+    for pattern in ("exp_avg.pt", "exp_avg_sq.pt", "step.pt"):
+        for path in target.glob(f"zero/*/{pattern}"):
+            path.unlink()
+    histories = [run_world(row.world_size, start_anew, row, tmp_path, before)[0] for before in ([], [9, 8])]
+    assert histories[0] == histories[1]
+
+
 def test_a_folder_without_a_universal_checkpoint_is_refused(saved):
     with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
         find(saved, **{"checkpoint": {"universal_checkpoint": True, "load": str(saved)}})
@@ -312,7 +334,7 @@ def test_another_kind_of_optimizer_takes_the_weights_and_begins_anew(tmp_path):
 
 def save_untrained(row, folder):
     engine = build_engine(config_of(row))
-    save_checkpoint(engine, folder, TrainingState(), VOCAB, EOD, FINGERPRINT)
+    save_checkpoint(engine, folder, state_after(1), VOCAB, EOD, FINGERPRINT)
     return weights_of(engine)
 
 
@@ -330,7 +352,7 @@ def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
 
 def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
     checkpoint = find(saved)
-    assert checkpoint.folder == saved / "global_step0" and checkpoint.state == TrainingState()
+    assert checkpoint.folder == saved / "global_step1" and checkpoint.state == state_after(1)
     assert (checkpoint.vocab_size, checkpoint.eod) == (VOCAB, EOD)
     assert checkpoint.config == config_of(Row())
     assert find(tmp_path_factory.mktemp("empty")) is None
@@ -351,6 +373,16 @@ def test_another_model_is_refused_by_name(saved, change, named):
         find(saved, model=change)
 
 
+def test_padding_and_the_length_of_relative_positions_may_change(saved, tmp_path_factory):
+    assert find(saved, model={"make_vocab_size_divisible_by": 64, "pad_vocab_size_to": 192}) is not None
+    alibi = tmp_path_factory.mktemp("alibi")
+    run_world(1, save_untrained, Row(positions="alibi"), alibi)
+    shorter = {"seq_length": 16, "max_position_embeddings": 16}
+    assert find(alibi, Row(positions="alibi"), model=shorter) is not None
+    with pytest.raises(ConfigError, match="max_position_embeddings was 32, is 16"):
+        find(saved, model=shorter)
+
+
 def test_another_vocabulary_is_refused_by_name(saved):
     with pytest.raises(ConfigError, match="had 101 tokens, has 102"):
         find(saved, vocab=102)
@@ -362,10 +394,32 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
     assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
 
 
+def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
+    """Its weights came from elsewhere: how they are trained on is this run's own."""
+    path = saved / "global_step1" / "run.json"
+    run = json.loads(path.read_text())
+    del run["sha256"]
+    path.write_text(json.dumps(seal({**run, "state": asdict(TrainingState()), "data": {}})))
+    assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
+    with pytest.raises(ConfigError, match="num_layers was 4, is 3"):
+        find(saved, model={"num_layers": 3})
+
+
+def test_a_universal_checkpoint_is_not_taken_for_a_native_one(saved):
+    (saved / "global_step1").rename(saved / "global_step9_universal")
+    (saved / "global_step9_universal" / "zero").mkdir()
+    (saved / "latest").unlink()
+    assert find(saved) is None
+    (saved / "latest_universal").write_text("global_step9_universal")
+    for folder in (saved, saved / "global_step9_universal"):
+        with pytest.raises(ConfigError, match="holds a universal checkpoint .*: add --universal_checkpoint"):
+            find(folder)
+
+
 def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
     (saved / "latest").write_text("global_step7")
     checkpoint = find(saved)
-    assert checkpoint.folder == saved / "global_step0" and "global_step7" in checkpoint.passed_over
+    assert checkpoint.folder == saved / "global_step1" and "global_step7" in checkpoint.passed_over
 
 
 # --- complete or invisible ---
@@ -412,8 +466,11 @@ def test_a_flipped_byte_is_named_and_the_checkpoint_before_taken(pattern, tmp_pa
 @pytest.mark.parametrize("keep_last, kept", [(None, {"global_step1", "global_step2"}), (1, {"global_step2"})])
 def test_old_checkpoints_are_kept_as_asked(keep_last, kept, tmp_path):
     (tmp_path / "saving-global_step1").mkdir()
+    universal = tmp_path / "global_step0_universal"
+    (universal / "zero").mkdir(parents=True)
+    (universal / "run.json").touch()
     run_world(2, save_twice, Row(pp=2), tmp_path, keep_last)
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == kept
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {*kept, universal.name}
 
 
 def fail_to_save(row, folder, limit):
@@ -503,7 +560,7 @@ def load_into_another_model(folder, changes):
     ],
 )
 def test_weights_of_another_model_are_refused_by_name(saved, changes, named):
-    (message,) = run_world(1, load_into_another_model, saved / "global_step0", changes)
+    (message,) = run_world(1, load_into_another_model, saved / "global_step1", changes)
     assert named in message
 
 
