@@ -35,6 +35,8 @@ class StateDigests:
     """Digest in hex by kind ('fp32', 'exp_avg', ...) and parameter."""
     step: float | None
     """Updates that the optimizer has made, if it counts them."""
+    quantized: frozenset[str]
+    """The parameters whose moments have 8 bits."""
     unequal: tuple[str, ...]
     """Of what should be equal on several ranks, the '<kind> of <parameter>' that is not."""
 
@@ -44,14 +46,17 @@ def digest_state(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> 
     place = (layout.pipeline_stage, layout.data_rank if optimizer.partition_count == 1 else 0)
     own: dict[str, dict[str, int]] = {}
     sharded: set[str] = set()
+    quantized: set[str] = set()
     steps: set[float] = set()
-    for name, spec, start, values, step in optimizer.owned_state():
-        own[name] = fragment_digests(spec, optimizer.tensor, start, values)
-        if spec.shard_dim is not None:
-            sharded.add(name)
-        if step is not None:
-            steps.add(step)
-    record = (place, layout.tensor_rank, own, sharded, steps)
+    for part in optimizer.owned_state():
+        own[part.name] = fragment_digests(part.spec, optimizer.tensor, part.start, part.values)
+        if part.spec.shard_dim is not None:
+            sharded.add(part.name)
+        if part.quantized:
+            quantized.add(part.name)
+        if part.step is not None:
+            steps.add(part.step)
+    record = (place, layout.tensor_rank, own, sharded, quantized, steps)
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(record, records if dist.get_rank() == 0 else None)
     result = [_combined(records) if dist.get_rank() == 0 else None]
@@ -100,8 +105,10 @@ def _combined(records: list[Any]) -> StateDigests:
     replicated parameters on tensor ranks, and without ZeRO of everything on data-parallel ranks."""
     copies: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
-    for place, tensor_rank, own, sharded, rank_steps in records:
+    quantized: set[str] = set()
+    for place, tensor_rank, own, sharded, rank_quantized, rank_steps in records:
         steps |= rank_steps
+        quantized |= rank_quantized
         for name, digests in own.items():
             copy = place if name in sharded else (*place, tensor_rank)
             for kind, part in digests.items():
@@ -114,4 +121,4 @@ def _combined(records: list[Any]) -> StateDigests:
     unequal = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
     if len(steps) > 1:
         unequal.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
-    return StateDigests(tensors, min(steps, default=None), tuple(sorted(unequal)))
+    return StateDigests(tensors, min(steps, default=None), frozenset(quantized), tuple(sorted(unequal)))

@@ -42,6 +42,7 @@ from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, UniversalParame
 from megatron.config import Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
+from megatron.optimizer.eight_bit import rule_record
 
 
 class SaveError(OSError):
@@ -120,6 +121,11 @@ def layout_record(config: Config) -> dict[str, Any]:
     }
 
 
+def _optimizer_state_record(config: Config) -> dict[str, Any]:
+    """How the run kept the moments; in the files they are fp32 always."""
+    return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
+
+
 def save_checkpoint(
     engine: GPTEngine,
     folder: str | Path,
@@ -149,6 +155,7 @@ def save_checkpoint(
                 "state": asdict(state),
                 "config": engine.run_config.to_dict(),
                 "layout": layout_record(engine.run_config),
+                "optimizer_state": _optimizer_state_record(engine.run_config),
                 "stages": engine.module.stages_record(),
                 "versions": {name: version(name) for name in ("torch", "deepspeed")},
                 "vocab_size": vocab_size,
@@ -243,5 +250,5 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
 
 
 def _moments_of(config: Config) -> str:
-    """What an optimizer keeps: adam and adamw keep the same."""
+    """What an optimizer keeps: adam and adamw keep the same, and save it in fp32 if it has 8 bits."""
     return "sgd" if config.optimizer.optimizer == "sgd" else "adam"

@@ -29,6 +29,13 @@ class OptimizerConfig(Section):
     )
     clip_grad: float = flag(1.0, at_least=0, help="largest norm of the whole gradient; 0: no clipping")
     use_apex: bool = flag(False, group="training", help="use NVIDIA apex's fused layer norm and Adam")
+    use_bnb_optimizer: bool = flag(
+        False,
+        aliases=("--use_bnb_optimizer",),
+        group="training",
+        help="keep Adam's moments in 8 bits, with bitsandbytes (pip install bitsandbytes); those of the word "
+        "embedding, norms, biases and parameters of fewer than 4096 elements stay in 32",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

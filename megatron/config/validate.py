@@ -12,6 +12,7 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.split import parse_split
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
@@ -26,12 +27,15 @@ def validate(config: Config) -> None:
     _check_length(config)
     _check_schedule(config)
     _check_precision(config)
+    _check_optimizer(config.optimizer)
     _check_output(config)
     _check_data(config)
     if not config.training.dry_run:
         _check_files(config.data)
         if config.optimizer.use_apex:
             _check_apex()
+        if config.optimizer.use_bnb_optimizer:
+            _check_bitsandbytes()
 
 
 def remarks(config: Config) -> tuple[str, ...]:
@@ -293,6 +297,20 @@ def _check_precision(config: Config) -> None:
         )
 
 
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if not optimizer.use_bnb_optimizer:
+        return
+    if optimizer.optimizer == "sgd":
+        raise ConfigError(
+            "--use-bnb-optimizer with --optimizer sgd: only Adam's moments are kept in 8 bits, use adam or "
+            "adamw, or drop the flag"
+        )
+    if optimizer.use_apex:
+        raise ConfigError(
+            "--use-bnb-optimizer with --use-apex: both bring an Adam of their own, drop one of the two"
+        )
+
+
 def _check_output(config: Config) -> None:
     if config.checkpoint.universal_checkpoint and config.checkpoint.load is None:
         raise ConfigError("--universal_checkpoint without --load: give the folder that holds the checkpoint")
@@ -367,4 +385,13 @@ def _check_apex() -> None:
         found = "another package of that name is" if spec else "it is not"
         raise ConfigError(
             f"--use-apex needs NVIDIA's apex, and {found} installed: install NVIDIA's, or drop the flag"
+        )
+
+
+def _check_bitsandbytes() -> None:
+    # Looked for only: importing it takes seconds.
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
+            "drop the flag"
         )

@@ -32,7 +32,9 @@ class GPTEngine(SameNumbersPipelineEngine):
         self.tensor_group = tensor
         # For each of the stages of this rank, of which only dualpipev has a second.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
-        groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
+        groups = parameter_groups(
+            model.named_parameters(), config.optimizer.weight_decay, config.optimizer.use_bnb_optimizer
+        )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
             args=None,

@@ -9,7 +9,8 @@ numbers would depend on its layout. Here is one path for all:
 - the norm counts each parameter of the model once;
 - fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all.
 
-The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them.
+The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them. Moments of 8 bits are
+saved in fp32: any optimizer of the Adam family opens them, on any layout.
 """
 
 import math
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, is_counted_here, spec_of
+from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.loss_scale import LossScaler
+from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 
 # DeepSpeed aligns the flat buffer of a group to this many elements per partition.
 ALIGNMENT = 2
@@ -57,28 +60,53 @@ class Groups:
     """This rank in words, for error messages: rank, stage, tensor and data coordinates."""
 
 
-class _FlatGroup:
-    """The parameters of one optimizer group as views of flat buffers, cut into equal partitions."""
+@dataclass(frozen=True)
+class OwnedState:
+    """The elements of one parameter that a rank owns."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], partitions: int, partition: int) -> None:
-        self.parameters = list(parameters)
-        unit = ALIGNMENT * partitions
-        used = sum(p.numel() for p in self.parameters)
-        length = math.ceil(used / unit) * unit
+    name: str
+    spec: ParameterSpec
+    start: int
+    """Place of the first of them in the rank's flat shard."""
+    values: dict[str, Tensor]
+    """'fp32': the values themselves; by the optimizer's names, the moments. Flat, of one length, fp32."""
+    step: float | None
+    """Updates that the optimizer has counted, if it does."""
+    quantized: bool
+    """Whether the moments have 8 bits."""
+
+
+class FlatGroup:
+    """The parameters of one optimizer group as views of flat buffers, cut into equal partitions.
+
+    With moments of 8 bits (`quantized`), parameters and partitions begin at multiples of the quantisation
+    block, so no block holds elements of two parameters or of two ranks. Where a parameter is cut into blocks
+    then depends on its tensor shard alone: stages, replicas and ZeRO do not change a code. The gaps have no
+    gradient and are not saved.
+    """
+
+    def __init__(self, group: dict[str, Any], partitions: int, partition: int) -> None:
+        self.parameters: list[nn.Parameter] = list(group["params"])
+        self.moment_bits: int = group.get("moment_bits", 32)
+        alignment = BLOCK_SIZE if self.quantized else 1
+        unit = max(alignment, ALIGNMENT) * partitions
+        offset = 0
+        for parameter in self.parameters:
+            parameter.flat_offset = math.ceil(offset / alignment) * alignment
+            offset = parameter.flat_offset + parameter.numel()
+        length = math.ceil(offset / unit) * unit
         first = self.parameters[0]
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
         self.size = length // partitions
         self.start = partition * self.size
-        self.padding = length - used if partition == partitions - 1 else 0
-        offset = 0
+        self.padding = length - offset if partition == partitions - 1 else 0
         for parameter in self.parameters:
-            view = self.weights[offset : offset + parameter.numel()].view_as(parameter)
+            place = slice(parameter.flat_offset, parameter.flat_offset + parameter.numel())
+            view = self.weights[place].view_as(parameter)
             view.copy_(parameter.data)
             parameter.data = view
-            parameter.main_grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
-            parameter.flat_offset = offset
-            offset += parameter.numel()
+            parameter.main_grad = self.gradients[place].view_as(parameter)
         self.local_weights = self.weights[self.start : self.start + self.size]
         self.local_gradients = self.gradients[self.start : self.start + self.size]
         self.partitions = list(self.weights.split(self.size)) if self.size else []
@@ -87,11 +115,21 @@ class _FlatGroup:
         master = self.local_weights if self.shares_master else self.local_weights.float()
         self.master = nn.Parameter(master.detach())
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the moments of these parameters have 8 bits."""
+        return self.moment_bits == 8
+
     def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """(start, length) within the local partition of what this rank owns of the parameter, if anything."""
         begin = max(parameter.flat_offset, self.start)
         end = min(parameter.flat_offset + parameter.numel(), self.start + self.size)
         return (begin - self.start, end - begin) if begin < end else None
+
+    def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
+        """(parameter, start, length) of what this rank owns, in the order of the partition."""
+        owned = [(parameter, self.fragment(parameter)) for parameter in self.parameters]
+        return [(parameter, *fragment) for parameter, fragment in owned if fragment is not None]
 
 
 class MixedPrecisionOptimizer:
@@ -128,7 +166,7 @@ class MixedPrecisionOptimizer:
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        self.flat = [_FlatGroup(g["params"], self.partition_count, partition) for g in optimizer.param_groups]
+        self.flat = [FlatGroup(group, self.partition_count, partition) for group in optimizer.param_groups]
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
@@ -256,41 +294,72 @@ class MixedPrecisionOptimizer:
         more = f"; and on {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
         return f"the gradient is not finite, the step was not taken. First bad parameter: {where}{more}"
 
+    # --- moments ---
+
+    def moments_of(self, flat: FlatGroup) -> dict[str, Tensor | QuantizedMoment]:
+        """What is kept per element of the group's partition, by the optimizer's names; {} before a step."""
+        return {
+            key: value
+            for key, value in self.optimizer.state.get(flat.master, {}).items()
+            if isinstance(value, QuantizedMoment) or (isinstance(value, Tensor) and value.dim() == 1)
+        }
+
+    def moment_fragments(self, flat: FlatGroup, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """fp32 moments, by the optimizer's names, of what this rank owns of a parameter of the group: flat,
+        as long as `flat.fragment(parameter)`. {} where it owns nothing and before the first step.
+
+        Views of the state, or if `flat.quantized` copies, dequantised.
+        """
+        fragment = flat.fragment(parameter)
+        if fragment is None:
+            return {}
+        return {key: _read(moment, *fragment) for key, moment in self.moments_of(flat).items()}
+
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
-    def owned_state(self) -> Iterator[tuple[str, ParameterSpec, int, dict[str, Tensor], float | None]]:
-        """Per parameter of which this rank's partitions hold elements: global name, spec, the place of the
-        first of them in the rank's shard, the elements of the fp32 values ('fp32') and of each moment, and
-        the number of updates if the optimizer counts them."""
+    def owned_state(self) -> Iterator[OwnedState]:
+        """What this rank's partitions hold, a parameter at a time."""
         for flat in self.flat:
-            state = self.optimizer.state.get(flat.master, {})
-            step = state.get("step")
-            for parameter in flat.parameters:
-                fragment = flat.fragment(parameter)
-                if fragment is None:
-                    continue
-                owned = slice(fragment[0], sum(fragment))
-                values = {"fp32": flat.master.detach()[owned]}
-                values |= {key: value[owned] for key, value in moments_in(state, flat.master).items()}
-                first = max(flat.start - parameter.flat_offset, 0)
-                name, spec = self.names[parameter], spec_of(parameter)
-                yield name, spec, first, values, None if step is None else float(step)
+            step = self.optimizer.state.get(flat.master, {}).get("step")
+            for parameter, start, length in flat.fragments():
+                values = {"fp32": flat.master.detach()[start : start + length]}
+                yield OwnedState(
+                    name=self.names[parameter],
+                    spec=spec_of(parameter),
+                    start=max(flat.start - parameter.flat_offset, 0),
+                    values=values | self.moment_fragments(flat, parameter),
+                    step=None if step is None else float(step),
+                    quantized=flat.quantized,
+                )
 
     def state_dict(self) -> dict:
         """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
-        mappings = []
-        for flat in self.flat:
+        base = self.optimizer.state_dict()
+        mappings, masters, paddings = [], [], []
+        for index, flat in enumerate(self.flat):
+            master, padding = flat.master.detach(), flat.padding
             addresses = OrderedDict()
-            for parameter in flat.parameters:
-                fragment = flat.fragment(parameter)
-                if fragment is not None:
-                    addresses[self.names[parameter]] = fragment_address(start=fragment[0], numel=fragment[1])
+            packed = 0
+            for parameter, start, length in flat.fragments():
+                # Without the gaps between quantised parameters, which DeepSpeed's tools know nothing of.
+                start = packed if flat.quantized else start
+                addresses[self.names[parameter]] = fragment_address(start=start, numel=length)
+                packed += length
+            if flat.quantized:
+                padding = 0
+                moments = self.moments_of(flat)
+                if moments:
+                    packed_moments = {key: _packed(flat, moment) for key, moment in moments.items()}
+                    base["state"][index] = {**base["state"][index], **packed_moments}
+                master = _packed(flat, master)
             mappings.append(addresses)
+            masters.append(master)
+            paddings.append(padding)
         return {
             "clip_grad": self.clip_grad,
-            "base_optimizer_state": self.optimizer.state_dict(),
-            "single_partition_of_fp32_groups": [flat.master.detach() for flat in self.flat],
-            "group_paddings": [flat.padding for flat in self.flat],
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": masters,
+            "group_paddings": paddings,
             "partition_count": [self.partition_count] * len(self.flat),
             "ds_version": deepspeed_version,
             "param_slice_mappings": mappings,
@@ -305,11 +374,7 @@ class MixedPrecisionOptimizer:
         """
         self.optimizer.state.clear()
         for flat in self.flat:
-            for parameter in flat.parameters:
-                fragment = flat.fragment(parameter)
-                if fragment is None:
-                    continue
-                start, length = fragment
+            for parameter, start, length in flat.fragments():
                 offset = max(flat.start - parameter.flat_offset, 0)
                 master, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
                 flat.master.data[start : start + length].copy_(master[offset : offset + length])
@@ -318,8 +383,10 @@ class MixedPrecisionOptimizer:
                 state = self.optimizer.state[flat.master]
                 for key, values in moments.items():
                     if key not in state:
-                        state[key] = torch.zeros_like(flat.master)
-                    state[key][start : start + length].copy_(values[offset : offset + length])
+                        state[key] = new_moment(key, flat.master, flat.moment_bits)
+                    if not _write(state[key], start, values[offset : offset + length]):
+                        name = self.names[parameter]
+                        raise RuntimeError(f"{key} of {name} was not quantised to within one step")
                 for key, value in others.items():
                     state[key] = value.clone() if isinstance(value, Tensor) else value
         if loss_scaler is not None:
@@ -327,13 +394,32 @@ class MixedPrecisionOptimizer:
         self._spread_weights()
 
 
-def moments_in(state: dict[str, Any], master: Tensor) -> dict[str, Tensor]:
-    """What of an optimizer's state of a flat tensor is kept per element."""
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == master.numel()
-    }
+def _read(moment: Tensor | QuantizedMoment, start: int, length: int) -> Tensor:
+    if isinstance(moment, QuantizedMoment):
+        return moment.read(start, length)
+    return moment[start : start + length]
+
+
+def _write(moment: Tensor | QuantizedMoment, start: int, elements: Tensor) -> bool:
+    """Whether the elements are there now, as exactly as the moment is kept."""
+    if isinstance(moment, QuantizedMoment):
+        moment.write(start, elements)
+        return moment.is_within_one_step(start, elements)
+    moment[start : start + elements.numel()].copy_(elements)
+    return True
+
+
+def _packed(flat: FlatGroup, values: Tensor | QuantizedMoment) -> Tensor:
+    """The parameters' elements of a partition one after the other, in fp32; a view where they are already so.
+    Copies are on the CPU: the device need not hold more than one parameter's at a time."""
+    fragments = flat.fragments()
+    lengths = [length for _, _, length in fragments]
+    if isinstance(values, Tensor) and fragments[-1:] and sum(fragments[-1][1:]) == sum(lengths):
+        return values[: sum(lengths)]
+    result = torch.empty(sum(lengths), dtype=torch.float32)
+    for (_, start, length), part in zip(fragments, result.split(lengths), strict=True):
+        part.copy_(_read(values, start, length))
+    return result
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:

@@ -20,12 +20,16 @@ from __future__ import annotations
 from megatron.config import Config
 
 _FP32 = 4
+# Of a moment with --use-bnb-optimizer: a byte, and an fp32 scale per 256 of them.
+EIGHT_BIT = 1 + _FP32 / 256
 
 
-def state_bytes_per_parameter(config: Config) -> float:
-    """Weight, gradient (fp32 always), fp32 master copy and moments; ZeRO-1 shares the last two."""
+def state_bytes_per_parameter(config: Config, moment_bytes: float = _FP32) -> float:
+    """Weight, gradient (fp32 always), fp32 master copy and moments; ZeRO-1 shares the last two.
+
+    moment_bytes: of each moment, per element."""
     parameter = _parameter_bytes(config)
-    moments = {"sgd": 1}.get(config.optimizer.optimizer, 2) * _FP32
+    moments = {"sgd": 1}.get(config.optimizer.optimizer, 2) * moment_bytes
     master = 0 if parameter == _FP32 else _FP32
     shared_by = config.parallel.data_parallel_size if config.parallel.zero_stage >= 1 else 1
     return parameter + _FP32 + (master + moments) / shared_by

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from megatron.training.data import RunData, RunLength
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
+from megatron.training.moments import describe_moments
 from megatron.training.signals import ExitConditions
 
 
@@ -43,6 +44,11 @@ class Trainer:
     exits: ExitConditions
     save: Callable[[TrainingState], Path]
     """Writes a checkpoint of the given state; returns its folder."""
+    describes_moments: bool = field(init=False)
+    """Whether the next step shows how the moments are kept: the first one does, with 8-bit Adam."""
+
+    def __post_init__(self) -> None:
+        self.describes_moments = self.config.optimizer.use_bnb_optimizer
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
@@ -96,6 +102,9 @@ class Trainer:
                 seconds=time.perf_counter() - started,
             )
         )
+        if self.describes_moments and not optimizer.overflow:
+            self.metrics.print(describe_moments(optimizer))
+            self.describes_moments = False
         return TrainingState(
             progress.iteration,
             progress.consumed_samples,

@@ -302,6 +302,36 @@ class TestApex:
         assert parse_args(words, {}).optimizer.use_apex
 
 
+class TestEightBitAdam:
+    @pytest.fixture
+    def words(self, tmp_path: Path) -> list[str]:
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"text{ending}").touch()
+        run = [word for word in SMALL if word != "--dry-run"]
+        return [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), "--use-bnb-optimizer"]
+
+    def test_absent(self, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", [])
+        monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+        assert "not installed: pip install bitsandbytes" in sentence_of(words)
+
+    def test_installed(self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "bitsandbytes").mkdir()
+        (tmp_path / "bitsandbytes" / "__init__.py").touch()
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+        assert parse_args(words, {}).optimizer.use_bnb_optimizer
+        *others, _ = words
+        assert parse_args([*others, "--use_bnb_optimizer"], {}).optimizer.use_bnb_optimizer
+
+    @pytest.mark.parametrize(
+        "others, named", [("--optimizer sgd", "--optimizer sgd"), ("--use-apex", "--use-apex")]
+    )
+    def test_what_brings_another_optimizer_is_refused(self, others: str, named: str) -> None:
+        sentence = sentence_of([*SMALL, "--use-bnb-optimizer", *others.split()])
+        assert sentence.startswith(f"--use-bnb-optimizer with {named}")
+
+
 def model(**sizes: int) -> ModelConfig:
     return ModelConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, max_position_embeddings=8, **sizes

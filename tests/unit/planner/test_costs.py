@@ -12,6 +12,7 @@ from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream
 from megatron.planner.flops import head_flops, transformer_layer_flops
 from megatron.planner.memory import transformer_layer_activation_bytes
+from megatron.planner.stages import layer_table
 
 SEQ, BATCH, HIDDEN = 128, 2, 64
 FLAGS = (
@@ -33,6 +34,18 @@ def make_layer(config):
         for parameter in layer.parameters():
             parameter.normal_(std=0.02)
     return layer.to(PARAMETER_DTYPES[config.precision.name])
+
+
+@pytest.mark.parametrize("zero, replicas", [(0, 1), (1, 4)])
+def test_8_bit_moments_of_layers_are_planned_as_such_and_those_of_the_embedding_are_not(zero, replicas):
+    layout = f"--bf16 --zero-stage {zero} --world-size {replicas}"
+    names, parameters = ["EmbeddingPipe", "ParallelTransformerLayerPipe", "EmbeddingPipe"], [1000, 1000, 1000]
+    plain, quantized = (
+        layer_table(config_of(f"{layout} {flag}"), 512, names, parameters, None).state_bytes
+        for flag in ("", "--use-bnb-optimizer")
+    )
+    assert plain == [1000 * (2 + 4 + 12 / replicas)] * 2 + [0]
+    assert quantized == [plain[0], 1000 * (2 + 4 + (4 + 2 * (1 + 4 / 256)) / replicas), 0]
 
 
 def run(config):
