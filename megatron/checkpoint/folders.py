@@ -14,6 +14,8 @@ RUN_FILE = "run.json"
 LATEST_FILE = "latest"
 # A checkpoint that is being written is called this and its name.
 SAVING = "saving-"
+# In a universal checkpoint: a folder per parameter.
+PARAMETER_FOLDER = "zero"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,13 @@ class Checkpoint:
     run: dict[str, Any]
     passed_over: str = ""
     """Why a newer one was not taken, if so."""
+    remark: str = ""
+    """What it does not say, so that nothing could be compared with it."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it: it tells `state` and what it kept of its arguments, no config."""
+        return "config" not in self.run
 
     @property
     def config(self) -> Config:
@@ -67,7 +76,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         return open_checkpoint(folder)
     latest = folder / LATEST_FILE
     named = latest.read_text().strip() if latest.is_file() else None
-    others = {path.name for path in folder.glob("global_step*") if path.is_dir()} - {named}
+    native = (path for path in folder.glob("global_step*") if path.is_dir() and not is_universal(path))
+    others = {path.name for path in native} - {named}
     newest_first = sorted(others, key=step_of, reverse=True)
     passed_over = []
     for name in [named, *newest_first] if named else newest_first:
@@ -87,6 +97,11 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     return None
 
 
+def is_universal(folder: Path) -> bool:
+    """Whether a checkpoint's folder, finished or not, is of the universal format."""
+    return (folder / PARAMETER_FOLDER).is_dir()
+
+
 def step_of(name: str) -> int:
     """The step that a checkpoint's folder name tells, -1 if none."""
     match = re.search(r"global_step(\d+)", name)
@@ -98,7 +113,8 @@ def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
     if checkpoint is None:
         return "starting from new weights" + (f" (--load {load} holds no checkpoint)" if load else "")
     why = f" ({checkpoint.passed_over})" if checkpoint.passed_over else ""
-    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}"
+    remark = f". {checkpoint.remark}" if checkpoint.remark else ""
+    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{remark}"
 
 
 def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:

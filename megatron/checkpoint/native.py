@@ -28,7 +28,8 @@ from megatron.checkpoint.folders import (
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
-from megatron.checkpoint.universal import UniversalParameters, find_universal
+from megatron.checkpoint.rules import INFO_KEY, client_state, derive_info
+from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign, find_universal
 from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.engine.pipeline_engine import GPTEngine
@@ -51,7 +52,9 @@ def find_checkpoint(
         checkpoint = find_universal(config.checkpoint.load)
     elif config.checkpoint.load:
         checkpoint = find_latest(config.checkpoint.load, damaged)
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint.is_foreign:
+        check_foreign(checkpoint, config, vocab_size)
+    elif checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_data(checkpoint, fingerprint)
     return checkpoint
@@ -155,11 +158,14 @@ def save_checkpoint(
     if engine.global_rank == 0:
         shutil.rmtree(saving, ignore_errors=True)
     dist.barrier()
+    parameters = _parameter_records(engine)
+    info = derive_info(parameters, vocab_size)
     try:
         # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
-        engine.save_checkpoint(str(folder), tag=saving.name, save_latest=False)
+        extra = client_state(info, engine.run_config, asdict(state))
+        engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
         dist.barrier()
-        files, parameters = describe_files(saving), _parameter_records(engine)
+        files = describe_files(saving)
         if engine.global_rank == 0:
             run = {
                 "state": asdict(state),
@@ -171,6 +177,7 @@ def save_checkpoint(
                 "eod": eod,
                 "data": fingerprint,
                 "parameters": parameters,
+                INFO_KEY: info,
                 "files": files,
             }
             write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
@@ -220,16 +227,17 @@ def _remove(folder: Path) -> None:
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
     """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
     saved them. Another kind of optimizer starts with fresh moments."""
-    saved, now = checkpoint.config, engine.run_config
+    now = engine.run_config
     parameters: SavedParameters | UniversalParameters
     if now.checkpoint.universal_checkpoint:
-        parameters = UniversalParameters(checkpoint.folder)
+        parameters = UniversalParameters(checkpoint)
     else:
         parameters = SavedParameters(checkpoint)
+    same_precision = not checkpoint.is_foreign and checkpoint.config.precision.name == now.precision.name
     engine.optimizer.load_by_name(
         parameters.read,
-        parameters.loss_scaler if saved.precision.name == now.precision.name else None,
-        with_moments=_moments_of(saved) == _moments_of(now),
+        parameters.loss_scaler if same_precision else None,
+        with_moments=parameters.kept_by == _moments_of(now),
     )
     return checkpoint.state
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.torch_files import load_file
 from megatron.config import Config, ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.single_process import WholeGPT
@@ -39,7 +40,7 @@ class LayerFiles:
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
         """By parameter name in the whole model, the shards of all tensor ranks in order; read when used."""
         paths = self._paths[layer]
-        states = [_read(path) for path in paths]
+        states = [load_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
             if state.keys() != states[0].keys():
                 raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
@@ -101,16 +102,6 @@ def load_whole_weights(module: nn.Module, folder: Path) -> None:
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
     for name, whole in LayerFiles(folder).all_wholes(specs):
         _copy_rows(parameters[name], whole)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere inside torch
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"checkpoint file {path} cannot be read ({reason}): take an older checkpoint"
-        ) from error
 
 
 def _fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
