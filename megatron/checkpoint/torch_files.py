@@ -133,8 +133,8 @@ def read_file(path: Path) -> Any:
             return _Unpickler(path, file, archive, pickled.removesuffix("data.pkl")).load()
     except _Refused as error:
         raise ConfigError(
-            f"checkpoint file {path} names {error}, which a checkpoint has no use for: it was not read any "
-            "further and nothing of it was run. Take the file from whom you trust"
+            f"checkpoint file {path} cannot be read: it names {error}, for which a checkpoint has no use. "
+            "Nothing of it was run; it may be meant to do harm: ask where it comes from"
         ) from None
     except Exception as error:  # a damaged file can fail anywhere
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

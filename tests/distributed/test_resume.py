@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.native import (
     SaveError,
     TrainingState,
@@ -16,7 +15,6 @@ from megatron.checkpoint.native import (
     save_checkpoint,
     settle_on_checkpoint,
 )
-from megatron.checkpoint.universal import convert
 from megatron.config import ConfigError
 from tests.distributed.layouts import (
     EOD,
@@ -156,154 +154,6 @@ def test_the_checkpoint_tells_its_stages(tmp_path):
         "pipeline_schedule": "1f1b",
         "bounds": [0, 2, 8],
     }
-
-
-# --- other layouts ---
-
-STEPS_BEFORE, STEPS_AFTER = 5, 5
-# (TP, PP, DP), ZeRO stage, micro-batch: each saves, and each opens what every other one saved.
-SHAPES = {
-    "1 process": Row(micro_batch=2),
-    "tp2 pp2": Row(tp=2, pp=2, zero=1),
-    "pp4 dp2": Row(pp=4, dp=2, zero=1),
-    "tp4 dp2": Row(tp=4, dp=2, zero=1, micro_batch=2),
-    "tp2 pp2 dp2": Row(tp=2, pp=2, dp=2, micro_batch=2),
-}
-
-
-def save_midway(row, folder, changes):
-    engine = build_engine(config_of(row, **changes))
-    train(engine, range(STEPS_BEFORE))
-    save_checkpoint(engine, folder, state_after(STEPS_BEFORE), VOCAB, EOD, FINGERPRINT)
-
-
-def resume_midway(row, folder, changes):
-    options = {"load": str(folder), **changes.get("checkpoint", {})}
-    config = config_of(row, **{**changes, "checkpoint": options})
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
-    engine = build_engine(config)
-    train(engine, [9])  # other weights and moments: all must be replaced
-    state = load_checkpoint(engine, checkpoint)
-    return state, train(engine, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
-
-
-def uninterrupted(changes):
-    row = Row(micro_batch=2)
-    return run_world(1, train_with_changes, row, STEPS_BEFORE + STEPS_AFTER, changes)[0][STEPS_BEFORE:]
-
-
-def train_with_changes(row, steps, changes):
-    return train(build_engine(config_of(row, **changes)), range(steps))
-
-
-@pytest.mark.parametrize("saver", SHAPES)
-def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
-    """The vocabulary of 101 is padded to 104, 112 and 128 rows on 1, 2 and 4 tensor ranks."""
-    changes = {
-        "model": {"hidden_dropout": 0.1, "glu_activation": "swiglu", "make_vocab_size_divisible_by": 8}
-    }
-    expected = uninterrupted(changes)
-    run_world(SHAPES[saver].world_size, save_midway, SHAPES[saver], tmp_path, changes)
-    for row in SHAPES.values():
-        for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
-            assert state == state_after(STEPS_BEFORE)
-            loss_error, norm_error = relative_errors(history, expected)
-            assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
-    changes = {"model": {"glu_activation": "swiglu"}, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
-    expected = uninterrupted(changes)
-    saver = SHAPES["tp2 pp2 dp2"]
-    run_world(saver.world_size, save_midway, saver, tmp_path / "native", changes)
-    source, target = tmp_path / "native" / "global_step5", tmp_path / "global_step5_universal"
-    names = list(convert(source, target, workers=2))
-    assert sorted(names) == sorted(path.name for path in (target / "zero").iterdir())
-    assert (tmp_path / "latest_universal").read_text() == target.name
-    word_embedding = torch.load(target / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt")
-    assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
-    with pytest.raises(ConfigError, match="exists"):
-        next(convert(source, target))
-    changes["checkpoint"] = {"universal_checkpoint": True}
-    for shape in ("1 process", "pp4 dp2", "tp4 dp2"):
-        row = SHAPES[shape]
-        for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
-            assert state == state_after(STEPS_BEFORE)
-            loss_error, norm_error = relative_errors(history, expected)
-            assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
-
-
-def test_a_folder_without_a_universal_checkpoint_is_refused(saved):
-    with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
-        find(saved, **{"checkpoint": {"universal_checkpoint": True, "load": str(saved)}})
-
-
-def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
-    run_world(2, save_midway, Row(tp=2), tmp_path, {})
-    source, target = tmp_path / "global_step5", tmp_path / "universal"
-    conversion = convert(source, target)
-    first = next(conversion)
-    conversion.close()
-    assert not target.exists()
-    written = target.with_name("universal.partial") / "zero" / first / "fp32.pt"
-    before = written.stat().st_mtime_ns
-    rest = list(convert(source, target))
-    assert first not in rest and rest
-    assert (target / "zero" / first / "fp32.pt").stat().st_mtime_ns == before
-    assert not list(target.rglob("done"))
-
-
-def change_a_copy(folder):
-    """Makes tensor rank 1's copy of the final norm's weight differ, and the manifest agree with it."""
-    path = folder / "mp_rank_01_model_states.pt"
-    state = torch.load(path, weights_only=False)
-    (group, address) = next(
-        (group, mapping["8.weight"])
-        for group, mapping in enumerate(state["optimizer"]["param_slice_mappings"])
-        if "8.weight" in mapping
-    )
-    state["optimizer"]["single_partition_of_fp32_groups"][group][address.start] += 0.5
-    torch.save(state, path)
-    run = json.loads((folder / "run.json").read_text())
-    run["files"][path.name]["bytes"] = path.stat().st_size
-    del run["sha256"]
-    (folder / "run.json").write_text(json.dumps(seal(run)))
-
-
-def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path):
-    run_world(2, save_midway, Row(tp=2), tmp_path, {})
-    source, target = tmp_path / "global_step5", tmp_path / "universal"
-    change_a_copy(source)
-    with pytest.raises(ConfigError, match=r"copies of 8\.weight .* 5\.00e-01.*--allow-drift"):
-        list(convert(source, target))
-    list(convert(source, target, allow_drift=True))
-    mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
-    assert mean.item() == pytest.approx(1.25, abs=0.05)
-
-
-@pytest.mark.parametrize("pipeline", [1, 2, 4])
-def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(pipeline, tmp_path):
-    """BigScience saw 1.9439 on 12 stages and 2.0429 on 72, for one checkpoint."""
-    run_world(2, save_midway, Row(tp=2), tmp_path, {})
-    row = Row(pp=pipeline)
-    ((_, history), *_) = run_world(row.world_size, resume_midway, row, tmp_path, {})
-    assert history[0][0] == pytest.approx(uninterrupted({})[0][0], rel=1e-6)
-
-
-@pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")])
-def test_a_resume_may_change_the_precision(before, after, tmp_path):
-    save_row, row = Row(tp=2, zero=1, precision=before), Row(pp=2, precision=after)
-    run_world(2, save_midway, save_row, tmp_path, {})
-    ((_, history), *_) = run_world(2, resume_midway, row, tmp_path, {})
-    assert relative_errors(history, uninterrupted({}))[0] <= 2e-3
-
-
-def test_another_kind_of_optimizer_takes_the_weights_and_begins_anew(tmp_path):
-    run_world(1, save_midway, Row(), tmp_path, {})
-    sgd = {"optimizer": {"optimizer": "sgd", "clip_grad": 1.0}}
-    ((_, history),) = run_world(1, resume_midway, Row(), tmp_path, sgd)
-    assert history[0] == pytest.approx(uninterrupted({})[0], rel=FP32_BOUND)
 
 
 # --- what is refused ---
