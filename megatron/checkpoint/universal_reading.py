@@ -93,6 +93,8 @@ def _open_foreign(folder: Path) -> Checkpoint:
     content = read_file(paths[0])
     args = vars(content["args"]) if isinstance(content.get("args"), Inert) else {}
     args = {key: _plain(value) for key, value in args.items()}
+    position = args.get("position_embedding_type")
+    args["position_embedding_type"] = _POSITIONS.get(position, position)
     iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
     batch = _first_int(args.get("global_batch_size"))
     samples = _first_int(args.get("consumed_train_samples"), content.get("global_samples"), iteration * batch)
@@ -117,7 +119,8 @@ def check_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int) -> No
     differences = [
         f"{name} was {checkpoint.run['args'][name]}, is {getattr(config.model, name)}"
         for name in _MODEL_ARGS
-        if _differs(checkpoint.run["args"].get(name), getattr(config.model, name))
+        # An argument that the other program does not know contradicts nothing.
+        if checkpoint.run["args"].get(name) not in (None, getattr(config.model, name))
     ]
     held = {path.name for path in (checkpoint.folder / PARAMETER_FOLDER).iterdir() if path.is_dir()}
     wanted = model_specs(config, vocab_size, None).keys()
@@ -212,12 +215,3 @@ def _first_int(*values: Any) -> int:
         value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0
     )
     return next(numbers, -1)
-
-
-def _differs(theirs: Any, ours: Any) -> bool:
-    """Whether an argument contradicts a setting. Programs that know no such argument do not."""
-    if theirs is None:
-        return False
-    if isinstance(ours, str):
-        theirs = _POSITIONS.get(theirs, theirs)
-    return theirs != ours

@@ -1,4 +1,4 @@
-"""Files of torch.save are read as torch reads them, except that nothing is run, and written for torch to read."""
+"""Files of torch.save are read as torch reads them, but nothing is run, and written for torch to read."""
 
 import argparse
 import enum
