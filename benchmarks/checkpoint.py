@@ -9,8 +9,8 @@ world of two processes: L layers, hidden 1024, vocabulary 50,257 (padded to 50,4
 trained, and the moments are filled with numbers. Then deepspeed/checkpoint/ds_to_universal.py and
 tools/ds_to_universal.py convert it, each as a user starts it, with as many workers, taking turns.
 
-Every figure is of whole commands, imports included. Memory is the largest sum, over a command's processes, of
-resident memory (Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every
+Every figure is of whole commands, imports included. Processor seconds, of all processes of a command, depend
+less on what else the machine does. Memory is the largest sum, over a command's processes, of resident memory (Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every
 20 ms. The files that both make are compared before they are deleted.
 """
 
@@ -36,14 +36,11 @@ FOLDER = "BENCHMARK_FOLDER"
 
 @dataclass
 class Measured:
-    """Seconds and peak bytes of the runs of one converter."""
+    """Seconds, processor seconds and peak bytes of the runs of one converter."""
 
     seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
 
 
 def main() -> None:
@@ -67,21 +64,21 @@ def main() -> None:
 def conversion(sizes: list[int], rounds: int, workers: int) -> None:
     """Prints the table of conversions, and what follows for a checkpoint of BLOOM's size."""
     print(f"\nconversion to universal, {workers} workers each, median of {rounds}")
-    print(
-        f"{'layers':>6} {'GB':>5} {'theirs':>8} {'ours':>8} {'ratio':>6} {'their peak':>11} {'our peak':>9}"
-    )
+    print(f"{'':12}  {'seconds':23}  {'processor seconds':23}  peak MB")
+    columns = f"{'theirs':>7} {'ours':>7} {'ratio':>7}"
+    print(f"{'layers':>6} {'GB':>5}  {columns}  {columns}  {'theirs':>6} {'ours':>6}")
     rates = []
     for layers in sizes:
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
             source = make_checkpoint(Path(folder), layers)
             theirs, ours, size_bytes = convert_in_turns(source, Path(folder), rounds, workers)
-        rates.append((size_bytes, ours.median_s))
-        print(
-            f"{layers:6} {size_bytes / 1e9:5.2f} {theirs.median_s:6.2f} s {ours.median_s:6.2f} s "
-            f"{theirs.median_s / ours.median_s:6.1f} {max(theirs.peaks) / 1e6:8.0f} MB "
-            f"{max(ours.peaks) / 1e6:6.0f} MB",
-            flush=True,
-        )
+        pairs = [
+            (statistics.median(getattr(one, name)) for one in (theirs, ours)) for name in ("seconds", "cpu_s")
+        ]
+        times = "  ".join(f"{one:7.2f} {other:7.2f} {one / other:7.1f}" for one, other in pairs)
+        peaks = " ".join(f"{max(one.peaks) / 1e6:6.0f}" for one in (theirs, ours))
+        print(f"{layers:6} {size_bytes / 1e9:5.2f}  {times}  {peaks}", flush=True)
+        rates.append((size_bytes, statistics.median(ours.seconds)))
     print_estimate(rates, workers)
 
 
@@ -92,9 +89,9 @@ def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
     print(
         f"at the {rate / 1e9:.2f} GB/s of the largest, {BLOOM_BYTES / 1e12} TB take one process of {workers} "
         f"workers {BLOOM_BYTES / rate / 60:.0f} minutes.\n"
-        f"If each of {BLOOM_NODES} nodes converted a part of the parameters, and their shared file system read "
-        f"and wrote {BLOOM_NODES * rate / 1e9:.0f} GB/s: {BLOOM_BYTES / rate / BLOOM_NODES / 60:.1f} minutes. "
-        "The tool runs\non one node, with as many workers as asked for."
+        f"If each of {BLOOM_NODES} nodes converted a part of the parameters, and their shared file system "
+        f"read and wrote {BLOOM_NODES * rate / 1e9:.0f} GB/s:\n{BLOOM_BYTES / rate / BLOOM_NODES / 60:.1f} "
+        "minutes. The tool runs on one node, with as many workers as asked for."
     )
 
 
@@ -182,10 +179,11 @@ def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> t
     measured = {name: Measured() for name in converters}
     for _ in range(rounds):
         for name, command in converters.items():
-            seconds, peak = run(
+            seconds, cpu_s, peak = run(
                 [*command, "--input_folder", str(source), "--output_folder", str(folder / name)]
             )
             measured[name].seconds.append(seconds)
+            measured[name].cpu_s.append(cpu_s)
             measured[name].peaks.append(peak)
         size_bytes = compare(folder / "theirs" / "zero", folder / "ours" / "zero")
         for name in converters:
@@ -193,10 +191,10 @@ def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> t
     return measured["theirs"], measured["ours"], size_bytes
 
 
-def run(command: list[str]) -> tuple[float, int]:
-    """Seconds that the command takes, and the largest sum of resident memory of its processes."""
+def run(command: list[str]) -> tuple[float, float, int]:
+    """Seconds that the command takes, processor seconds, and the largest sum of its processes' memory."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start, peak = time.perf_counter(), 0
+    start, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -208,7 +206,13 @@ def run(command: list[str]) -> tuple[float, int]:
             peak = max(peak, sum(resident_bytes(pid) for pid in family_of(process.pid)))
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{output}")
-    return time.perf_counter() - start, peak
+    return time.perf_counter() - start, children_cpu_s() - cpu_before, peak
+
+
+def children_cpu_s() -> float:
+    """Of all processes that have ended and that this one or its children started."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def family_of(pid: int) -> list[int]:

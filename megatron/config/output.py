@@ -24,7 +24,7 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="--load holds a universal checkpoint, made by tools/ds_to_universal.py",
+        help="--load holds a universal checkpoint: of tools/ds_to_universal.py, of DeepSpeed or of BLOOM",
     )
     keep_last: int | None = flag(
         None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"

@@ -196,8 +196,8 @@ def their_positions():
 
 
 def write_as_bloom(folder, source, positions):
-    """Writes what BigScience's converter made in 2022, as BLOOM's public files are, of the values and moments in
-    `source`, a universal checkpoint; `latest_universal` names it."""
+    """Writes what BigScience's converter made in 2022, as BLOOM's public files are, of the values and moments
+    in `source`, a universal checkpoint; `latest_universal` names it."""
     path = folder / "global_step5_universal"
     for parameter in (folder_ for folder_ in (source / "zero").iterdir() if folder_.is_dir()):
         (path / "zero" / parameter.name).mkdir(parents=True)
