@@ -10,8 +10,9 @@ trained, and the moments are filled with numbers. Then deepspeed/checkpoint/ds_t
 tools/ds_to_universal.py convert it, each as a user starts it, with as many workers, taking turns.
 
 Every figure is of whole commands, imports included. Processor seconds, of all processes of a command, depend
-less on what else the machine does. Memory is the largest sum, over a command's processes, of resident memory (Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every
-20 ms. The files that both make are compared before they are deleted.
+less on what else the machine does. Memory is the largest sum, over a command's processes, of resident memory
+(Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every 20 ms. The files
+that both make are compared before they are deleted.
 """
 
 import argparse
