@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.folders import Checkpoint
-from megatron.checkpoint.weights import LayerFiles, model_specs
+from megatron.checkpoint.weights import LayerFiles
+from megatron.model.single_process import model_specs
 
 ABSENT = "absent"
 

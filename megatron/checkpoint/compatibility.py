@@ -66,6 +66,8 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
     if is_a_start(checkpoint):
         return "from sample 0: the checkpoint has seen none"
     position = f"from sample {checkpoint.state.consumed_samples:,}"
+    if checkpoint.is_foreign:
+        return f"not compared, {position}: the program that saved it does not tell which they were"
     if differences := _data_differences(checkpoint, fingerprint):
         return f"OTHER data, {position} (--override-data): {'; '.join(differences)}"
     return f"the same, {position}"
@@ -77,7 +79,7 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
 
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses another learning-rate schedule unless a flag says which one wins."""
-    if is_a_start(checkpoint):
+    if not _has_schedule(checkpoint):
         return
     saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
     which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
@@ -92,21 +94,25 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
 def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
     """The schedule of a run that goes on from `checkpoint`, or of a fresh one."""
     old_wins = config.schedule.use_checkpoint_lr_scheduler
-    if checkpoint is not None and old_wins and not is_a_start(checkpoint):
+    if checkpoint is not None and old_wins and _has_schedule(checkpoint):
         return _schedule_of(checkpoint.config)
     return _schedule_of(config)
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
     """The schedules then and now, in words, and which one wins."""
-    if is_a_start(checkpoint):
-        return "the schedule of the flags: the checkpoint has none"
+    if not _has_schedule(checkpoint):
+        return "the schedule of the flags: the checkpoint has none that can be compared"
     saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
     if saved == now:
         return "the same schedule"
     winner = "new" if config.schedule.override_lr_scheduler else "old"
     flag = "--override-lr-scheduler" if winner == "new" else "--use-checkpoint-lr-scheduler"
     return f"the {winner} schedule ({flag}): {_old_and_new(saved, now)}"
+
+
+def _has_schedule(checkpoint: Checkpoint) -> bool:
+    return not (is_a_start(checkpoint) or checkpoint.is_foreign)
 
 
 def _schedule_of(config: Config) -> LearningRateSchedule:

@@ -37,6 +37,13 @@ class Checkpoint:
     run: dict[str, Any]
     passed_over: str = ""
     """Why a newer one was not taken, if so."""
+    remark: str = ""
+    """What it does not say, so that nothing could be compared with it."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it: it tells `state` and what it kept of its arguments, no config."""
+        return "config" not in self.run
 
     @property
     def config(self) -> Config:
@@ -106,7 +113,8 @@ def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
     if checkpoint is None:
         return "starting from new weights" + (f" (--load {load} holds no checkpoint)" if load else "")
     why = f" ({checkpoint.passed_over})" if checkpoint.passed_over else ""
-    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}"
+    remark = f". {checkpoint.remark}" if checkpoint.remark else ""
+    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{remark}"
 
 
 def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:

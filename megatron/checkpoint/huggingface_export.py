@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megatron.checkpoint.folders import Checkpoint
 from megatron.checkpoint.huggingface import FAMILIES, Family
-from megatron.checkpoint.weights import model_specs, whole_weights
+from megatron.checkpoint.weights import whole_weights
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.single_process import model_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

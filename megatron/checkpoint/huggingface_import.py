@@ -27,7 +27,6 @@ from megatron.checkpoint.native import layout_record
 from megatron.checkpoint.reading import tokenizer_settings
 from megatron.checkpoint.reshape import spec_record
 from megatron.checkpoint.universal import put_in_place, write_parameter
-from megatron.checkpoint.weights import model_specs
 from megatron.config import (
     BatchConfig,
     Config,
@@ -39,6 +38,7 @@ from megatron.config import (
 )
 from megatron.config.fields import option_name
 from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
 from megatron.planner.stages import plan_stages
 

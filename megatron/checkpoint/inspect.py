@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, open_checkpoint
 from megatron.checkpoint.reading import check_run_file
-from megatron.checkpoint.weights import LayerFiles, model_specs
+from megatron.checkpoint.weights import LayerFiles
 from megatron.config import Config, ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
 
 FILE_KINDS = {

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ from megatron.checkpoint.folders import (
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
-from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, UniversalParameters, find_universal
-from megatron.config import Config, ConfigError
+from megatron.checkpoint.rules import INFO_KEY, client_state, derive_info
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign, find_universal
+from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import rule_record
@@ -59,14 +61,27 @@ def find_checkpoint(
     """
     checkpoint = None
     if config.checkpoint.universal_checkpoint:
-        checkpoint = find_universal(config.checkpoint.load)
+        checkpoint = _find_universal_or_newer(config.checkpoint, damaged)
     elif config.checkpoint.load:
         checkpoint = _find_native(Path(config.checkpoint.load), damaged)
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint.is_foreign:
+        check_foreign(checkpoint, config, vocab_size)
+    elif checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_data(checkpoint, config, fingerprint)
         check_schedule(checkpoint, config)
     return checkpoint
+
+
+def _find_universal_or_newer(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint:
+    """The universal checkpoint, or what this run has saved since it started from that: the same command, given
+    again, goes on."""
+    universal = find_universal(config.load)
+    own = find_latest(config.save, damaged) if config.save and not is_universal(Path(config.save)) else None
+    if own is None or own.state.iteration <= universal.state.iteration:
+        return universal
+    reason = f"it is newer than the universal checkpoint {universal.folder}"
+    return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
 
 
 def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -86,7 +101,7 @@ def settle_on_checkpoint(
     damaged: dict[str, str] = {}
     while True:
         _check_agreement(checkpoint)
-        if checkpoint is None or config.checkpoint.universal_checkpoint:
+        if checkpoint is None or is_universal(checkpoint.folder):
             return checkpoint
         damage = first_damaged(checkpoint.folder, checkpoint.run["files"])
         if damage is None:
@@ -144,11 +159,14 @@ def save_checkpoint(
     if engine.global_rank == 0:
         shutil.rmtree(saving, ignore_errors=True)
     dist.barrier()
+    parameters = _parameter_records(engine)
+    info = derive_info(parameters, vocab_size)
     try:
         # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
-        engine.save_checkpoint(str(folder), tag=saving.name, save_latest=False)
+        extra = client_state(info, engine.run_config, asdict(state))
+        engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
         dist.barrier()
-        files, parameters = describe_files(saving), _parameter_records(engine)
+        files = describe_files(saving)
         certificate = certify(engine, vocab_size)
         if engine.global_rank == 0:
             run = {
@@ -163,6 +181,7 @@ def save_checkpoint(
                 "data": fingerprint,
                 "parameters": parameters,
                 "certificate": certificate,
+                INFO_KEY: info,
                 "files": files,
             }
             write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
@@ -229,17 +248,16 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
     saved them. Another kind of optimizer starts with fresh moments. Returns what was compared with what was
     saved. Collective; ConfigError, on every rank, names what is not as it was saved."""
-    saved, now = checkpoint.config, engine.run_config
+    now = engine.run_config
     parameters: SavedParameters | UniversalParameters
-    if now.checkpoint.universal_checkpoint:
-        parameters = UniversalParameters(checkpoint.folder)
+    if is_universal(checkpoint.folder):
+        parameters = UniversalParameters(checkpoint)
     else:
         parameters = SavedParameters(checkpoint)
-    with_moments = _moments_of(saved) == _moments_of(now)
+    same_precision = not checkpoint.is_foreign and checkpoint.config.precision.name == now.precision.name
+    with_moments = parameters.kept_by == _moments_of(now)
     engine.optimizer.load_by_name(
-        parameters.read,
-        parameters.loss_scaler if saved.precision.name == now.precision.name else None,
-        with_moments,
+        parameters.read, parameters.loss_scaler if same_precision else None, with_moments
     )
     return [
         *check_certificate(engine, checkpoint, with_moments),

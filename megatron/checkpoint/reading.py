@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
-from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, find_universal
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
 from megatron.config.data import TOKENIZER_FILES
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer

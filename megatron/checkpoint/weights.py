@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.folders import is_universal
-from megatron.checkpoint.universal import read_values
-from megatron.config import Config, ConfigError
+from megatron.checkpoint.folders import PARAMETER_FOLDER, is_universal
+from megatron.checkpoint.torch_files import load_file
+from megatron.checkpoint.universal_reading import read_whole
+from megatron.config import ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
-from megatron.model.single_process import WholeGPT
 from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -28,7 +28,7 @@ def whole_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[
 
 def _universal_wholes(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
     for name, spec in specs.items():
-        whole = read_values(folder, name)
+        whole = read_whole(folder / PARAMETER_FOLDER / name / "fp32.pt")
         if not _fits(tuple(whole.shape), spec):
             raise ConfigError(
                 f"{folder}: {name} is a tensor of shape {tuple(whole.shape)}, expected {spec.whole_shape}: "
@@ -61,7 +61,7 @@ class LayerFiles:
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
         """By parameter name in the whole model, the shards of all tensor ranks in order; read when used."""
         paths = self._paths[layer]
-        states = [_read(path) for path in paths]
+        states = [load_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
             if state.keys() != states[0].keys():
                 raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
@@ -106,13 +106,6 @@ class LayerFiles:
             )
 
 
-def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
-    """What the parameters of the model are, by name; nothing is allocated."""
-    with torch.device("meta"):
-        model = WholeGPT(config, vocab_size, eod)
-    return {name: spec_of(parameter) for name, parameter in model.named_parameters()}
-
-
 def load_whole_weights(module: nn.Module, folder: Path) -> None:
     """Fills `module`, a single-process model, from the `folder` of a checkpoint.
 
@@ -123,16 +116,6 @@ def load_whole_weights(module: nn.Module, folder: Path) -> None:
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
     for name, whole in whole_weights(folder, specs):
         _copy_rows(parameters[name], whole)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere inside torch
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"checkpoint file {path} cannot be read ({reason}): take an older checkpoint"
-        ) from error
 
 
 def _fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:

@@ -24,8 +24,8 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="--load holds a universal checkpoint, made by tools/ds_to_universal.py or "
-        "tools/convert_huggingface.py",
+        help="--load holds a universal checkpoint: of tools/ds_to_universal.py, "
+        "tools/convert_huggingface.py, DeepSpeed or BLOOM",
     )
     override_data: bool = flag(
         False, help="resume though the data are not those of the checkpoint, at the same number of samples"

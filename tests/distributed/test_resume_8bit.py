@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.checkpoint.source import open_source
 from megatron.checkpoint.universal import convert
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
@@ -117,7 +118,7 @@ def saved(tmp_path_factory):
         folder = tmp_path_factory.mktemp("saved")
         row = SAVERS[saver]
         ranks = run_world(row.world_size, save_and_go_on, row, bits, folder, timeout=300.0)
-        list(convert(folder / f"global_step{BEFORE}", folder / "universal"))
+        list(convert(open_source(folder / f"global_step{BEFORE}"), folder / "universal"))
         return folder, ranks
 
     return save

@@ -10,8 +10,8 @@ import torch
 
 from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.native import TrainingState, layout_record
-from megatron.checkpoint.weights import model_specs
 from megatron.config import Config, padded_vocab_size
+from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import shard_of
 from tests.distributed.layouts import EOD, VOCAB
