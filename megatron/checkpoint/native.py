@@ -74,7 +74,7 @@ def find_checkpoint(
 
 
 def _find_universal_or_newer(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint:
-    """The universal checkpoint, or what this run has saved since it started from that: the same command, given
+    """The universal checkpoint, or what this run has saved since it began there: the same command, given
     again, goes on."""
     universal = find_universal(config.load)
     own = find_latest(config.save, damaged) if config.save and not is_universal(Path(config.save)) else None
