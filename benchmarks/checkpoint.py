@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast checkpoints are converted, against DeepSpeed's converter, and in how much memory.
+"""How fast checkpoints are converted, against DeepSpeed's converter, and opened on another layout.
 
     python benchmarks/checkpoint.py                 three sizes; some minutes and 12 GB of disk
     python benchmarks/checkpoint.py --sizes 12      the largest alone
@@ -13,6 +13,12 @@ Every figure is of whole commands, imports included. Processor seconds, of all p
 less on what else the machine does. Memory is the largest sum, over a command's processes, of resident memory
 (Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every 20 ms. The files
 that both make are compared before they are deleted.
+
+Direct load. The same checkpoint is opened by two pipeline stages (TP=1), without conversion. 'read': reading
+as many bytes as a rank needs into fresh memory, by plain reads of the same files; 'load': values and moments
+are restored; 'prove': the certificate is computed anew, which follows it; 'check': the SHA-256 of all files,
+which comes before it. The files are in the page cache in all of them. Memory: how much a rank's memory that
+is of no file grows at most while it loads, and in brackets the bound, its moments and the largest parameter.
 """
 
 import argparse
@@ -22,17 +28,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from megatron.engine.pipeline_engine import GPTEngine
+
 HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
 SIZES = (3, 6, 12)
 # BLOOM with its optimizer's state, and the nodes it was converted on.
 BLOOM_BYTES, BLOOM_NODES = 2.3e12, 24
 FOLDER = "BENCHMARK_FOLDER"
+MEMORY_FILE = "memory"
 
 
 @dataclass
@@ -51,15 +63,48 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each converter per size (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
     parser.add_argument("--workers", type=int, default=2, help="workers of both (default: 2)")
-    parser.add_argument("--worker", metavar="LAYERS", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", metavar="LAYERS,LAYOUT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        run_worker(arguments.worker)
+        layers, layout = arguments.worker.split(",")
+        run_worker(int(layers), layout)
         return
     from benchmarks.machine import describe_machine
 
     print(describe_machine(), flush=True)
     conversion(arguments.sizes, arguments.rounds, arguments.workers)
+    direct_load(arguments.sizes, arguments.rounds)
+
+
+def direct_load(sizes: list[int], rounds: int) -> None:
+    """Prints the table of loads on another layout."""
+    from benchmarks.worlds import World
+
+    print(
+        f"\ndirect load, saved by TP=2 ZeRO-1, opened by PP=2, seconds of the slower rank, median of {rounds}"
+    )
+    print(
+        f"{'layers':>6} {'GB':>5}  {'read':>6} {'load':>6} {'ratio':>6}  {'prove':>6} {'check':>6}  memory MB"
+    )
+    for layers in sizes:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
+            source = make_checkpoint(Path(folder), layers)
+            size_bytes = sum(path.stat().st_size for path in source.glob("*_optim_states.pt"))
+            world = World(__file__, f"{layers},pp2", 2, {FOLDER: folder})
+            times: dict[str, list[float]] = {work: [] for work in ("read", "load", "prove", "check")}
+            for work in ("read", "load"):  # once to warm up
+                world.run(work)
+            for _ in range(rounds):
+                for work, seconds in times.items():
+                    seconds.append(world.run(work))
+            world.end()
+            memory = ", ".join(path.read_text() for path in sorted(Path(folder).glob(f"{MEMORY_FILE}-*")))
+        read, load, prove, check = (statistics.median(seconds) for seconds in times.values())
+        print(
+            f"{layers:6} {size_bytes / 1e9:5.2f}  {read:6.2f} {load:6.2f} {load / read:6.2f}  "
+            f"{prove:6.2f} {check:6.2f}  {memory}",
+            flush=True,
+        )
 
 
 def conversion(sizes: list[int], rounds: int, workers: int) -> None:
@@ -100,14 +145,14 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
     """A native checkpoint of TP=2, ZeRO-1, written by two processes."""
     from benchmarks.worlds import World
 
-    world = World(__file__, str(layers), TENSOR, {FOLDER: str(folder)})
+    world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: str(folder)})
     world.run("save")
     world.end()
     return folder / "global_step1"
 
 
-def run_worker(layers: int) -> None:
-    """Saves a checkpoint when told to."""
+def run_worker(layers: int, layout_name: str) -> None:
+    """'tp2' saves a checkpoint when told to; 'pp2' reads and loads it."""
     from benchmarks.worlds import answers_apart, serve
 
     answers = answers_apart()
@@ -125,12 +170,19 @@ def run_worker(layers: int) -> None:
     from megatron.planner.stages import plan_stages
     from megatron.training.processes import join_world, leave_world
 
-    config = make_config(layers)
+    config = make_config(layers, layout_name)
     rank = join_world(config)
-    layout = ParallelLayout.create(TENSOR, TENSOR, 1, rank)
+    parallel = config.parallel
+    layout = ParallelLayout.create(
+        2, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
+    )
     tensor = layout.make_tensor_group()
     model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
     engine = GPTEngine(config, layout, tensor, model)
+    if layout_name == "pp2":
+        serve(Loader(engine, Path(os.environ[FOLDER])).do, answers)
+        leave_world()
+        return
     for flat in engine.optimizer.flat:
         moments = {"exp_avg": flat.master.detach() * 0.1, "exp_avg_sq": flat.master.detach().square()}
         engine.optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}
@@ -139,7 +191,86 @@ def run_worker(layers: int) -> None:
     leave_world()
 
 
-def make_config(layers: int):
+class Loader:
+    """One rank that opens the checkpoint in a folder."""
+
+    def __init__(self, engine: "GPTEngine", folder: Path) -> None:
+        from megatron.checkpoint.folders import find_latest
+
+        self.engine = engine
+        self.folder = folder
+        self.checkpoint = find_latest(folder)
+        self.needed_bytes = 12 * sum(parameter.numel() for parameter in engine.optimizer.parameters)
+
+    def do(self, work: str) -> None:
+        """'read', 'load', 'prove' or 'check'."""
+        from megatron.checkpoint.certificate import check_certificate
+        from megatron.checkpoint.manifest import first_damaged
+
+        if work == "read":
+            self.read()
+        elif work == "load":
+            self.load()
+        elif work == "prove":
+            check_certificate(self.engine, self.checkpoint, with_moments=True)
+        elif damage := first_damaged(self.checkpoint.folder, self.checkpoint.run["files"]):
+            raise SystemExit(damage)
+
+    def read(self) -> None:
+        """As many bytes as this rank needs."""
+        import numpy as np
+
+        target = memoryview(np.empty(self.needed_bytes, dtype=np.uint8))
+        filled = 0
+        while filled < self.needed_bytes:
+            for path in sorted(self.checkpoint.folder.glob("*_optim_states.pt")):
+                with open(path, "rb", buffering=0) as file:
+                    while count := file.readinto(target[filled : filled + (1 << 26)]):
+                        filled += count
+
+    def load(self) -> None:
+        """Restores values and moments, and notes how the memory grew."""
+        from megatron.checkpoint.reshape import SavedParameters
+
+        optimizer = self.engine.optimizer
+        optimizer.optimizer.state.clear()
+        with AnonymousMemory() as memory:
+            optimizer.load_by_name(SavedParameters(self.checkpoint).read, None, with_moments=True)
+        bound = self.needed_bytes * 2 / 3 + 4 * VOCAB * HIDDEN
+        note = self.folder / f"{MEMORY_FILE}-{self.engine.global_rank}"
+        note.write_text(f"{memory.growth_bytes / 1e6:.0f} ({bound / 1e6:.0f})")
+
+
+class AnonymousMemory:
+    """How much the memory of this process that is of no file grows at most, looked at every few ms."""
+
+    def __enter__(self) -> "AnonymousMemory":
+        self.before = self.peak = self.now()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+        self.peak = max(self.peak, self.now())
+
+    @property
+    def growth_bytes(self) -> int:
+        return self.peak - self.before
+
+    def watch(self) -> None:
+        while not self.over.wait(0.005):
+            self.peak = max(self.peak, self.now())
+
+    @staticmethod
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def make_config(layers: int, layout_name: str):
     """The configuration of the run that is saved."""
     from megatron.config import (
         BatchConfig,
@@ -161,9 +292,10 @@ def make_config(layers: int):
         batch=BatchConfig(micro_batch_size=1, global_batch_size=2),
         schedule=ScheduleConfig(lr=1e-4),
         parallel=ParallelConfig(
-            tensor_model_parallel_size=TENSOR,
+            tensor_model_parallel_size=TENSOR if layout_name == "tp2" else 1,
+            pipeline_model_parallel_size=1 if layout_name == "tp2" else 2,
             zero_stage=1,
-            world_size=TENSOR,
+            world_size=2,
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         ),
         training=TrainingConfig(train_iters=1),
