@@ -373,7 +373,7 @@ class MixedPrecisionOptimizer:
         loss_scaler: its state, None to begin anew. Without `with_moments` the optimizer begins anew as well.
         """
         self.optimizer.state.clear()
-        for flat in self.flat:
+        for index, flat in enumerate(self.flat):
             for parameter, start, length in flat.fragments():
                 offset = max(flat.start - parameter.flat_offset, 0)
                 master, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
@@ -387,8 +387,11 @@ class MixedPrecisionOptimizer:
                     if not _write(state[key], start, values[offset : offset + length]):
                         name = self.names[parameter]
                         raise RuntimeError(f"{key} of {name} was not quantised to within one step")
+                # A fused kernel reads its step on the device, others on the CPU.
+                device = flat.master.device if self.param_groups[index].get("fused") else "cpu"
                 for key, value in others.items():
-                    state[key] = value.clone() if isinstance(value, Tensor) else value
+                    is_tensor = isinstance(value, Tensor)
+                    state[key] = value.to(device, copy=True) if is_tensor else value
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()
