@@ -118,10 +118,13 @@ def conversion(sizes: list[int], rounds: int, workers: int) -> None:
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
             source = make_checkpoint(Path(folder), layers)
             theirs, ours, size_bytes = convert_in_turns(source, Path(folder), rounds, workers)
-        pairs = [
-            (statistics.median(getattr(one, name)) for one in (theirs, ours)) for name in ("seconds", "cpu_s")
-        ]
-        times = "  ".join(f"{one:7.2f} {other:7.2f} {one / other:7.1f}" for one, other in pairs)
+        times = "  ".join(
+            f"{one:7.2f} {other:7.2f} {one / other:7.1f}"
+            for one, other in (
+                (statistics.median(theirs.seconds), statistics.median(ours.seconds)),
+                (statistics.median(theirs.cpu_s), statistics.median(ours.cpu_s)),
+            )
+        )
         peaks = " ".join(f"{max(one.peaks) / 1e6:6.0f}" for one in (theirs, ours))
         print(f"{layers:6} {size_bytes / 1e9:5.2f}  {times}  {peaks}", flush=True)
         rates.append((size_bytes, statistics.median(ours.seconds)))

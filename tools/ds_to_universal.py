@@ -99,10 +99,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         target = Path(arguments.output_folder)
         drifts = {}
         with tqdm(total=len(source.merges), unit="parameter", disable=None) as bar:
-            for parameter in convert(source, target, workers, arguments.allow_drift):
-                bar.set_postfix_str(parameter.name)
-                bar.update()
-                drifts[parameter.name] = parameter.drift
+            try:
+                for parameter in convert(source, target, workers, arguments.allow_drift):
+                    bar.set_postfix_str(parameter.name)
+                    bar.update()
+                    drifts[parameter.name] = parameter.drift
+            except OSError as error:
+                raise ConfigError(
+                    f"the conversion has stopped ({error}): once that is mended the same command goes on"
+                ) from error
         for name, drift in drifts.items():
             if drift:
                 print(

@@ -91,6 +91,8 @@ def _open_foreign(folder: Path) -> Checkpoint:
             "iteration"
         )
     content = read_file(paths[0])
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"checkpoint file {paths[0]} holds no dict: it is of no universal checkpoint")
     args = vars(content["args"]) if isinstance(content.get("args"), Inert) else {}
     args = {key: _plain(value) for key, value in args.items()}
     position = args.get("position_embedding_type")
