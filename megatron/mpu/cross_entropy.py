@@ -365,11 +365,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             work.wait()
 
         ctx.save_for_backward(hidden, weight, flat_labels, token_weights, largest, exp_sum)
-        ctx.gradients, ctx.main_grad, ctx.largest_weight = (
-            (grad_hidden, grad_weight),
-            main_grad,
-            largest_weight,
-        )
+        ctx.gradients, ctx.main_grad = (grad_hidden, grad_weight), main_grad
+        ctx.largest_weight = largest_weight
         ctx.chunk_settings = (tensor, vocab_size, z_loss_weight)
         ctx.scales = (chunks.gradient_scale, chunks.gradient_scale * chunks.hidden_scale)
         losses.masked_fill_((flat_labels < 0) | (flat_labels >= vocab_size), torch.nan)
