@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron.model.gpt_model import GPTModelPipe
 
 
 class World:
@@ -77,13 +79,18 @@ def serve(work: Callable[[str], object], answers: TextIO) -> None:
 
 
 def make_stage_step(
-    layers: Sequence[Callable], first: int, last: int, loss: Callable, samples: "torch.Tensor"
+    model: "GPTModelPipe", first: int, last: int, samples: "torch.Tensor"
 ) -> Callable[[], None]:
-    """One micro-batch, forward and backward, through layers first to last - 1 alone.
+    """One micro-batch, forward and backward, through layers first to last - 1 of a whole model alone; behind
+    the last of them comes the loss.
 
     samples: token ids, [batch, seq + 1].
     """
     import torch
+
+    with model.loss_follows():
+        layers = model.functions_before_loss()
+    has_loss = last == len(model.forward_funcs)
 
     def run(begin: int, end: int, x: torch.Tensor) -> torch.Tensor:
         for layer in layers[begin:end]:
@@ -98,8 +105,9 @@ def make_stage_step(
 
     def step() -> None:
         x = run(first, last, received if first == 0 else received.clone().requires_grad_())
-        if last == len(layers):
-            loss(x, (labels, mask)).backward()
+        if has_loss:
+            with model.loss_follows():
+                model.loss(x, (labels, mask)).backward()
         else:
             x.backward(gradient)
 

@@ -67,6 +67,12 @@ class TrainingConfig(Section):
         False, help="recompute activations in the backward pass, to save memory"
     )
     checkpoint_num_layers: int = flag(1, at_least=1, help="layers that are recomputed together")
+    loss_implementation: str = flag(
+        "fused",
+        choices=("fused", "plain"),
+        help="fused: head and loss a chunk of tokens at a time, so that the logits are never there as a "
+        "whole; plain: all logits at once, to compare with",
+    )
     dry_run: bool = flag(
         False, help="check all flags, print layout, batches and stages, and exit; data is not read"
     )

@@ -1,6 +1,7 @@
 """The engine of a run: DeepSpeed's pipeline, told which samples each micro-batch holds."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,9 @@ class GPTEngine(SameNumbersPipelineEngine):
         if self.module.training:
             # Every schedule runs the forward passes of a stage in the order of the samples.
             self.module.stream.samples = next(self._samples_to_come[phase])
-        super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+        logits_wanted = self.eval_return_logits or not self._compute_loss
+        with nullcontext() if logits_wanted else self.module.loss_follows():
+            super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
 
 
 class GPTDualPipeVEngine(GPTEngine, SameNumbersDualPipeVEngine):

@@ -11,11 +11,14 @@ L is the number of transformer layers:
     L+4          MixedFusedLayerNorm
     L+5          EmbeddingPipe                  tied again: the LM head
     L+6          float16_to_fp32 (function)     with fp16 and bf16
+
+With --loss-implementation fused the layers from the head on run as one step with the loss, which needs no
+whole logits; where logits are asked for, they run as they stand here.
 """
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -30,10 +33,11 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.embedding import EmbeddingPipe, lm_head
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.mpu.parameters import initialize_parameters, spec_of
 from megatron.mpu.random import DropoutStream
+from megatron.pipeline.methods import embedding_and_head
 
 FIRST_TRANSFORMER_LAYER = 3
 TIED_EMBEDDING = "embed"
@@ -82,6 +86,24 @@ class CrossEntropy:
             logits, labels, self.tensor, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
         )
         return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
+
+    def of_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        """The same of the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
+
+        Where the weight has a `main_grad`, as the run's optimizer gives it, its gradient goes there, in fp32.
+        """
+        labels, mask = labels_and_mask
+        # As factors of a plain sum: the gradients made in the forward pass are right then.
+        token_weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1.0) * len(mask))
+        return vocab_parallel_linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            self.tensor,
+            self.vocab_size,
+            token_weights=token_weights,
+            main_grad=getattr(weight, "main_grad", None),
+        ).sum()
 
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
@@ -152,17 +174,17 @@ class GPTModelPipe(PipelineModule):
     ) -> None:
         self.config = config
         self.stage_bounds = list(bounds)
+        self.cross_entropy = CrossEntropy(tensor, vocab_size)
+        self._head_in_loss = False
         self.stream = DropoutStream(config.training.seed)
         context = LayerContext(config, tensor, self.stream)
         self.recomputed_together = (
             config.training.checkpoint_num_layers if config.training.checkpoint_activations else 0
         )
+        layers = pipeline_layers(context, vocab_size, eod)
+        self._check_head(layers)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
-            super().__init__(
-                layers=pipeline_layers(context, vocab_size, eod),
-                topology=layout.topology,
-                loss_fn=CrossEntropy(tensor, vocab_size),
-            )
+            super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
         initialize_parameters(self, config.training.seed, tensor)
         self.to(PARAMETER_DTYPES[config.precision.name])
 
@@ -174,6 +196,41 @@ class GPTModelPipe(PipelineModule):
             "pipeline_schedule": parallel.pipeline_schedule,
             "bounds": self.stage_bounds,
         }
+
+    def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
+        """The methods of `--partition-method` never cut behind the head; bounds made by hand may."""
+        _, head = embedding_and_head(layer_names(layers))
+        if self.stage_bounds[-2] > head:
+            raise ValueError(
+                f"the last stage begins with layer {self.stage_bounds[-2]}, behind the head, layer {head}: "
+                "expected it to hold the head, since logits do not travel between stages"
+            )
+
+    @contextlib.contextmanager
+    def loss_follows(self) -> Iterator[None]:
+        """Within this context outputs of `forward` are for `loss` alone: with --loss-implementation fused
+        they are not logits but the head's input, and `loss` runs the head."""
+        self._head_in_loss = self.config.training.loss_implementation == "fused"
+        try:
+            yield
+        finally:
+            self._head_in_loss = False
+
+    def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        """Scalar fp32 of what `forward` has returned on the last stage."""
+        if not self._head_in_loss:
+            return self.cross_entropy(outputs, labels_and_mask)
+        weight = self.tied_modules[TIED_EMBEDDING].word_embeddings.weight
+        return self.cross_entropy.of_hidden(outputs, weight, labels_and_mask)
+
+    def functions_before_loss(self) -> list[Callable]:
+        """This stage's layers, without those that `loss` runs."""
+        functions = list(self.forward_funcs)
+        if self._head_in_loss:
+            for position, function in enumerate(functions):
+                if getattr(function, "func", None) is lm_head:
+                    return functions[:position]
+        return functions
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Takes the bounds that were decided before any process group existed."""
@@ -187,12 +244,13 @@ class GPTModelPipe(PipelineModule):
             super()._synchronize_tied_weights()
 
     def forward(self, inputs: Payload) -> Payload:
-        """Runs this stage's layers; with --checkpoint-activations transformer layers, N by N, are recomputed.
+        """Runs this stage's layers, on the last stage to the logits or, where `loss_follows`, to the head's
+        input; with --checkpoint-activations transformer layers, N by N, are recomputed.
 
         DeepSpeed's own would count its blocks from the stage's first function and leave out each block that
         holds anything but transformer layers.
         """
-        functions = self.forward_funcs
+        functions = self.functions_before_loss()
         position = 0
         while position < len(functions):
             end = self._end_of_recomputed_run(position)

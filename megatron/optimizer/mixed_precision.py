@@ -426,9 +426,13 @@ def _packed(flat: FlatGroup, values: Tensor | QuantizedMoment) -> Tensor:
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and lets go of it."""
-    parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and lets go of it.
+
+    There is none where all of it has come in fp32 already: the head's, from the fused loss.
+    """
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
 
 
 def accurate_norm(values: Tensor) -> Tensor:

@@ -61,10 +61,13 @@ def norm_activation_bytes(config: Config) -> float:
 
 
 def head_activation_bytes(config: Config, padded_vocab: int) -> float:
-    """The head's input and the logits, which the loss keeps in fp32."""
-    model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    logits = config.batch.micro_batch_size * model.seq_length * padded_vocab / tensor
-    return _hidden_values(config) * _parameter_bytes(config) + logits * _FP32
+    """The head's input, and: of the fused loss that input's gradient and, in fp32, the weight's, both made in
+    the forward pass; of the plain loss the logits in fp32."""
+    model, rows = config.model, padded_vocab / config.parallel.tensor_model_parallel_size
+    hidden = _hidden_values(config) * _parameter_bytes(config)
+    if config.training.loss_implementation == "fused":
+        return 2 * hidden + rows * model.hidden_size * _FP32
+    return hidden + config.batch.micro_batch_size * model.seq_length * rows * _FP32
 
 
 def _hidden_values(config: Config) -> int:

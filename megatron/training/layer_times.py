@@ -117,6 +117,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "checkpoint_activations": config.training.checkpoint_activations,
+        "loss_implementation": config.training.loss_implementation,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
@@ -131,29 +132,44 @@ def _measure(config: Config, tensor: TensorGroup, vocab_size: int, eod: int | No
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
     payload: Any = tokens
+    loss, labels = CrossEntropy(tensor, vocab_size), (tokens, torch.ones(shape, device=device))
+    head = f"{EMBEDDING}@last"
+    fused = config.training.loss_implementation == "fused"
     for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
         if kind in seconds:
             continue  # alike in shape: what it would pass on is like what it was given
-        function = _build(layer, config, device)
+        if fused and head in seconds:
+            seconds[kind] = 0.0  # the step that is head and loss does its work
+            continue
+        if fused and kind == head:
+            function = _build(
+                layer, config, device, lambda m, x: loss.of_hidden(x, m.word_embeddings.weight, labels)
+            )
+        else:
+            function = _build(layer, config, device)
         if kind == TRANSFORMER_LAYER and config.training.checkpoint_activations:
             function = _recomputed(function)
         seconds[kind], payload = _time(function, payload)
-    loss = CrossEntropy(tensor, vocab_size)
-    labels = (tokens, torch.ones(shape, device=device))
-    loss_seconds, _ = _time(lambda logits: loss(logits, labels), payload)
-    seconds[f"{EMBEDDING}@last"] += loss_seconds
+    if not fused:
+        seconds[head] += _time(lambda logits: loss(logits, labels), payload)[0]
     return seconds
 
 
-def _build(layer: LayerSpec | Callable, config: Config, device: torch.device) -> Callable:
-    """The layer with small random weights; an exact start would take time and change nothing."""
+def _build(
+    layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
+) -> Callable:
+    """The layer with small random weights; an exact start would take time and change nothing.
+
+    forward: what is done with the layer's module and its input, if not what the layer says.
+    """
     if not isinstance(layer, LayerSpec):
         return layer
     module = layer.build().to(device=device, dtype=PARAMETER_DTYPES[config.precision.name])
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
-    forward = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+    if forward is None and isinstance(layer, TiedLayerSpec):
+        forward = layer.forward_fn
     return (lambda payload: forward(module, payload)) if forward else module
 
 

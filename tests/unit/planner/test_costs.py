@@ -5,13 +5,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.tracked_memory import TrackedMemory
 from megatron.config import read_command_line
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
+from megatron.mpu.layers import parallel_logits
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream
 from megatron.planner.flops import head_flops, transformer_layer_flops
-from megatron.planner.memory import transformer_layer_activation_bytes
+from megatron.planner.memory import head_activation_bytes, transformer_layer_activation_bytes
 from megatron.planner.stages import layer_table
 
 SEQ, BATCH, HIDDEN = 128, 2, 64
@@ -83,3 +85,22 @@ def test_flops_are_those_that_pytorch_counts(options):
 
 def test_the_head_is_a_matrix_product_forward_and_two_backward():
     assert head_flops(config_of(""), 512) == 3 * 2 * SEQ * BATCH * HIDDEN * 512
+
+
+@pytest.mark.parametrize("loss", ["fused", "plain"])
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_the_heads_activation_bytes_are_those_that_its_loss_keeps(loss, precision):
+    config = config_of(f"--loss-implementation {loss} {precision}")
+    dtype = PARAMETER_DTYPES[config.precision.name]
+    hidden = torch.randn(BATCH, SEQ, HIDDEN).to(dtype).requires_grad_()
+    weight = torch.randn(512, HIDDEN).to(dtype).requires_grad_()
+    labels = (torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.ones(BATCH, SEQ))
+    entropy = CrossEntropy(TensorGroup(), 512)
+    with TrackedMemory() as tracked:
+        if loss == "fused":
+            result = entropy.of_hidden(hidden, weight, labels)
+        else:
+            result = entropy(parallel_logits(hidden, weight, TensorGroup()).float(), labels)
+    assert result.requires_grad
+    measured = tracked.live + hidden.numel() * hidden.element_size()
+    assert head_activation_bytes(config, 512) == pytest.approx(measured, rel=0.12)
