@@ -39,6 +39,11 @@ class ParallelConfig(Section):
         help="order of forward and backward passes; dualpipev: each rank holds two stages, the first and the "
         "last one share rank 0, which shortens the pipeline's idle ends",
     )
+    sequence_parallel: bool = flag(
+        False,
+        help="cut norms, dropout and residuals along the sequence over the processes that share a layer: "
+        "less memory for activations, the same numbers",
+    )
     zero_stage: int = flag(
         0, at_least=0, at_most=3, help="0: every replica holds all optimizer state; 1: shared"
     )

@@ -56,6 +56,9 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if config.parallel.tensor_model_parallel_size == 1:
+        circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a sequence with"
+        yield config.parallel, ("sequence_parallel",), circumstance
     if schedule.lr_decay_style == "constant":
         names = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         yield schedule, names, "with --lr-decay-style constant"
@@ -102,6 +105,11 @@ def _check_layout(config: Config) -> None:
             f"{parallel.world_size} processes do not divide into replicas of --tensor-model-parallel-size "
             f"{tensor} x --pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple "
             "of that (--world-size with --dry-run), or change one of the two"
+        )
+    if parallel.sequence_parallel and config.model.seq_length % tensor:
+        raise ConfigError(
+            f"--sequence-parallel cuts the --seq-length {config.model.seq_length} over "
+            f"--tensor-model-parallel-size {tensor} processes, which do not divide it: change one of them"
         )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(

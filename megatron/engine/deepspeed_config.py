@@ -138,9 +138,11 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _is_left_out(config) else _load(path)
-    # DualPipeV cannot send an activation cut over the tensor ranks, which 1F1B does.
+    # 1F1B sends an activation that all tensor ranks hold in parts, one per rank. DualPipeV cannot, and of a
+    # cut sequence each rank has its own part already.
     whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
-    pipeline = whole if config.parallel.pipeline_schedule == "dualpipev" else {}
+    parallel = config.parallel
+    pipeline = whole if parallel.pipeline_schedule == "dualpipev" or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
         **_passed_on(settings),

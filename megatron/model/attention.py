@@ -30,8 +30,10 @@ class ParallelSelfAttention(nn.Module):
         rotary: RotaryEmbedding | None,
         positions_restart: bool,
         output_init_std: float,
+        cut_sequence: bool,
     ) -> None:
-        """`positions_restart`: rotary positions count from the start of each document."""
+        """`positions_restart`: rotary positions count from the start of each document. `cut_sequence`: input
+        and output are this tensor rank's part of the sequence."""
         super().__init__()
         self.head_dim = config.kv_channels
         self.heads = config.num_attention_heads // tensor.size
@@ -44,14 +46,21 @@ class ParallelSelfAttention(nn.Module):
         self.positions_restart = positions_restart
         width = config.num_attention_heads * self.head_dim
         self.query_key_value = ColumnParallelLinear(
-            config.hidden_size, 3 * width, tensor, init_std=config.init_method_std
+            config.hidden_size,
+            3 * width,
+            tensor,
+            init_std=config.init_method_std,
+            cut_sequence=cut_sequence,
         )
-        self.dense = RowParallelLinear(width, config.hidden_size, tensor, init_std=output_init_std)
+        self.dense = RowParallelLinear(
+            width, config.hidden_size, tensor, init_std=output_init_std, cut_sequence=cut_sequence
+        )
 
     def forward(self, hidden: Tensor, segments: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], segments [batch, seq] or None -> [seq, batch, hidden]."""
-        seq, batch, _ = hidden.shape
-        projected = self.query_key_value(hidden).view(seq, batch, self.heads, 3, self.head_dim)
+        projected = self.query_key_value(hidden)
+        seq, batch, _ = projected.shape
+        projected = projected.view(seq, batch, self.heads, 3, self.head_dim)
         query, key, value = projected.unbind(dim=3)
         if self.rotary is not None:
             positions = positions_within_segments(segments) if self.positions_restart else None

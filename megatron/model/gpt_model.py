@@ -35,6 +35,7 @@ from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import initialize_parameters, spec_of
 from megatron.mpu.random import DropoutStream
 from megatron.pipeline.methods import embedding_and_head
@@ -50,16 +51,29 @@ def _to_float16(tokens: Tensor) -> Tensor:
     return tokens
 
 
-def to_sequence_first(payload: Payload) -> Payload:
-    """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers."""
-    hidden, segments = split_payload(payload)
-    hidden = hidden.transpose(0, 1).contiguous()
-    return hidden if segments is None else (hidden, segments)
+def _to_sequence_first(context: LayerContext) -> Callable[[Payload], Payload]:
+    def to_sequence_first(payload: Payload) -> Payload:
+        """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers; with
+        --sequence-parallel this rank's [seq / TP, batch, hidden]."""
+        hidden, segments = split_payload(payload)
+        hidden = hidden.transpose(0, 1)
+        if context.cut_sequence:
+            hidden = scatter_to_tensor_region(hidden, context.tensor, dim=0)
+        hidden = hidden.contiguous()
+        return hidden if segments is None else (hidden, segments)
+
+    return to_sequence_first
 
 
-def to_batch_first(payload: Payload) -> Tensor:
-    """[seq, batch, hidden] -> [batch, seq, hidden]; the segments end here."""
-    return split_payload(payload)[0].transpose(0, 1).contiguous()
+def _to_batch_first(context: LayerContext) -> Callable[[Payload], Tensor]:
+    def to_batch_first(payload: Payload) -> Tensor:
+        """Back to [batch, seq, hidden]; the segments end here."""
+        hidden, _ = split_payload(payload)
+        if context.cut_sequence:
+            hidden = gather_from_tensor_region(hidden, context.tensor, dim=0)
+        return hidden.transpose(0, 1).contiguous()
+
+    return to_batch_first
 
 
 def float16_to_fp32(logits: Tensor) -> Tensor:
@@ -116,12 +130,12 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
     layers: list[LayerSpec | Callable] = [
         _to_float16,
         TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, **tied),
-        to_sequence_first,
+        _to_sequence_first(context),
     ]
     for index in range(FIRST_TRANSFORMER_LAYER, FIRST_TRANSFORMER_LAYER + model.num_layers):
         layers.append(LayerSpec(ParallelTransformerLayerPipe, context, index))
     layers += [
-        to_batch_first,
+        _to_batch_first(context),
         LayerSpec(MixedFusedLayerNorm, model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex),
         TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied),
     ]

@@ -27,7 +27,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import ParameterSpec, is_counted_here, spec_of
+from megatron.mpu.parameters import ParameterSpec, has_partial_gradient, is_counted_here, spec_of
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
@@ -170,6 +170,7 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
+        self._partial = [p for p in self.parameters if has_partial_gradient(p)]
         counted = [is_counted_here(p, tensor) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
         for parameter in self.parameters:
@@ -210,11 +211,19 @@ class MixedPrecisionOptimizer:
             self.flat[0].gradients[:1].add_(loss * 0.0)
 
     def reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied copies over their stages. Called once all micro-batches are through, on
+        """Sums the gradients of tied copies over their stages, and what the tensor ranks have computed of one
+        gradient each. Called once all micro-batches are through, on
         every stage: what each rank has computed by itself is measured here, to name a culprit later."""
         self._norms_before_reduction = self._parameter_norms()
         for parameter, group in self.tied:
             dist.all_reduce(parameter.main_grad, group=group)
+        if self._partial:
+            # Many short vectors: one message.
+            flat = torch.cat([parameter.main_grad.reshape(-1) for parameter in self._partial])
+            dist.all_reduce(flat, group=self.tensor.group)
+            sums = flat.split([parameter.numel() for parameter in self._partial])
+            for parameter, total in zip(self._partial, sums, strict=True):
+                parameter.main_grad.copy_(total.view_as(parameter.main_grad))
 
     def reduce_gradients(self) -> None:
         """Sums all gradients over the data-parallel ranks."""
@@ -267,7 +276,7 @@ class MixedPrecisionOptimizer:
 
     def _global_norm(self) -> float:
         """Norm over the whole model, each parameter counted once."""
-        reduced = self.groups.data_size > 1 or self.tied
+        reduced = self.groups.data_size > 1 or self.tied or self._partial
         norms = self._parameter_norms() if reduced else self._norms_before_reduction
         # Copies that do not count must be finite all the same.
         square = norms[self._counted].square().sum() + norms.sum() * 0.0

@@ -8,7 +8,8 @@ equation 1: of s x b tokens of h values, t-fold tensor parallel, a layer keeps
     4 sbh / t               q, k, v and the context
     2 (ffn / h) sbh / t     before and after the activation; 4 with a gate
 
-values of the run's precision, and a byte per value of the two masks of --hidden-dropout. PyTorch's fused
+values of the run's precision, and a byte per value of the two masks of --hidden-dropout. With
+--sequence-parallel all of it is cut over the t tensor ranks (equation 4 there). PyTorch's fused
 attention stores no scores; with --attention-dropout attention is spelt out, and keeps for each of the
 a s^2 b / t scores of a heads its softmax in fp32, what dropout leaves of it in the run's precision, and a
 byte of mask. Recomputed (--checkpoint-activations), a layer keeps its input; what it makes again is not
@@ -39,10 +40,14 @@ def transformer_layer_activation_bytes(config: Config) -> float:
     """What one transformer layer keeps of a micro-batch."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     values = _hidden_values(config)
+    if config.parallel.sequence_parallel:
+        values /= tensor
     if config.training.checkpoint_activations:
         return values * _residual_bytes(config) / config.training.checkpoint_num_layers
     matrices = (4 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
-    kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / tensor) * _parameter_bytes(config)
+    # Of a cut sequence, `values` is the part of it that a rank holds; the matrices' outputs are whole.
+    shared_by = 1 if config.parallel.sequence_parallel else tensor
+    kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / shared_by) * _parameter_bytes(config)
     kept += 2 if model.hidden_dropout > 0 else 0
     scores = config.batch.micro_batch_size * model.num_attention_heads / tensor * model.seq_length**2
     per_score = _FP32 + _parameter_bytes(config) + 1 if model.attention_dropout > 0 else 0

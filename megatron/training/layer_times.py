@@ -116,6 +116,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "tensor_model_parallel_size": tensor_size,
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
+        "sequence_parallel": config.parallel.sequence_parallel,
         "checkpoint_activations": config.training.checkpoint_activations,
         "loss_implementation": config.training.loss_implementation,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
