@@ -495,8 +495,8 @@ def test_the_tool_says_what_is_wrong_and_what_a_flag_does_not_do(tmp_path, capsy
     monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=1e5))
     assert "has 0.0 GB free and" in refused("--no_strict")
     monkeypatch.undo()
-    monkeypatch.setattr("megatron.checkpoint.universal._available_memory", lambda: 10**7)
-    assert "4 workers need 67 MB of memory and 10 MB are available" in refused("--no_strict")
+    monkeypatch.setattr("megatron.checkpoint.universal._available_memory", lambda: 10**6)
+    assert "4 workers need 8 MB of memory and 1 MB are available" in refused("--no_strict")
     monkeypatch.undo()
     ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder", "--verify-digests"])
     output = capsys.readouterr().out
