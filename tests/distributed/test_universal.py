@@ -15,7 +15,7 @@ import torch
 
 from megatron.checkpoint.folders import describe_start
 from megatron.checkpoint.manifest import seal
-from megatron.checkpoint.native import find_checkpoint, load_checkpoint
+from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint, start_from
 from megatron.checkpoint.source import open_source
 from megatron.checkpoint.universal import convert, write_parameter
 from megatron.checkpoint.universal_reading import UniversalParameters, find_universal
@@ -320,6 +320,42 @@ def test_blooms_checkpoint_resumes_on_every_layout(blooms):
 def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes, words, blooms):
     with pytest.raises(ConfigError, match=words):
         find(blooms, model={**BLOOM["model"], **changes})
+
+
+@pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
+def test_a_folder_that_was_copied_in_part_is_refused_by_name(file, blooms):
+    (blooms / "zero" / "8.bias" / file).unlink()
+    with pytest.raises(ConfigError, match=f"8.bias has no {file}, which other parameters have"):
+        find(blooms)
+
+
+def test_a_smaller_vocabulary_is_refused_though_the_rows_would_suffice(blooms, monkeypatch):
+    monkeypatch.setattr("megatron.checkpoint.universal_reading._MOST_PADDING", 1)
+    words = blooms / "zero" / WORDS / "fp32.pt"
+    content = torch.load(words)
+    torch.save({**content, "param": torch.zeros(2000, 32)}, words)
+    with pytest.raises(ConfigError, match="the vocabulary had 2000 rows with padding, and has 101 tokens"):
+        find(blooms)
+
+
+def start_and_save(row, load, save, step):
+    """Starts from a universal checkpoint, or from what was saved since; saves once."""
+    options = {"load": str(load), "save": str(save), "universal_checkpoint": True}
+    config = config_of(row, checkpoint=options)
+    engine = build_engine(config)
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    save_checkpoint(engine, save, state_after(step), VOCAB, EOD, FINGERPRINT)
+    return start.iteration
+
+
+def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved_itself(tmp_path):
+    load, save = tmp_path / "load", tmp_path / "save"
+    converted(saved(tmp_path / "native", Row(), {}), load / "universal")
+    assert run_world(1, start_and_save, Row(), load, save, 7) == [5]
+    assert run_world(1, start_and_save, Row(), load, save, 8) == [7]
+    # Another run's newer checkpoints are not taken for its own.
+    assert run_world(1, start_and_save, Row(), load, tmp_path / "native", 6) == [5]
 
 
 def test_tensors_of_other_shapes_are_refused_by_name(blooms):
