@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -112,18 +113,20 @@ def _check_probe(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any
 def probe_loss(engine: GPTEngine, vocab_size: int) -> float:
     """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
 
-    The sequence fills every row of a micro-batch on every replica, so that no size of theirs matters.
+    The sequence fills every row of every micro-batch on every replica, so that no size of theirs matters.
     """
-    loss = engine.evaluate(_probe(engine.run_config, vocab_size), 1)
-    return float(loss)
+    parallel = engine.run_config.parallel
+    # DualPipeV takes no fewer than this many micro-batches.
+    count = 2 * parallel.pipeline_model_parallel_size if parallel.pipeline_schedule == "dualpipev" else 1
+    return float(engine.evaluate(repeat(_probe(engine.run_config, vocab_size), count), count))
 
 
-def _probe(config: Config, vocab_size: int) -> Iterator[MicroBatch]:
+def _probe(config: Config, vocab_size: int) -> MicroBatch:
     length = config.model.seq_length
     text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
     rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
     mask = torch.ones(rows.shape[0], length)
-    yield rows[:, :-1].contiguous(), (rows[:, 1:].contiguous(), mask)
+    return rows[:, :-1].contiguous(), (rows[:, 1:].contiguous(), mask)
 
 
 def _some(names: Any) -> str:
