@@ -301,7 +301,6 @@ def find(folder, vocab=VOCAB, **changes):
 
 def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     checkpoint = find(blooms)
-    assert checkpoint.run["lr_scheduler"]["max_lr"] == 6e-5
     line = describe_start(checkpoint, str(blooms))
     assert "its data, dropout and schedule were not compared" in line
     assert "no step.pt: the optimizer's step is taken to be the iteration, 5" in line
@@ -324,14 +323,14 @@ def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes
 
 @pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
 def test_a_folder_that_was_copied_in_part_is_refused_by_name(file, blooms):
-    (blooms / "zero" / "8.bias" / file).unlink()
+    (blooms / "global_step5_universal" / "zero" / "8.bias" / file).unlink()
     with pytest.raises(ConfigError, match=f"8.bias has no {file}, which other parameters have"):
         find(blooms)
 
 
 def test_a_smaller_vocabulary_is_refused_though_the_rows_would_suffice(blooms, monkeypatch):
     monkeypatch.setattr("megatron.checkpoint.universal_reading._MOST_PADDING", 1)
-    words = blooms / "zero" / WORDS / "fp32.pt"
+    words = blooms / "global_step5_universal" / "zero" / WORDS / "fp32.pt"
     content = torch.load(words)
     torch.save({**content, "param": torch.zeros(2000, 32)}, words)
     with pytest.raises(ConfigError, match="the vocabulary had 2000 rows with padding, and has 101 tokens"):
@@ -362,7 +361,7 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     parameters = UniversalParameters(find(blooms))
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
-    with pytest.raises(ConfigError, match=rf"{name}/exp_avg.pt holds .* \(32, 128\), expected \(32, 64\)"):
+    with pytest.raises(ConfigError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
         parameters.read(name, model_specs(changed, VOCAB, EOD)[name], TensorGroup())
     with pytest.raises(ConfigError, match=r"shape \(128, 32\), expected \(129, 32\)"):
         parameters.read(WORDS, model_specs(changed, 129, EOD)[WORDS], TensorGroup())
@@ -390,7 +389,8 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
             open_source(path.parent)
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            UniversalParameters(find(blooms)).read("8.bias", spec, TensorGroup())
+            _, moments, _ = UniversalParameters(find(blooms)).read("8.bias", spec, TensorGroup())
+            dict(moments)
     assert not harm.exists()
 
 
