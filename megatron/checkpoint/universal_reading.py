@@ -217,29 +217,34 @@ class UniversalParameters:
 
 def _shard(path: Path, spec: ParameterSpec, tensor: TensorGroup) -> Tensor:
     """This rank's part of a whole tensor, flat, in fp32."""
-    whole = read_whole(path)
-    rows, *others = spec.whole_shape
-    # The vocabulary may be there with any padding, or none.
-    fits = whole.shape[0] == rows if spec.used_rows is None else whole.shape[0] >= spec.used_rows
-    if not fits or list(whole.shape[1:]) != others:
-        expected = spec.whole_shape if spec.used_rows is None else (spec.used_rows, *others)
-        raise ConfigError(
-            f"{path} holds a tensor of shape {tuple(whole.shape)}, expected {expected}: it is of another "
-            "model"
-        )
+    whole = read_whole(path, spec)
     if spec.shard_dim is None:
         return whole.reshape(-1)
     saved = replace(spec, whole_shape=tuple(whole.shape))
     return recut(spec, tensor, saved, 1, lambda _rank: whole).reshape(-1)
 
 
-def read_whole(path: Path) -> Tensor:
-    """The tensor in a file of a parameter or moment, mapped into memory."""
+def fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+    """Whether a whole tensor is of the spec's shape; the vocabulary may have any padding, or none."""
+    if spec.used_rows is None:
+        return shape == tuple(spec.whole_shape)
+    return shape[1:] == tuple(spec.whole_shape[1:]) and shape[0] >= spec.used_rows
+
+
+def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
+    """The tensor in a file of a parameter or moment, mapped into memory; ConfigError unless it fits the spec,
+    if there is one."""
     entry = load_file(path)
     whole = entry.get("param") if isinstance(entry, Mapping) else None
     if not isinstance(whole, Tensor) or whole.dim() == 0:
         raise ConfigError(
             f"checkpoint file {path} holds no tensor under 'param': it is of no universal checkpoint"
+        )
+    if spec is not None and not fits(tuple(whole.shape), spec):
+        rows = spec.whole_shape[0] if spec.used_rows is None else spec.used_rows
+        raise ConfigError(
+            f"{path} holds a tensor of shape {tuple(whole.shape)}, expected {(rows, *spec.whole_shape[1:])}: "
+            "it is of another model"
         )
     return whole
 
