@@ -55,7 +55,8 @@ def main() -> None:
         outcome = kill_again_and_again(Path(folder), arguments.kills, arguments.seed)
     print(
         f"{outcome.kills} kills, of which {outcome.unfinished} left an unfinished save behind; "
-        f"{outcome.good_resumes} good resumes over {outcome.steps} steps, {outcome.seconds:.0f} s"
+        f"{outcome.starts} starts, {outcome.good_resumes} good resumes over {outcome.steps} steps, "
+        f"{outcome.seconds:.0f} s"
     )
     for fault in outcome.faults:
         print(f"FAULT: {fault}")
@@ -68,7 +69,9 @@ class Outcome:
 
     kills: int = 0
     unfinished: int = 0
+    starts: int = 0
     good_resumes: int = 0
+    """Starts that found a checkpoint as new as the last that was said to be saved."""
     steps: int = 0
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -88,12 +91,15 @@ def kill_again_and_again(folder: Path, kills: int, seed: int) -> Outcome:
             run_world(
                 2, start_and_be_killed, checkpoints, journal, lot.randrange(2), SAVES, instant, lot.random()
             )
-        except WorldError:
+        except WorldError as error:
             outcome.kills += 1
+            if not any(kind == "started" for kind, *_ in read(journal)):
+                outcome.faults.append(f"kill {outcome.kills}: the run could not start again: {error}")
+        outcome.starts += 1
         outcome.unfinished += any(checkpoints.glob("saving-*"))
         for kind, *values in read(journal):
             if kind == "started":
-                outcome.good_resumes += values[0] > 0
+                outcome.good_resumes += values[0] > 0 and values[0] >= complete
                 if values[0] < complete:
                     outcome.faults.append(f"step {complete} was saved, and step {values[0]} was resumed")
             elif kind == "step":

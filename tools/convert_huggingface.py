@@ -6,9 +6,9 @@
 
 The first writes config.json, the weights as safetensors, and the tokenizer. A model with ALiBi and
 --embed-layernorm becomes a BloomForCausalLM, one with absolute positions a GPT2LMHeadModel; others are
-refused. The checkpoint may be a native one of any layout, or a universal one. The second makes a universal
-checkpoint of a BLOOM or GPT-2, and prints the flags with which pretrain_gpt.py starts from it, on any layout.
-Either way the logits are equal. docs/huggingface.md has more.
+refused. The checkpoint may be a native one of any layout, or a universal one that this program made. The
+second makes a universal checkpoint of a BLOOM or GPT-2, and prints the flags with which pretrain_gpt.py
+starts from it, on any layout. Either way the logits are equal. docs/huggingface.md has more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="type of the weights (default: the one that the run trained in)",
+        help="type of the weights (default: the one that the run trained in); fp32 takes the optimizer's "
+        "values, which are not rounded",
     )
     group.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
     group = parser.add_argument_group("with --from-hugging-face")
@@ -117,7 +118,12 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     """Writes the folder for Hugging Face; returns remarks."""
     from megatron.checkpoint.huggingface import FAMILIES
-    from megatron.checkpoint.huggingface_export import family_of, remarks, write_hugging_face
+    from megatron.checkpoint.huggingface_export import (
+        family_of,
+        remarks,
+        verification,
+        write_hugging_face,
+    )
     from megatron.checkpoint.reading import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
@@ -133,6 +139,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
         f"wrote {arguments.output}: {architecture} in {precision}, iteration {checkpoint.state.iteration} of "
         f"{checkpoint.folder}"
     )
+    print(f"compared on the way: {verification(checkpoint, arguments.dtype)}")
     return notes
 
 

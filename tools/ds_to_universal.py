@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron.checkpoint.damage import damaged_files
 from megatron.checkpoint.source import Source, open_source
-from megatron.checkpoint.universal import convert, find_damage
+from megatron.checkpoint.universal import convert
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 
@@ -122,11 +123,11 @@ def verify_digests(source: Source, workers: int) -> None:
     """Reads all files of the source, with a progress bar; ConfigError names those that are damaged."""
     damages = []
     with tqdm(total=len(source.run["files"]), unit="file", disable=None) as bar:
-        for damage in find_damage(source, workers):
+        for damage in damaged_files(source.folder, source.run["files"], workers):
             bar.update()
             damages += [damage] if damage else []
     if damages:
-        raise ConfigError(f"{'; '.join(damages)}: convert an older checkpoint")
+        raise ConfigError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron.checkpoint.digests import StateDigests, digest_state
+from megatron.checkpoint.digests import DigestsAsRead, StateDigests, digest_state
 from megatron.checkpoint.folders import Checkpoint
 from megatron.config import Config, ConfigError
 from megatron.data.loader import MicroBatch
@@ -37,31 +38,31 @@ def certify(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
     """What `run.json` keeps: digests and the probe's loss. Collective."""
     state = digest_state(engine.optimizer, engine.layout)
     config = engine.run_config
+    loss = probe_loss(engine, vocab_size)
     return {
         "digests": state.tensors,
         "updates": state.step,
         "unequal_copies": list(state.unequal),
-        "probe": {"seq_length": config.model.seq_length, "loss": probe_loss(engine, vocab_size)},
+        "probe": {"seq_length": config.model.seq_length, "loss": loss} if math.isfinite(loss) else None,
     }
 
 
-def check_certificate(engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool) -> list[Check]:
+def check_certificate(
+    engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, as_read: DigestsAsRead
+) -> list[Check]:
     """Compares what the engine holds with what the checkpoint says, a line per thing. Collective.
 
-    with_moments: whether the checkpoint's moments were loaded. Raises ConfigError, on every rank, that names
-    what is not as it was saved.
+    with_moments: whether the checkpoint's moments were loaded. as_read: of what was quantised since. Raises
+    ConfigError, on every rank, that names what is not as it was saved.
     """
     certificate = checkpoint.run.get("certificate")
     if certificate is None:
         return [Check("certificate", "the checkpoint has none: what was loaded cannot be compared")]
-    found = digest_state(engine.optimizer, engine.layout)
-    checks = [
+    found = digest_state(engine.optimizer, engine.layout, as_read)
+    return [
         *_check_digests(checkpoint, certificate, found, with_moments),
         _check_probe(engine, checkpoint, certificate["probe"]),
     ]
-    if found.unequal:
-        checks.append(Check("copies", f"NOT equal on all ranks: {_some(found.unequal)}"))
-    return checks
 
 
 def _check_digests(
@@ -73,19 +74,15 @@ def _check_digests(
             yield Check(subject, "not loaded: another kind of optimizer begins anew")
             continue
         now = found.tensors.get(kind, {})
-        other = [name for name in expected if now.get(name) != expected[name]]
-        # Blocks of 8-bit moments are cut otherwise on other tensor ranks, or were not there before; the
-        # optimizer has compared each element as it was quantised.
-        anew = [name for name in other if kind != "fp32" and name in found.quantized]
-        wrong = sorted(set(other) - set(anew))
+        wrong = [name for name in expected if now.get(name) != expected[name]]
         if wrong:
             raise ConfigError(
                 f"checkpoint {checkpoint.folder}: after loading, {subject} of {_some(wrong)} differs from "
                 "what was saved: do not go on from it; load an older checkpoint and report this"
             )
-        finding = f"{len(expected) - len(anew)} parameters, equal to the last bit"
-        if anew:
-            finding += f"; {len(anew)} quantised to 8 bits anew, equal to one step"
+        finding = f"{len(expected)} parameters, equal to the last bit"
+        if kind != "fp32" and found.quantized:
+            finding += f"; {len(found.quantized)} then quantised to 8 bits, each element to within one step"
         yield Check(subject, finding)
     if with_moments and certificate["updates"] is not None:
         if certificate["updates"] != found.step:
@@ -98,7 +95,7 @@ def _check_digests(
 
 def _check_probe(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
     if saved is None:
-        return Check("loss of the probe", "not compared: the conversion averaged unequal copies")
+        return Check("loss of the probe", "not compared: the checkpoint has none")
     model, precision = engine.run_config.model, engine.run_config.precision.name
     if saved["seq_length"] != model.seq_length:
         return Check("loss of the probe", f"not compared: --seq-length was {saved['seq_length']}")
@@ -116,18 +113,20 @@ def _check_probe(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any
 def probe_loss(engine: GPTEngine, vocab_size: int) -> float:
     """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
 
-    The sequence fills every row of a micro-batch on every replica, so that no size of theirs matters.
+    The sequence fills every row of every micro-batch on every replica, so that no size of theirs matters.
     """
-    loss = engine.evaluate(_probe(engine.run_config, vocab_size), 1)
-    return float(loss)
+    parallel = engine.run_config.parallel
+    # DualPipeV takes no fewer than this many micro-batches.
+    count = 2 * parallel.pipeline_model_parallel_size if parallel.pipeline_schedule == "dualpipev" else 1
+    return float(engine.evaluate(repeat(_probe(engine.run_config, vocab_size), count), count))
 
 
-def _probe(config: Config, vocab_size: int) -> Iterator[MicroBatch]:
+def _probe(config: Config, vocab_size: int) -> MicroBatch:
     length = config.model.seq_length
     text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
     rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
     mask = torch.ones(rows.shape[0], length)
-    yield rows[:, :-1].contiguous(), (rows[:, 1:].contiguous(), mask)
+    return rows[:, :-1].contiguous(), (rows[:, 1:].contiguous(), mask)
 
 
 def _some(names: Any) -> str:

@@ -77,6 +77,26 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
     return [] if is_a_start(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
 
 
+def check_copies(checkpoint: Checkpoint, config: Config) -> None:
+    """Refuses a checkpoint in which copies of one parameter differ between ranks, unless --allow-drift."""
+    unequal = checkpoint.run.get("certificate", {}).get("unequal_copies", [])
+    if unequal and not config.checkpoint.allow_drift:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}: when it was saved, copies on several ranks were not equal "
+            f"({'; '.join(unequal[:3])}; {len(unequal)} in all): load an older one, or take the first rank's "
+            "copies with --allow-drift"
+        )
+
+
+def check_foreign_schedule(checkpoint: Checkpoint, config: Config) -> None:
+    """Refuses to take the schedule of a checkpoint that tells none."""
+    if config.schedule.use_checkpoint_lr_scheduler:
+        raise ConfigError(
+            f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} is another program's, whose "
+            "schedule is not known: drop the flag and give the --lr flags that it was trained with"
+        )
+
+
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses another learning-rate schedule unless a flag says which one wins."""
     if not _has_schedule(checkpoint):

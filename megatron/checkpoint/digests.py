@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 from megatron.mpu.random import mix64
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, OwnedState
 
 # Elements that are worked on at once: their positions and keys stay in a core's cache.
 CHUNK = 1 << 16
@@ -41,15 +41,35 @@ class StateDigests:
     """Of what should be equal on several ranks, the '<kind> of <parameter>' that is not."""
 
 
-def digest_state(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> StateDigests:
-    """Digests of all that the optimizers of all ranks hold. Collective; every rank gets the whole."""
+class DigestsAsRead:
+    """This rank's part of the digests of moments as they came from a checkpoint, before 8 bits rounded them:
+    by parameter and kind."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, dict[str, int]] = {}
+
+    def add(self, part: OwnedState) -> None:
+        """Takes what was read of one moment."""
+        digests = fragment_digests(part.spec, part.tensor, part.start, part.values)
+        self.parts.setdefault(part.name, {}).update(digests)
+
+
+def digest_state(
+    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, as_read: DigestsAsRead | None = None
+) -> StateDigests:
+    """Digests of all that the optimizers of all ranks hold. Collective; every rank gets the whole.
+
+    as_read: of moments that are there it takes these digests instead.
+    """
+    read_parts = as_read.parts if as_read is not None else {}
     place = (layout.pipeline_stage, layout.data_rank if optimizer.partition_count == 1 else 0)
     own: dict[str, dict[str, int]] = {}
     sharded: set[str] = set()
     quantized: set[str] = set()
     steps: set[float] = set()
     for part in optimizer.owned_state():
-        own[part.name] = fragment_digests(part.spec, optimizer.tensor, part.start, part.values)
+        digests = fragment_digests(part.spec, part.tensor, part.start, part.values)
+        own[part.name] = digests | read_parts.get(part.name, {})
         if part.spec.shard_dim is not None:
             sharded.add(part.name)
         if part.quantized:

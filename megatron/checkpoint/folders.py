@@ -62,8 +62,9 @@ class Checkpoint:
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint of `folder`: the one that `latest` names, or if that is incomplete or
-    missing the newest `global_step<N>` that is not; or `folder` itself if it is one. None if there is none.
+    """The newest complete checkpoint of `folder`: the one that `latest` names, or a newer one of the same
+    run; if that is incomplete or missing the newest `global_step<N>` that is not. Or `folder` itself if it is
+    a checkpoint. None if there is none.
 
     `damaged`: folders to pass over, and what was found to be wrong with them.
 
@@ -78,9 +79,10 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     named = latest.read_text().strip() if latest.is_file() else None
     native = (path for path in folder.glob("global_step*") if path.is_dir() and not is_universal(path))
     others = {path.name for path in native} - {named}
-    newest_first = sorted(others, key=step_of, reverse=True)
+    newest_first = sorted(others, key=lambda name: (step_of(name), name), reverse=True)
+    successors = [name for name in newest_first if named and _continues(folder / name, named)]
     passed_over = []
-    for name in [named, *newest_first] if named else newest_first:
+    for name in dict.fromkeys([*successors, named, *newest_first] if named else newest_first):
         try:
             if name in damaged:
                 raise ConfigError(f"checkpoint {folder / name}: {damaged[name]}")
@@ -91,10 +93,22 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         unfinished = [path.name for path in folder.glob(f"{SAVING}global_step*")]
         newer = sorted(name for name in unfinished if step_of(name) > checkpoint.state.iteration)
         passed_over += [f"{name} was never finished" for name in newer]
+        if name == named:
+            ahead = [other for other in others if step_of(other) > checkpoint.state.iteration]
+            passed_over += [f"{other} is incomplete or of another run" for other in sorted(ahead)]
         return replace(checkpoint, passed_over="; ".join(passed_over))
     if passed_over:
         raise ConfigError("; ".join(passed_over))
     return None
+
+
+def _continues(folder: Path, name: str) -> bool:
+    """Whether a checkpoint is of a run that came by the one called `name`, and is newer: the job was killed
+    before `latest` could name it."""
+    try:
+        return step_of(folder.name) > step_of(name) and name in open_checkpoint(folder).run.get("lineage", [])
+    except ConfigError:
+        return False
 
 
 def is_universal(folder: Path) -> bool:

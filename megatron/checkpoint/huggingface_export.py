@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.checkpoint.folders import Checkpoint
+from megatron.checkpoint.damage import compared_tensors, damaged_files, has_digest
+from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.huggingface import FAMILIES, Family
+from megatron.checkpoint.optimizer_files import VALUES
+from megatron.checkpoint.states import open_states, specs_of
 from megatron.checkpoint.weights import whole_weights
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.model.gpt_model import PARAMETER_DTYPES
-from megatron.model.single_process import model_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -90,8 +92,9 @@ def write_hugging_face(
     """Writes the folder `output`: config.json, weights as safetensors, and what `write_tokenizer` adds.
 
     precision: 'fp32', 'fp16' or 'bf16'; None: the one that the run trained in. The weights pass through
-    memory a file at a time. The folder appears complete or not at all. Raises ConfigError for a model that
-    has no Hugging Face form, for damaged files, and for an `output` that is taken.
+    memory a file at a time, and are compared with their digests as far as the checkpoint has any. The folder
+    appears complete or not at all. Raises ConfigError for a model that has no Hugging Face form, for damaged
+    files, and for an `output` that is taken.
     """
     config = checkpoint.config
     family = FAMILIES[family_of(config.model)]
@@ -147,11 +150,47 @@ def _write_generation_config(their_config: PreTrainedConfig, folder: Path) -> No
     GenerationConfig.from_model_config(their_config).save_pretrained(folder)
 
 
+def _takes_masters(checkpoint: Checkpoint, precision: str) -> bool:
+    """Whether the values come from the optimizer's files, for those of the layers are rounded."""
+    rounded = checkpoint.config.precision.name != "fp32" and not is_universal(checkpoint.folder)
+    return rounded and precision == "fp32"
+
+
+def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
+    """With what the weights are compared while `write_hugging_face` writes them, in words."""
+    precision = precision or checkpoint.config.precision.name
+    if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
+        return "the digests of the layer files"
+    if compared_tensors(checkpoint).get(VALUES):
+        return "the digests of the fp32 values"
+    return "sizes alone, for the checkpoint has no digests of its fp32 values"
+
+
+def _our_weights(checkpoint: Checkpoint, precision: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole weight), each compared with its digest or that of its files; ConfigError if it differs."""
+    specs = specs_of(checkpoint)
+    if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
+        files = {name: entry for name, entry in checkpoint.run["files"].items() if name.startswith("layer_")}
+        for damage in filter(None, damaged_files(checkpoint.folder, files)):
+            raise ConfigError(f"checkpoint {checkpoint.folder}: {damage}; take an older one")
+        yield from whole_weights(checkpoint.folder, specs)
+        return
+    states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {})
+    for name, spec in specs.items():
+        whole = states.read(name, VALUES)
+        if name in digests and not has_digest(whole, spec, digests[name]):
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}: {name} is damaged: its digest is not that of {RUN_FILE}; "
+                "take an older one"
+            )
+        yield name, whole
+
+
 def _their_weights(checkpoint: Checkpoint, family: Family, precision: str) -> Iterator[tuple[str, Tensor]]:
     model = checkpoint.config.model
-    specs = model_specs(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    specs = specs_of(checkpoint)
     table = {parameter.ours: parameter for parameter in family.names(model.num_layers)}
-    for name, whole in whole_weights(checkpoint.folder, specs):
+    for name, whole in _our_weights(checkpoint, precision):
         parameter = table[name]
         without_padding = whole[: specs[name].used_rows]
         theirs = parameter.transform.to_theirs(without_padding, model.num_attention_heads)

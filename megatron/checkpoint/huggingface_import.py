@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import seal, write_atomically
 from megatron.checkpoint.native import layout_record
 from megatron.checkpoint.reading import tokenizer_settings
 from megatron.checkpoint.reshape import spec_record
-from megatron.checkpoint.universal import put_in_place, write_parameter
+from megatron.checkpoint.universal import PARTIAL, check_space, put_in_place, write_parameter
 from megatron.config import (
     BatchConfig,
     Config,
@@ -240,14 +240,14 @@ def write_universal(
             f"{model.folder} has embeddings of {model.rows} tokens, and the tokenizer has {vocab_size}: give "
             "the flags of the tokenizer that the model was trained with"
         )
-    partial = output.with_name(output.name + ".partial")
+    partial = output.with_name(output.name + PARTIAL)
     for path in (output, partial):
         if path.exists():
             raise ConfigError(f"{path} exists already: remove it, or give another --output")
     specs = _specs_without_padding(config, vocab_size, eod)
     try:
         partial.mkdir(parents=True)
-        _check_space(partial, specs)
+        check_space(partial, sum(4 * prod(spec.whole_shape) for spec in specs.values()), "--output")
         for name, weight in model.weights():
             values = weight[: specs[name].used_rows].float().contiguous()
             write_parameter(partial, name, specs[name], (values, {}, {}))
@@ -259,16 +259,6 @@ def write_universal(
         if isinstance(error, (OSError, RuntimeError)):  # torch raises the latter for a full disk
             raise ConfigError(f"--output {output} cannot be written ({_first_line(error)})") from error
         raise
-
-
-def _check_space(folder: Path, specs: Mapping[str, ParameterSpec]) -> None:
-    needed = sum(4 * prod(spec.whole_shape) for spec in specs.values())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--output: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
-            "make space, or give another folder"
-        )
 
 
 def _run_record(

@@ -15,7 +15,12 @@ Files = dict[str, dict[str, Any]]
 def describe_files(folder: Path) -> Files:
     """Size and digest of every file in the folder, each of which is on the disk after this. Collective: the
     ranks share the work, and all get the whole."""
-    names = sorted(path.name for path in folder.iterdir())
+    import torch.distributed as dist
+
+    # One rank lists: on a shared file system another's listing may be older.
+    names: list[Any] = [sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    (names,) = names
     return _shared(names, lambda name: describe_file(folder / name, to_disk=True))
 
 
@@ -33,8 +38,16 @@ def first_misfit(folder: Path, files: Files) -> str | None:
 
 def first_damaged(folder: Path, files: Files) -> str | None:
     """The first file that is not as it was written, in words. Reads all. Collective, as `describe_files`."""
-    found = _shared(sorted(files), lambda name: describe_file(folder / name))
-    for name, now in found.items():
+
+    def describe(name: str) -> dict[str, Any]:
+        try:
+            return describe_file(folder / name)
+        except OSError as error:
+            return {"unreadable": str(error)}
+
+    for name, now in _shared(sorted(files), describe).items():
+        if "unreadable" in now:
+            return f"{name} cannot be read ({now['unreadable']})"
         if now != files[name]:
             return f"{name} is damaged: its digest is not the one that it was written with"
     return None

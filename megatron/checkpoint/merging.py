@@ -15,7 +15,7 @@ from megatron.checkpoint.torch_files import StoredTensor
 from megatron.config.errors import ConfigError
 
 # Of a parameter; beside it a worker holds as much again of its shards.
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 1 << 20
 _ITEM_BYTES = 4
 
 

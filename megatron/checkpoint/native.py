@@ -7,6 +7,7 @@ sample numbers, and the learning rate of progress, so there is no random state t
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,12 +20,15 @@ import torch.distributed as dist
 
 from megatron.checkpoint.certificate import Check, certify, check_certificate, table
 from megatron.checkpoint.compatibility import (
+    check_copies,
     check_data,
+    check_foreign_schedule,
     check_model,
     check_schedule,
     data_line,
     schedule_line,
 )
+from megatron.checkpoint.digests import DigestsAsRead
 from megatron.checkpoint.folders import (
     LATEST_FILE,
     RUN_FILE,
@@ -34,7 +38,6 @@ from megatron.checkpoint.folders import (
     describe_start,
     find_latest,
     is_universal,
-    step_of,
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
@@ -45,6 +48,8 @@ from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import rule_record
+
+_LOG = logging.getLogger(__name__)
 
 
 class SaveError(OSError):
@@ -64,8 +69,11 @@ def find_checkpoint(
         checkpoint = _find_universal_or_newer(config.checkpoint, damaged)
     elif config.checkpoint.load:
         checkpoint = _find_native(Path(config.checkpoint.load), damaged)
+    if checkpoint is not None:
+        check_copies(checkpoint, config)
     if checkpoint is not None and checkpoint.is_foreign:
         check_foreign(checkpoint, config, vocab_size)
+        check_foreign_schedule(checkpoint, config)
     elif checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_data(checkpoint, config, fingerprint)
@@ -77,11 +85,25 @@ def _find_universal_or_newer(config: CheckpointConfig, damaged: Mapping[str, str
     """The universal checkpoint, or what this run has saved since it began there: the same command, given
     again, goes on."""
     universal = find_universal(config.load)
-    own = find_latest(config.save, damaged) if config.save and not is_universal(Path(config.save)) else None
-    if own is None or own.state.iteration <= universal.state.iteration:
+    if config.save is None or is_universal(Path(config.save)):
         return universal
-    reason = f"it is newer than the universal checkpoint {universal.folder}"
+    try:
+        own = find_latest(config.save, damaged)
+    except ConfigError as error:  # none of them is complete: the universal one is
+        return replace(universal, passed_over=str(error))
+    if own is None or own.run.get("origin") != _identity(universal):
+        return universal
+    reason = f"this run has saved it since it started from {universal.folder}"
     return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells a universal checkpoint from others, wherever it lies."""
+    return {
+        "folder": checkpoint.folder.name,
+        "iteration": checkpoint.state.iteration,
+        "sha256": checkpoint.run.get("sha256"),
+    }
 
 
 def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -112,7 +134,8 @@ def settle_on_checkpoint(
 
 def _check_agreement(checkpoint: Checkpoint | None) -> None:
     """Raises ConfigError on every rank unless all of them have found the same checkpoint. Collective."""
-    found = checkpoint.folder.name if checkpoint else "none"
+    # The same name might be of another run, on a disk of the node's own.
+    found = f"{checkpoint.folder.name} {checkpoint.run.get('sha256', '')}" if checkpoint else "none"
     everywhere: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     if len(set(everywhere)) > 1:
@@ -156,12 +179,12 @@ def save_checkpoint(
     """
     folder, tag = Path(folder), f"global_step{state.iteration}"
     saving = folder / f"{SAVING}{tag}"
-    if engine.global_rank == 0:
-        shutil.rmtree(saving, ignore_errors=True)
-    dist.barrier()
     parameters = _parameter_records(engine)
     info = derive_info(parameters, vocab_size)
     try:
+        if engine.global_rank == 0 and saving.exists():
+            shutil.rmtree(saving)  # what is left in there would be taken for a part of this checkpoint
+        dist.barrier()
         # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
         extra = client_state(info, engine.run_config, asdict(state))
         engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
@@ -182,14 +205,21 @@ def save_checkpoint(
                 "parameters": parameters,
                 "certificate": certificate,
                 INFO_KEY: info,
+                "origin": engine.checkpoint_origin,
+                "lineage": engine.checkpoint_lineage,
                 "files": files,
             }
             write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
             _put_in_place(saving, folder / tag)
             write_atomically(folder / LATEST_FILE, tag)
-            _remove_old(folder, folder / tag, engine.run_config.checkpoint.keep_last)
     except (OSError, RuntimeError) as error:
         raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
+    if engine.global_rank == 0:
+        before = [name for name in engine.checkpoint_lineage if name != tag and (folder / name).exists()]
+        _remove_old(folder, before, engine.run_config.checkpoint.keep_last)
+        engine.checkpoint_lineage = [*(name for name in before if (folder / name).exists()), tag]
+        if unequal := certificate["unequal_copies"]:
+            _LOG.warning("%s: copies on several ranks are not equal: %s", folder / tag, "; ".join(unequal))
     dist.barrier()
     return folder / tag
 
@@ -212,21 +242,24 @@ def _put_in_place(saving: Path, final: Path) -> None:
     _remove(replaced)
 
 
-def _remove_old(folder: Path, newest: Path, keep_last: int | None) -> None:
-    """Leaves the `keep_last` newest complete checkpoints, and of unfinished ones none."""
-    for path in folder.glob(f"{SAVING}global_step*"):
-        _remove(path)
-    if keep_last is not None:
-        complete = {path.parent for path in folder.glob(f"global_step*/{RUN_FILE}")} - {newest}
-        native = [path for path in complete if not is_universal(path)]
-        for path in sorted(native, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
+def _remove_old(folder: Path, before: list[str], keep_last: int | None) -> None:
+    """Deletes unfinished checkpoints, and of those that this run has come by, oldest first, all but
+    keep_last - 1. Those of other runs, and what was found damaged, it leaves alone."""
+    too_old = before[: max(len(before) - keep_last + 1, 0)] if keep_last is not None else []
+    for path in [*folder.glob(f"{SAVING}global_step*"), *(folder / name for name in too_old)]:
+        try:
             _remove(path)
+        except OSError as error:
+            _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
 
 def _remove(folder: Path) -> None:
-    # First what makes it look complete: the rest takes time, in which the job may be killed.
-    (folder / RUN_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_symlink():
+        folder.unlink()  # what it points to is somebody's elsewhere
+    elif folder.exists():
+        # First what makes it look complete: the rest takes time, in which the job may be killed.
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def start_from(
@@ -241,6 +274,13 @@ def start_from(
     if checkpoint is None:
         return TrainingState()
     tell(table(load_checkpoint(engine, checkpoint, fingerprint)))
+    if is_universal(checkpoint.folder):
+        engine.checkpoint_origin = _identity(checkpoint)
+        return checkpoint.state
+    engine.checkpoint_origin = checkpoint.run.get("origin")
+    save = engine.run_config.checkpoint.save
+    if save is not None and Path(save).resolve() == checkpoint.folder.parent.resolve():
+        engine.checkpoint_lineage = [*checkpoint.run.get("lineage", []), checkpoint.folder.name]
     return checkpoint.state
 
 
@@ -256,11 +296,12 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
         parameters = SavedParameters(checkpoint)
     same_precision = not checkpoint.is_foreign and checkpoint.config.precision.name == now.precision.name
     with_moments = parameters.kept_by == _moments_of(now)
+    as_read = DigestsAsRead()
     engine.optimizer.load_by_name(
-        parameters.read, parameters.loss_scaler if same_precision else None, with_moments
+        parameters.read, parameters.loss_scaler if same_precision else None, with_moments, as_read.add
     )
     return [
-        *check_certificate(engine, checkpoint, with_moments),
+        *check_certificate(engine, checkpoint, with_moments, as_read),
         Check("data", data_line(checkpoint, fingerprint)),
         Check("learning rate", schedule_line(checkpoint, now)),
         Check("random streams", "made from seed, iteration and global coordinates: nothing to restore"),

@@ -41,7 +41,11 @@ class _Fragment:
         return self.state["base_optimizer_state"]["state"].get(self.group, {})
 
     def piece(self, key: str) -> StoredTensor:
-        return (self.master if key == VALUES else self.kept[key]).part(self.start, self.length)
+        tensor = self.master if key == VALUES else self.kept[key]
+        # A file may hold an object in its place that has all the attributes, and names another file.
+        if not isinstance(tensor, StoredTensor):
+            raise ConfigError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
+        return tensor.part(self.start, self.length)
 
 
 class OptimizerFiles:

@@ -12,9 +12,12 @@ from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
 
 
-def read_checkpoint(folder: str | Path, universal: bool = False) -> Checkpoint:
+def read_checkpoint(folder: str | Path, universal: bool = False, foreign: bool = False) -> Checkpoint:
     """The checkpoint in `folder`, or the one that `latest` in it names, or where there is no native one, or
-    if `universal`, the one that `latest_universal` names; ConfigError where there is none."""
+    if `universal`, the one that `latest_universal` names; ConfigError where there is none.
+
+    foreign: take one of another program too, which has no config.
+    """
     folder = Path(folder)
     if universal or is_universal(folder):
         checkpoint = find_universal(folder)
@@ -26,7 +29,14 @@ def read_checkpoint(folder: str | Path, universal: bool = False) -> Checkpoint:
                 f"`{LATEST_UNIVERSAL_FILE}`, or a global_stepN folder with {RUN_FILE}"
             )
         checkpoint = native or find_universal(folder)
-    check_run_file(checkpoint)
+    if not checkpoint.is_foreign:
+        check_run_file(checkpoint)
+    elif not foreign:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was made by another program, which keeps neither the whole "
+            "configuration of the model nor its vocabulary: start pretrain_gpt.py from it, with the flags of "
+            "the model, --universal_checkpoint and --save, and give what that run saves"
+        )
     return checkpoint
 
 

@@ -6,8 +6,9 @@ memory-mapped, so a rank reads what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,23 @@ from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 
 # fp32 values, moments by the optimizer's names, and what else it keeps (the step).
-ParameterState = tuple[Tensor, dict[str, Tensor], dict[str, Any]]
+ParameterState = tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
+
+
+class ReadWhenAsked(Mapping[str, Tensor]):
+    """Tensors by name, each read anew whenever it is asked for: so they need not all be in memory."""
+
+    def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._read[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 def spec_record(spec: ParameterSpec) -> dict[str, Any]:
@@ -48,16 +65,12 @@ class SavedParameters:
         (the step). The result may share memory with the file. ConfigError if the parameter is missing."""
         if name not in self._files.names:
             raise ConfigError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
-        moments = self._files.moments(name)
+        moments = {key: partial(self._shard, name, spec, tensor, key) for key in self._files.moments(name)}
         others = {
             key: value.tensor() if isinstance(value, StoredTensor) else value
             for key, value in self._files.others(name).items()
         }
-        return (
-            self._shard(name, spec, tensor, VALUES),
-            {key: self._shard(name, spec, tensor, key) for key in moments},
-            others,
-        )
+        return self._shard(name, spec, tensor, VALUES), ReadWhenAsked(moments), others
 
     def _shard(self, name: str, spec: ParameterSpec, tensor: TensorGroup, key: str) -> Tensor:
         def saved_shard(tensor_rank: int) -> Tensor:

@@ -140,16 +140,14 @@ def matching(info: Mapping[str, Any], name: str) -> list[tuple[Rule, str]]:
 def check_rules(info: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raises ValueError naming a parameter that not exactly one pattern matches, and a pattern that matches
     none."""
-    names, used = list(names), set()
+    names = list(names)
     for name in names:
         found = matching(info, name)
         if len(found) != 1:
             rules = ", ".join(f"{pattern} ({rule.value})" for rule, pattern in found) or "none"
             raise ValueError(f"parameter {name} must match one pattern of {INFO_KEY}, and matches {rules}")
-        used.add(found[0][1])
-    for pattern in (pattern for rule in Rule for pattern in info.get(rule.value, [])):
-        if pattern not in used:
-            raise ValueError(f"pattern {pattern} of {INFO_KEY} matches no parameter")
+    for pattern in unused_patterns(info, names):
+        raise ValueError(f"pattern {pattern} of {INFO_KEY} matches no parameter")
 
 
 def foreign_rule(info: Mapping[str, Any], name: str) -> Rule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,4 +144,12 @@ def _complete(source: Source) -> Source:
 
 def identity(source: Source) -> str:
     """What tells this checkpoint from another, for a conversion that is continued."""
-    return json.dumps([str(source.folder.resolve()), (source.run or {}).get("sha256", "")])
+    digest = source.run["sha256"] if source.run is not None else _digest_of_names(source.folder)
+    return json.dumps([str(source.folder.resolve()), digest])
+
+
+def _digest_of_names(folder: Path) -> str:
+    """Of names, sizes and times of change: another program's checkpoint says nothing of its files."""
+    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+    listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

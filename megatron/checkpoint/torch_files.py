@@ -37,6 +37,8 @@ _STORAGES = {
     **{"BFloat16Storage": "bfloat16", "BoolStorage": "bool", "LongStorage": "int64", "IntStorage": "int32"},
     **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8"},
 }
+# A pickle of a file with tens of thousands of parameters has a few MB.
+_MAX_PICKLE_BYTES = 1 << 28
 # torch begins a storage at a multiple of this many bytes of the file.
 _ALIGNMENT = 64
 
@@ -54,8 +56,18 @@ class StoredFile:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
+class _Sealed:
+    """What a pickle handles and cannot change. Without a `__dict__`, in its subclasses too, there is nothing
+    that its BUILD could fill; and it calls `__setstate__` if there is one."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError(f"it would change a {type(self).__name__}")
+
+
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(_Sealed):
     """A tensor that lies in a file.
 
     dtype: torch's name of it. begin: byte of the file where element 0 lies. stride: in elements, as torch's.
@@ -66,6 +78,9 @@ class StoredTensor:
     begin: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    # Written out: dataclass(slots=True) makes a __setstate__ of its own, which changes what is frozen.
+    __slots__ = ("file", "dtype", "begin", "shape", "stride")
 
     @property
     def numel(self) -> int:
@@ -80,7 +95,12 @@ class StoredTensor:
         return self.numel < 2 or self.stride == contiguous_stride(self.shape)
 
     def part(self, start: int, length: int) -> StoredTensor:
-        """Elements start to start + length - 1 of a flat tensor."""
+        """Elements start to start + length - 1 of a flat tensor; ConfigError if it has fewer."""
+        if not (type(start) is type(length) is int and 0 <= start <= start + length <= self.numel):
+            raise ConfigError(
+                f"checkpoint file {self.file.path} tells of {length} elements from {start} on in a tensor of "
+                f"{self.numel:,}: it is damaged"
+            )
         return replace(self, begin=self.begin + start * self.item_bytes, shape=(length,))
 
     def item(self) -> float:
@@ -183,19 +203,25 @@ class _Function:
 
 
 @dataclass(frozen=True)
-class _StorageType:
+class _StorageType(_Sealed):
     dtype: str
+
+    __slots__ = ("dtype",)
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _Storage(_Sealed):
     file: StoredFile
     dtype: str
     begin: int
     length: int
 
+    __slots__ = ("file", "dtype", "begin", "length")
+
     def tensor(self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> StoredTensor:
         shape, stride = tuple(shape), tuple(stride)
+        if not all(type(number) is int for number in (offset, *shape, *stride)):
+            raise pickle.UnpicklingError("a tensor's shape is not of whole numbers")
         sizes = zip(shape, stride, strict=True)
         last = offset + sum((size - 1) * step for size, step in sizes)
         if prod(shape) and not (offset >= 0 and min(shape + stride, default=0) >= 0 and last < self.length):
@@ -205,9 +231,16 @@ class _Storage:
         )
 
 
+def _rebuilt(storage: Any, *where: Any) -> StoredTensor:
+    # Not whatever has such a method: an `Inert` may have any attribute.
+    if not isinstance(storage, _Storage):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    return storage.tensor(*where)
+
+
 # Called for their result.
 _FUNCTIONS: dict[tuple[str, str], Callable] = {
-    ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *where: storage.tensor(*where),
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch", "Size"): tuple,
     ("torch", "device"): lambda *args: ":".join(map(str, args)),
@@ -250,11 +283,11 @@ class _Unpickler(pickle.Unpickler):
     """Of one file, whose members begin with `root`."""
 
     def __init__(self, path: Path, file: io.BufferedReader, archive: zipfile.ZipFile, root: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{root}data.pkl")), encoding="latin1")
         self._file, self._archive, self._root = file, archive, root
+        super().__init__(io.BytesIO(self._content("data.pkl", _MAX_PICKLE_BYTES)), encoding="latin1")
         self._stored_file = StoredFile(path)
         self._storages: dict[str, _Storage] = {}
-        if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+        if f"{root}byteorder" in archive.namelist() and self._content("byteorder", 16) != b"little":
             raise pickle.UnpicklingError("its numbers have the bytes in another order than this machine's")
 
     def find_class(self, module: str, name: str) -> Any:
@@ -282,11 +315,24 @@ class _Unpickler(pickle.Unpickler):
             self._storages[key] = _Storage(self._stored_file, storage_type.dtype, begin, length)
         return self._storages[key]
 
-    def _place(self, member: str) -> tuple[int, int]:
-        """First byte and number of bytes of a member."""
+    def _info(self, member: str) -> zipfile.ZipInfo:
+        """Of a member that takes no more memory than it has bytes in the file."""
         info = self._archive.getinfo(member)
         if info.compress_type != zipfile.ZIP_STORED:
-            raise pickle.UnpicklingError(f"{member} is compressed")
+            raise pickle.UnpicklingError(f"{member} is compressed, which torch never does")
+        return info
+
+    def _content(self, name: str, limit: int) -> bytes:
+        info = self._info(f"{self._root}{name}")
+        if info.file_size > limit:
+            raise pickle.UnpicklingError(
+                f"its {name} has {info.file_size:,} bytes, expected {limit:,} at most"
+            )
+        return self._archive.read(info)
+
+    def _place(self, member: str) -> tuple[int, int]:
+        """First byte and number of bytes of a member."""
+        info = self._info(member)
         # The header before the data has 30 bytes, the name and an extra field, whose lengths stand in it.
         self._file.seek(info.header_offset)
         header = self._file.read(30)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE
-from megatron.checkpoint.manifest import Files, describe_file, seal, write_atomically
+from megatron.checkpoint.manifest import seal, write_atomically
 from megatron.checkpoint.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
 from megatron.checkpoint.optimizer_files import VALUES, model_files
 from megatron.checkpoint.rules import Merge, rule_of
@@ -57,6 +57,10 @@ LOSS_SCALE_KEY = "loss_scaler_state"
 # In a conversion that is not over: parameters being written, and which checkpoint it is a conversion of.
 UNFINISHED_FOLDER = "unfinished"
 SOURCE_FILE = "source.json"
+# An empty file in it per parameter of whose copies the mean was taken.
+AVERAGED_FOLDER = "averaged"
+# A conversion that is not over is called this after its name.
+PARTIAL = ".partial"
 # What optimizer_state.pt leaves out, for it is in the parameters' files.
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
@@ -72,35 +76,62 @@ class Converted:
 
 def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = False) -> Iterator[Converted]:
     """Makes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
-    What an interrupted conversion of the same checkpoint has finished is not made again.
+    What an interrupted conversion of the same checkpoint has finished is not made again; of one that was
+    interrupted at its very end, the end is done.
 
     allow_drift: where copies of a replicated parameter differ between tensor ranks, take their mean.
 
     Raises ConfigError for a damaged source, too little disk space or memory, and copies that differ.
     """
     if target.exists():
-        raise ConfigError(f"--output_folder {target} exists: delete it, or give another")
-    partial = target.with_name(target.name + ".partial")
+        if not _is_of(source, target):
+            raise ConfigError(f"--output_folder {target} exists: delete it, or give another")
+        _announce(target)
+        return
+    partial = target.with_name(target.name + PARTIAL)
     _begin(source, partial)
     todo = [m for m in source.merges.values() if not (partial / PARAMETER_FOLDER / m.name).is_dir()]
     todo.sort(key=lambda merge: merge.bytes_per_state, reverse=True)
-    _check_space(partial, source, todo)
+    states = {merge.name: 1 + len(source.files.moments(merge.name)) for merge in todo}
+    check_space(partial, sum(merge.bytes_per_state * states[merge.name] for merge in todo), "--output_folder")
     _check_memory(workers)
     pool = ThreadPoolExecutor(workers)
     try:
         yield from pool.map(partial_function(_convert_parameter, source, partial, allow_drift), todo)
     finally:
         pool.shutdown(cancel_futures=True)
-    _write_rest(source, partial, allow_drift)
+    _write_rest(source, partial)
     put_in_place(partial, target)
 
 
 def put_in_place(partial: Path, target: Path) -> None:
     """Gives a finished universal checkpoint its name, and lets `latest_universal` tell it."""
     shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
-    (partial / SOURCE_FILE).unlink(missing_ok=True)
     os.rename(partial, target)
+    _announce(target)
+
+
+def _announce(target: Path) -> None:
+    """The last that is done. While `SOURCE_FILE` is there it may not have been."""
     write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
+    shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
+    (target / SOURCE_FILE).unlink(missing_ok=True)
+
+
+def _is_of(source: Source, target: Path) -> bool:
+    """Whether `target` is a finished conversion of this source that may not have been announced."""
+    mark = target / SOURCE_FILE
+    return mark.is_file() and mark.read_text() == identity(source)
+
+
+def check_space(folder: Path, needed: int, flag: str) -> None:
+    """ConfigError, with the flag that names the place, if the folder's disk has fewer bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"{flag}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
+            "make space, or give another folder"
+        )
 
 
 def write_parameter(
@@ -117,21 +148,6 @@ def write_parameter(
     step = others.get("step")
     _write_files(folder, merge, blocks, None if step is None else float(step))
     _finish(folder, name)
-
-
-def find_damage(source: Source, workers: int) -> Iterator[str | None]:
-    """Reads all files of the source, and per file yields in words what is wrong with it, None if nothing.
-
-    Only for checkpoints of this repo: others have no digests.
-    """
-    files: Files = (source.run or {"files": {}})["files"]
-
-    def damage(name: str) -> str | None:
-        is_well = describe_file(source.folder / name) == files[name]
-        return None if is_well else f"{source.folder / name} is damaged: its digest is not that of {RUN_FILE}"
-
-    with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(damage, files)
 
 
 # --- one parameter ---
@@ -151,6 +167,10 @@ def _convert_parameter(source: Source, partial: Path, allow_drift: bool, merge: 
             f"checkpoint {source.folder}: the copies of {merge.name} on the tensor ranks differ by up to "
             f"{drift.largest:.2e}: convert an older checkpoint, or take their mean with --allow-drift"
         )
+    if drift.largest:
+        # Before it is finished: whoever goes on after an interruption does not see the copies again.
+        (partial / AVERAGED_FOLDER).mkdir(exist_ok=True)
+        (partial / AVERAGED_FOLDER / merge.name).touch()
     _finish(partial, merge.name)
     return Converted(merge.name, drift.largest)
 
@@ -191,23 +211,17 @@ def _begin(source: Source, partial: Path) -> None:
     """Makes the folder, or finds it as an interrupted conversion has left it."""
     partial.mkdir(parents=True, exist_ok=True)
     mark = partial / SOURCE_FILE
+    if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
+        raise ConfigError(
+            f"{partial} is no interrupted conversion of a native checkpoint, for it has no {SOURCE_FILE}: "
+            "delete it, or give another --output_folder"
+        )
     if mark.is_file() and mark.read_text() != identity(source):
         raise ConfigError(
             f"{partial} is an interrupted conversion of another checkpoint ({mark.read_text()}): finish "
             "that, or delete the folder"
         )
     write_atomically(mark, identity(source))
-
-
-def _check_space(folder: Path, source: Source, todo: Iterable[Merge]) -> None:
-    states = {merge.name: 1 + len(source.files.moments(merge.name)) for merge in todo}
-    needed = sum(merge.bytes_per_state * states[merge.name] for merge in todo)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--output_folder: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are "
-            "needed: make space, or give another folder"
-        )
 
 
 def _check_memory(workers: int) -> None:
@@ -230,7 +244,7 @@ def _available_memory() -> int | None:
     return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
-def _write_rest(source: Source, partial: Path, averaged: bool) -> None:
+def _write_rest(source: Source, partial: Path) -> None:
     """What is not of a single parameter: as DeepSpeed's converter leaves it, and `run.json`."""
     common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.files.common["base_optimizer_state"]["param_groups"]
@@ -248,16 +262,18 @@ def _write_rest(source: Source, partial: Path, averaged: bool) -> None:
             if UNFINISHED_FOLDER not in path.parts
         }
         unsealed = {key: value for key, value in source.run.items() if key != "sha256"}
+        folder = partial / AVERAGED_FOLDER
+        averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in unsealed:
-            unsealed["certificate"] = _certificate_of_cut(source, unsealed["certificate"])
+            unsealed["certificate"] = _certificate_without(averaged, unsealed["certificate"])
         run = seal({**unsealed, "files": sizes})
         write_atomically(partial / RUN_FILE, json.dumps(run, indent=2) + "\n")
 
 
-def _certificate_of_cut(source: Source, certificate: dict[str, Any]) -> dict[str, Any]:
-    """What of a certificate still holds if copies of replicated parameters were averaged."""
+def _certificate_without(averaged: set[str], certificate: dict[str, Any]) -> dict[str, Any]:
+    """What of a certificate still holds if the mean was taken of the copies of these parameters."""
     digests = {
-        kind: {name: digest for name, digest in of_kind.items() if source.merges[name].is_cut}
+        kind: {name: digest for name, digest in of_kind.items() if name not in averaged}
         for kind, of_kind in certificate["digests"].items()
     }
     return {**certificate, "digests": digests, "probe": None}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from megatron.checkpoint.folders import (
     step_of,
 )
 from megatron.checkpoint.optimizer_files import model_files
-from megatron.checkpoint.reshape import ParameterState, recut
+from megatron.checkpoint.reshape import ParameterState, ReadWhenAsked, recut
+from megatron.checkpoint.rules import INFO_KEY, VOCAB_SIZE_KEY
 from megatron.checkpoint.torch_files import Inert, load_file, read_file
 from megatron.checkpoint.universal import (
     LATEST_UNIVERSAL_FILE,
@@ -55,6 +56,8 @@ _MODEL_ARGS = (
 )
 # BigScience's enumeration of positions, and Microsoft's words.
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi", "learned_absolute": "absolute", "rope": "rotary"}
+# Rows of padding that a vocabulary may have where nothing tells how it was padded: BLOOM's has 200.
+_MOST_PADDING = 1024
 _NOT_COMPARED = (
     "It is not of this program: its data, dropout and schedule were not compared with this run's, its model "
     "by the shapes of its tensors and the arguments that it keeps"
@@ -108,7 +111,8 @@ def _open_foreign(folder: Path) -> Checkpoint:
             "number of consumed samples, so nothing says where the data goes on"
         )
     state = TrainingState(iteration, samples, max(tokens, 0))
-    run = {"args": args, "lr_scheduler": content.get("lr_scheduler"), "ds_version": content.get("ds_version")}
+    info = content.get(INFO_KEY)
+    run = {"args": args, "vocab_size": info.get(VOCAB_SIZE_KEY) if isinstance(info, Mapping) else None}
     remark = _NOT_COMPARED
     if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
         remark += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
@@ -124,13 +128,49 @@ def check_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int) -> No
         # An argument that the other program does not know contradicts nothing.
         if checkpoint.run["args"].get(name) not in (None, getattr(config.model, name))
     ]
-    held = {path.name for path in (checkpoint.folder / PARAMETER_FOLDER).iterdir() if path.is_dir()}
-    wanted = model_specs(config, vocab_size, None).keys()
+    specs = model_specs(config, vocab_size, None)
+    differences += _vocabulary_differences(checkpoint, specs, vocab_size)
+    held, wanted = _files_of_parameters(checkpoint).keys(), specs.keys()
     for names, what in ((wanted - held, "it lacks"), (held - wanted, "beside the model's it has")):
         if names:
             differences.append(f"{what} {len(names)} parameters, among them {min(names)}")
     if differences:
         raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+
+
+def _vocabulary_differences(
+    checkpoint: Checkpoint, specs: Mapping[str, ParameterSpec], vocab_size: int
+) -> list[str]:
+    """The true size if the checkpoint tells it, else more rows than padding explains."""
+    told = checkpoint.run["vocab_size"]
+    if told is not None:
+        same = told == vocab_size
+        return [] if same else [f"the vocabulary had {told} tokens, has {vocab_size}"]
+    (name,) = (name for name, spec in specs.items() if spec.used_rows is not None)
+    path = checkpoint.folder / PARAMETER_FOLDER / name / "fp32.pt"
+    rows = read_whole(path).shape[0] if path.is_file() else vocab_size
+    args = checkpoint.run["args"]
+    unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
+    unit *= _first_int(args.get("tensor_model_parallel_size"), 1)
+    if vocab_size <= rows <= vocab_size + max(unit, _MOST_PADDING):
+        return []
+    return [f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens"]
+
+
+def _files_of_parameters(checkpoint: Checkpoint) -> dict[str, frozenset[str]]:
+    """The names of each parameter's files; ConfigError where one lacks what others have, as in a folder that
+    was copied in part."""
+    known = {"fp32.pt", STEP_FILE, *MOMENT_FILES.values()}
+    folders = [path for path in (checkpoint.folder / PARAMETER_FOLDER).iterdir() if path.is_dir()]
+    files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
+    all_names = frozenset().union(*files.values())
+    for name, own in sorted(files.items()):
+        if lacking := sorted(all_names - own):
+            raise ConfigError(
+                f"universal checkpoint {checkpoint.folder} is incomplete: {name} has no {lacking[0]}, which "
+                "other parameters have: copy it again"
+            )
+    return files
 
 
 class UniversalParameters:
@@ -159,13 +199,13 @@ class UniversalParameters:
                 f"universal checkpoint {folder.parent} holds no parameter {name}: is it of another model?"
             )
         moments = {
-            key: _shard(folder / file, spec, tensor)
+            key: partial(_shard, folder / file, spec, tensor)
             for key, file in MOMENT_FILES.items()
             if (folder / file).exists()
         }
         return (
             _shard(folder / "fp32.pt", spec, tensor),
-            moments,
+            ReadWhenAsked(moments),
             {"step": self._step(folder)} if moments else {},
         )
 
@@ -177,29 +217,34 @@ class UniversalParameters:
 
 def _shard(path: Path, spec: ParameterSpec, tensor: TensorGroup) -> Tensor:
     """This rank's part of a whole tensor, flat, in fp32."""
-    whole = read_whole(path)
-    rows, *others = spec.whole_shape
-    # The vocabulary may be there with any padding, or none.
-    fits = whole.shape[0] == rows if spec.used_rows is None else whole.shape[0] >= spec.used_rows
-    if not fits or list(whole.shape[1:]) != others:
-        expected = spec.whole_shape if spec.used_rows is None else (spec.used_rows, *others)
-        raise ConfigError(
-            f"{path} holds a tensor of shape {tuple(whole.shape)}, expected {expected}: it is of another "
-            "model"
-        )
+    whole = read_whole(path, spec)
     if spec.shard_dim is None:
         return whole.reshape(-1)
     saved = replace(spec, whole_shape=tuple(whole.shape))
     return recut(spec, tensor, saved, 1, lambda _rank: whole).reshape(-1)
 
 
-def read_whole(path: Path) -> Tensor:
-    """The tensor in a file of a parameter or moment, mapped into memory."""
+def fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+    """Whether a whole tensor is of the spec's shape; the vocabulary may have any padding, or none."""
+    if spec.used_rows is None:
+        return shape == tuple(spec.whole_shape)
+    return shape[1:] == tuple(spec.whole_shape[1:]) and shape[0] >= spec.used_rows
+
+
+def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
+    """The tensor in a file of a parameter or moment, mapped into memory; ConfigError unless it fits the spec,
+    if there is one."""
     entry = load_file(path)
     whole = entry.get("param") if isinstance(entry, Mapping) else None
     if not isinstance(whole, Tensor) or whole.dim() == 0:
         raise ConfigError(
             f"checkpoint file {path} holds no tensor under 'param': it is of no universal checkpoint"
+        )
+    if spec is not None and not fits(tuple(whole.shape), spec):
+        rows = spec.whole_shape[0] if spec.used_rows is None else spec.used_rows
+        raise ConfigError(
+            f"{path} holds a tensor of shape {tuple(whole.shape)}, expected {(rows, *spec.whole_shape[1:])}: "
+            "it is of another model"
         )
     return whole
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.folders import PARAMETER_FOLDER, is_universal
 from megatron.checkpoint.torch_files import load_file
-from megatron.checkpoint.universal_reading import read_whole
+from megatron.checkpoint.universal_reading import fits, read_whole
 from megatron.config import ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
@@ -28,13 +28,7 @@ def whole_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[
 
 def _universal_wholes(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
     for name, spec in specs.items():
-        whole = read_whole(folder / PARAMETER_FOLDER / name / "fp32.pt")
-        if not _fits(tuple(whole.shape), spec):
-            raise ConfigError(
-                f"{folder}: {name} is a tensor of shape {tuple(whole.shape)}, expected {spec.whole_shape}: "
-                "it is of another model"
-            )
-        yield name, whole
+        yield name, read_whole(folder / PARAMETER_FOLDER / name / "fp32.pt", spec)
 
 
 class LayerFiles:
@@ -85,7 +79,7 @@ class LayerFiles:
                 shape = tuple(wholes[name].shape)
             except RuntimeError:  # torch cannot join them
                 shape = tuple(shards[0].shape)
-            if not _fits(shape, spec):
+            if not fits(shape, spec):
                 raise ConfigError(
                     f"{self.folder}: the {len(shards)} files of layer {layer} make {name} a tensor of shape "
                     f"{shape}, expected {spec.whole_shape}: they are not the files of one run"
@@ -109,19 +103,13 @@ class LayerFiles:
 def load_whole_weights(module: nn.Module, folder: Path) -> None:
     """Fills `module`, a single-process model, from the `folder` of a checkpoint.
 
-    The vocabulary's padding, which depends on the
-    tensor-parallel size, is cut or filled with zeros. Raises ConfigError naming what is missing.
+    The vocabulary's padding, which depends on the tensor-parallel size, is cut or filled with zeros. Raises
+    ConfigError naming what is missing.
     """
     parameters = dict(module.named_parameters())
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
     for name, whole in whole_weights(folder, specs):
         _copy_rows(parameters[name], whole)
-
-
-def _fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
-    if spec.used_rows is None:
-        return shape == spec.whole_shape
-    return shape[1:] == spec.whole_shape[1:] and shape[0] >= spec.used_rows
 
 
 def _parameter_prefix(layer_index: int) -> str:

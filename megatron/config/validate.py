@@ -80,8 +80,10 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     for kind, names in TOKENIZER_FILES.items():
         if data.tokenizer_type != kind:
             yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
+    if config.checkpoint.save is None:
+        yield config.checkpoint, ("keep_last",), "without --save"
     if config.checkpoint.load is None:
-        yield config.checkpoint, ("override_data",), "without --load"
+        yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
     if logging.tensorboard_dir is None:
         names = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,10 @@ class GPTEngine(SameNumbersPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tensor_group = tensor
+        # For the next checkpoint to tell: the universal one that the run began with, and the names of the
+        # native ones that it has come by, oldest first.
+        self.checkpoint_origin: dict[str, Any] | None = None
+        self.checkpoint_lineage: list[str] = []
         # For each of the stages of this rank, of which only dualpipev has a second.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         groups = parameter_groups(

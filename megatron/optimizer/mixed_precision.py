@@ -15,7 +15,7 @@ saved in fp32: any optimizer of the Adam family opens them, on any layout.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
+from megatron.config import ConfigError
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, has_partial_gradient, is_counted_here, spec_of
 from megatron.optimizer.eight_bit import new_moment
@@ -39,8 +40,8 @@ ALIGNMENT = 2
 NORM_CHUNK = 4096
 
 # For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
-# and in fp32, and what else the optimizer keeps.
-SavedState = Callable[[str, ParameterSpec, TensorGroup], tuple[Tensor, dict[str, Tensor], dict[str, Any]]]
+# and in fp32, and what else the optimizer keeps. A moment may be read only when it is asked for.
+SavedState = Callable[[str, ParameterSpec, TensorGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
 
 
 class NonFiniteError(RuntimeError):
@@ -66,6 +67,7 @@ class OwnedState:
 
     name: str
     spec: ParameterSpec
+    tensor: TensorGroup
     start: int
     """Place of the first of them in the rank's flat shard."""
     values: dict[str, Tensor]
@@ -160,6 +162,8 @@ class MixedPrecisionOptimizer:
         if zero_stage == 1:
             # By this name DeepSpeed's engine knows that each data-parallel rank has a part to save.
             self.dp_process_group = groups.data
+        # NVIDIA apex's Adam counts its updates in the groups, torch's in the state.
+        self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.overflow = False
         self.grad_norm = 0.0
         self._norms_before_reduction: Tensor | None = None
@@ -328,18 +332,25 @@ class MixedPrecisionOptimizer:
 
     def owned_state(self) -> Iterator[OwnedState]:
         """What this rank's partitions hold, a parameter at a time."""
-        for flat in self.flat:
-            step = self.optimizer.state.get(flat.master, {}).get("step")
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
                 values = {"fp32": flat.master.detach()[start : start + length]}
-                yield OwnedState(
-                    name=self.names[parameter],
-                    spec=spec_of(parameter),
-                    start=max(flat.start - parameter.flat_offset, 0),
-                    values=values | self.moment_fragments(flat, parameter),
-                    step=None if step is None else float(step),
-                    quantized=flat.quantized,
-                )
+                values |= self.moment_fragments(flat, parameter)
+                yield self._owned(flat, parameter, values, None if step is None else float(step))
+
+    def _owned(
+        self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
+    ) -> OwnedState:
+        return OwnedState(
+            name=self.names[parameter],
+            spec=spec_of(parameter),
+            tensor=self.tensor,
+            start=max(flat.start - parameter.flat_offset, 0),
+            values=values,
+            step=step,
+            quantized=flat.quantized,
+        )
 
     def state_dict(self) -> dict:
         """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
@@ -354,6 +365,8 @@ class MixedPrecisionOptimizer:
                 start = packed if flat.quantized else start
                 addresses[self.names[parameter]] = fragment_address(start=start, numel=length)
                 packed += length
+            if self._steps_in_groups and index in base["state"]:
+                base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
             if flat.quantized:
                 padding = 0
                 moments = self.moments_of(flat)
@@ -375,32 +388,70 @@ class MixedPrecisionOptimizer:
             "loss_scaler": self.scaler.state_dict(),
         }
 
+    def _load_moment(
+        self,
+        flat: FlatGroup,
+        parameter: nn.Parameter,
+        key: str,
+        elements: Tensor,
+        before_rounding: Callable[[OwnedState], None],
+    ) -> None:
+        state = self.optimizer.state[flat.master]
+        if key not in state:
+            state[key] = new_moment(key, flat.master, flat.moment_bits)
+        if flat.quantized:
+            before_rounding(self._owned(flat, parameter, {key: elements}))
+        (start, _) = flat.fragment(parameter)
+        if not _write(state[key], start, elements):
+            raise RuntimeError(f"{key} of {self.names[parameter]} was not quantised to within one step")
+
+    def _load_others(self, flat: FlatGroup, index: int, name: str, others: dict[str, Any]) -> None:
+        """What is kept once for the whole group: the step, wherever the optimizer looks for it."""
+        group = self.param_groups[index]
+        kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
+        # A fused kernel reads its step on the device, others on the CPU.
+        device = flat.master.device if group.get("fused") else "cpu"
+        for key, value in others.items():
+            if self._steps_in_groups and key == "step":
+                value = int(value)
+            elif isinstance(value, Tensor):
+                value = value.to(device, copy=True)
+            first = self._first_others.setdefault((index, key), value)
+            if float(value) != float(first):
+                raise ConfigError(
+                    f"the checkpoint says that {name} has made {float(value):g} updates and others "
+                    f"beside it {float(first):g}: it is not of one step"
+                )
+            kept[key] = value
+
     @torch.no_grad()
-    def load_by_name(self, saved: SavedState, loss_scaler: dict | None, with_moments: bool) -> None:
+    def load_by_name(
+        self,
+        saved: SavedState,
+        loss_scaler: dict | None,
+        with_moments: bool,
+        before_rounding: Callable[[OwnedState], None] = lambda part: None,
+    ) -> None:
         """Restores values and moments from a checkpoint of any layout, and spreads the weights. Collective.
 
         loss_scaler: its state, None to begin anew. Without `with_moments` the optimizer begins anew as well.
+        before_rounding: gets each moment that will have 8 bits, as it was read. Raises ConfigError where the
+        checkpoint's parameters have made unequal numbers of updates.
         """
         self.optimizer.state.clear()
+        self._first_others: dict[tuple[int, str], Any] = {}
         for index, flat in enumerate(self.flat):
             for parameter, start, length in flat.fragments():
                 offset = max(flat.start - parameter.flat_offset, 0)
-                master, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
-                flat.master.data[start : start + length].copy_(master[offset : offset + length])
-                if not with_moments:
-                    continue
-                state = self.optimizer.state[flat.master]
-                for key, values in moments.items():
-                    if key not in state:
-                        state[key] = new_moment(key, flat.master, flat.moment_bits)
-                    if not _write(state[key], start, values[offset : offset + length]):
-                        name = self.names[parameter]
-                        raise RuntimeError(f"{key} of {name} was not quantised to within one step")
-                # A fused kernel reads its step on the device, others on the CPU.
-                device = flat.master.device if self.param_groups[index].get("fused") else "cpu"
-                for key, value in others.items():
-                    is_tensor = isinstance(value, Tensor)
-                    state[key] = value.to(device, copy=True) if is_tensor else value
+                values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
+                flat.master.data[start : start + length].copy_(values[offset : offset + length])
+                del values  # a moment is read when it is asked for: one at a time is in memory
+                if with_moments:
+                    for key in moments:
+                        self._load_moment(
+                            flat, parameter, key, moments[key][offset : offset + length], before_rounding
+                        )
+                    self._load_others(flat, index, self.names[parameter], others)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()

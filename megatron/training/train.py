@@ -118,8 +118,12 @@ class Trainer:
         try:
             folder = self.save(state)
         except SaveError as error:
-            raise RunStopped(f"{error}: free some space, and the run resumes", everywhere=False) from error
+            raise RunStopped(
+                f"{error}: once that is mended, the run resumes from the checkpoint before", everywhere=False
+            ) from error
         seconds = time.perf_counter() - started
+        if self.engine.global_rank != 0:
+            return  # on a shared file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"

@@ -15,6 +15,7 @@ from megatron.checkpoint.native import (
     load_checkpoint,
     save_checkpoint,
     settle_on_checkpoint,
+    start_from,
 )
 from megatron.config import ConfigError
 from tests.distributed.layouts import (
@@ -300,6 +301,42 @@ def test_old_checkpoints_are_kept_as_asked(keep_last, kept, tmp_path):
     (universal / "run.json").touch()
     run_world(2, save_twice, Row(pp=2), tmp_path, keep_last)
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {*kept, universal.name}
+
+
+def go_on(row, folder, steps, keep_last):
+    """Starts from what is in the folder, and saves at the given steps."""
+    options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
+    config = config_of(row, checkpoint=options)
+    checkpoint = settle_on_checkpoint(find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    for step in steps:
+        save_checkpoint(engine, folder, state_after(step), VOCAB, EOD, FINGERPRINT)
+    return start.iteration
+
+
+def test_only_what_this_run_has_come_by_is_deleted(tmp_path):
+    """Not the branch that was left behind when `latest` was set back, nor what a link points to."""
+    run_world(1, go_on, Row(), tmp_path, (1, 2, 3, 4), None)
+    (tmp_path / "latest").write_text("global_step1")
+    elsewhere = tmp_path / "archive"
+    (tmp_path / "global_step1").rename(elsewhere)
+    (tmp_path / "global_step1").symlink_to(elsewhere)
+    for name in ("global_step2", "global_step3", "global_step4"):
+        run = json.loads((tmp_path / name / "run.json").read_text())
+        del run["sha256"]
+        (tmp_path / name / "run.json").write_text(json.dumps(seal({**run, "lineage": []})))
+    assert run_world(1, go_on, Row(), tmp_path, (5, 6), 1) == [1]
+    assert (elsewhere / "run.json").is_file() and not (tmp_path / "global_step1").exists()
+    left = {path.name for path in tmp_path.glob("global_step*")}
+    assert left == {"global_step2", "global_step3", "global_step4", "global_step6"}
+
+
+def test_a_newer_checkpoint_of_the_same_run_is_taken_though_latest_does_not_name_it(tmp_path):
+    """As after a kill between the renaming of the folder and of `latest`."""
+    run_world(1, go_on, Row(), tmp_path, (1, 2), None)
+    (tmp_path / "latest").write_text("global_step1")
+    assert run_world(1, go_on, Row(), tmp_path, (), None) == [2]
 
 
 def fail_to_save(row, folder, limit):

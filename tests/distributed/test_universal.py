@@ -4,10 +4,8 @@ import argparse
 import enum
 import json
 import os
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import torch
 
 from megatron.checkpoint.folders import describe_start
 from megatron.checkpoint.manifest import seal
-from megatron.checkpoint.native import find_checkpoint, load_checkpoint
+from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint, start_from
 from megatron.checkpoint.source import open_source
 from megatron.checkpoint.universal import convert, write_parameter
 from megatron.checkpoint.universal_reading import UniversalParameters, find_universal
@@ -35,7 +33,6 @@ from tests.distributed.layouts import (
 from tests.distributed.pool import run_world
 from tests.distributed.test_reshape import SHAPES, STEPS_BEFORE, resume_midway, save_midway, uninterrupted
 from tests.distributed.test_resume import FINGERPRINT, state_after
-from tools import ds_to_universal
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
 GATED = {"model": {"glu_activation": "swiglu"}}
@@ -301,7 +298,6 @@ def find(folder, vocab=VOCAB, **changes):
 
 def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     checkpoint = find(blooms)
-    assert checkpoint.run["lr_scheduler"]["max_lr"] == 6e-5
     line = describe_start(checkpoint, str(blooms))
     assert "its data, dropout and schedule were not compared" in line
     assert "no step.pt: the optimizer's step is taken to be the iteration, 5" in line
@@ -322,14 +318,58 @@ def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes
         find(blooms, model={**BLOOM["model"], **changes})
 
 
+@pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
+def test_a_folder_that_was_copied_in_part_is_refused_by_name(file, blooms):
+    (blooms / "global_step5_universal" / "zero" / "8.bias" / file).unlink()
+    with pytest.raises(ConfigError, match=f"8.bias has no {file}, which other parameters have"):
+        find(blooms)
+
+
+def test_a_smaller_vocabulary_is_refused_though_the_rows_would_suffice(blooms, monkeypatch):
+    monkeypatch.setattr("megatron.checkpoint.universal_reading._MOST_PADDING", 1)
+    words = blooms / "global_step5_universal" / "zero" / WORDS / "fp32.pt"
+    content = torch.load(words)
+    torch.save({**content, "param": torch.zeros(2000, 32)}, words)
+    with pytest.raises(ConfigError, match="the vocabulary had 2000 rows with padding, and has 101 tokens"):
+        find(blooms)
+
+
+def start_and_save(row, load, save, step):
+    """Starts from a universal checkpoint, or from what was saved since; saves once."""
+    options = {"load": str(load), "save": str(save), "universal_checkpoint": True}
+    config = config_of(row, checkpoint=options)
+    engine = build_engine(config)
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    save_checkpoint(engine, save, state_after(step), VOCAB, EOD, FINGERPRINT)
+    return start.iteration
+
+
+def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved_itself(tmp_path):
+    load, save = tmp_path / "load", tmp_path / "save"
+    converted(saved(tmp_path / "native", Row(), {}), load / "universal")
+    assert run_world(1, start_and_save, Row(), load, save, 7) == [5]
+    assert run_world(1, start_and_save, Row(), load, save, 8) == [7]
+    # Another run's newer checkpoints are not taken for its own.
+    assert run_world(1, start_and_save, Row(), load, tmp_path / "native", 6) == [5]
+
+
 def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     parameters = UniversalParameters(find(blooms))
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
-    with pytest.raises(ConfigError, match=rf"{name}/exp_avg.pt holds .* \(32, 128\), expected \(32, 64\)"):
+    with pytest.raises(ConfigError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
         parameters.read(name, model_specs(changed, VOCAB, EOD)[name], TensorGroup())
     with pytest.raises(ConfigError, match=r"shape \(128, 32\), expected \(129, 32\)"):
         parameters.read(WORDS, model_specs(changed, 129, EOD)[WORDS], TensorGroup())
+
+
+def reseal(folder, run, *changed):
+    """Lets the manifest agree with files that were changed."""
+    for path in changed:
+        run["files"][path.name]["bytes"] = path.stat().st_size
+    run = {key: value for key, value in run.items() if key != "sha256"}
+    (folder / "run.json").write_text(json.dumps(seal(run)))
 
 
 @pytest.mark.parametrize("damage", ["args", "moment", "native"])
@@ -354,7 +394,8 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
             open_source(path.parent)
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            UniversalParameters(find(blooms)).read("8.bias", spec, TensorGroup())
+            _, moments, _ = UniversalParameters(find(blooms)).read("8.bias", spec, TensorGroup())
+            dict(moments)
     assert not harm.exists()
 
 
@@ -364,144 +405,3 @@ def test_a_folder_without_a_universal_checkpoint_is_refused(tmp_path):
     (tmp_path / "latest_universal").write_text("global_step7_universal")
     with pytest.raises(ConfigError, match=r"global_step7_universal is no universal checkpoint"):
         find(tmp_path)
-
-
-# --- conversions that do not go as they should ---
-
-
-def reseal(folder, run, *changed):
-    """Lets the manifest agree with files that were changed."""
-    for path in changed:
-        run["files"][path.name]["bytes"] = path.stat().st_size
-    run = {key: value for key, value in run.items() if key != "sha256"}
-    (folder / "run.json").write_text(json.dumps(seal(run)))
-
-
-def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
-    source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
-    conversion = convert(open_source(source), target)
-    first = next(conversion).name
-    conversion.close()
-    assert not target.exists()
-    partial = target.with_name("universal.partial")
-    written = partial / "zero" / first / "fp32.pt"
-    before = written.stat().st_mtime_ns
-    other = saved(tmp_path / "other", Row(), {})
-    with pytest.raises(ConfigError, match="interrupted conversion of another checkpoint"):
-        converted(other, target)
-    rest = converted(source, target)
-    assert first not in rest and rest
-    assert (target / "zero" / first / "fp32.pt").stat().st_mtime_ns == before
-    left = {path.name for path in target.iterdir() if not path.name.startswith("mp_rank")}
-    assert left == {"zero", "run.json"}
-    # With ZeRO-0 the source's mp_rank files hold the optimizer too.
-    content = torch.load(target / "mp_rank_01_model_states.pt", weights_only=False)
-    assert content["optimizer"] is None and content["args"].consumed_train_samples == 40
-
-
-KILLED = """
-import os, signal, sys
-from megatron.checkpoint import universal
-
-blocks, left = universal.whole_blocks, int(sys.argv.pop())
-
-def then_kill(*args):
-    global left
-    for block in blocks(*args):
-        left -= 1
-        yield block[: len(block) // 2] if left == 0 else block
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-universal.whole_blocks = then_kill
-from tools.ds_to_universal import main
-main()
-"""
-
-
-def test_a_conversion_that_was_killed_while_it_wrote_a_file_goes_on(tmp_path):
-    source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
-    flags = ["--input_folder", str(source), "--output_folder", str(target)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(ds_to_universal.__file__).parents[1])}
-    for blocks in ("1", "20", "50"):
-        killed = subprocess.run([sys.executable, "-c", KILLED, *flags, blocks], env=environment, timeout=60)
-        assert killed.returncode == -9 and not target.exists()
-        assert list((tmp_path / "universal.partial" / "unfinished").iterdir())
-    ds_to_universal.main(flags)
-    converted(source, tmp_path / "at once")
-    assert is_equal(torch_files_in(target), torch_files_in(tmp_path / "at once"))
-    assert (target / "run.json").read_bytes() == (tmp_path / "at once" / "run.json").read_bytes()
-
-
-def change_a_copy(folder):
-    """Makes tensor rank 1's copy of the final norm's weight differ, and the manifest agree with it."""
-    path = folder / "mp_rank_01_model_states.pt"
-    state = torch.load(path, weights_only=False)
-    (group, address) = next(
-        (group, mapping["8.weight"])
-        for group, mapping in enumerate(state["optimizer"]["param_slice_mappings"])
-        if "8.weight" in mapping
-    )
-    state["optimizer"]["single_partition_of_fp32_groups"][group][address.start] += 0.5
-    torch.save(state, path)
-    reseal(folder, json.loads((folder / "run.json").read_text()), path)
-
-
-def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path, capsys):
-    source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
-    change_a_copy(source)
-    flags = ["--input_folder", str(source), "--output_folder", str(target)]
-    with pytest.raises(SystemExit):
-        ds_to_universal.main(flags)
-    sentence = capsys.readouterr().err
-    assert (
-        "copies of 8.weight on the tensor ranks differ by up to 5.00e-01" in sentence
-        and "--allow-drift" in sentence
-    )
-    ds_to_universal.main([*flags, "--allow-drift"])
-    assert "8.weight: the copies on tensor ranks differed by up to 5.00e-01" in capsys.readouterr().out
-    mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
-    assert mean.item() == pytest.approx(1.25, abs=0.05)
-    ((state, _),) = run_world(1, resume_midway, Row(), tmp_path, UNIVERSAL)
-    assert state == state_after(STEPS_BEFORE)
-
-
-def test_the_tool_says_what_is_wrong_and_what_a_flag_does_not_do(tmp_path, capsys, monkeypatch):
-    source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
-    flags = ["--input_folder", str(source), "--output_folder", str(target)]
-
-    def refused(*more):
-        with pytest.raises(SystemExit) as ended:
-            ds_to_universal.main([*flags, *more])
-        assert ended.value.code == 2 and not target.exists()
-        return capsys.readouterr().err
-
-    path = next(source.glob("zero_pp_rank_0_mp_rank_01*"))
-    content = path.read_bytes()
-    path.write_bytes(content[:-10])
-    assert f"{path.name} has {len(content) - 10:,} bytes" in refused()
-    path.write_bytes(content[:-3000] + bytes([content[-3000] ^ 1]) + content[-2999:])
-    assert f"{path.name} is damaged" in refused("--verify-digests")
-    path.write_bytes(content)
-
-    run = json.loads((source / "run.json").read_text())
-    info = run.pop("universal_checkpoint_info")
-    reseal(source, run)
-    assert "--inject_missing_state derives it" in refused()
-    info["parameter_with_row_parallelism_patterns"].append(r"^\d+\.no\.weight$")
-    reseal(source, {**run, "universal_checkpoint_info": info})
-    assert "matches no parameter" in refused()
-
-    monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=1e5))
-    assert "has 0.0 GB free and" in refused("--no_strict")
-    monkeypatch.undo()
-    monkeypatch.setattr("megatron.checkpoint.universal._available_memory", lambda: 10**7)
-    assert "4 workers need 67 MB of memory and 10 MB are available" in refused("--no_strict")
-    monkeypatch.undo()
-    ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder", "--verify-digests"])
-    output = capsys.readouterr().out
-    assert "--keep_temp_folder changes nothing" in output and "warning: pattern" in output
-    reseal(source, run)
-    converted_anew = tmp_path / "derived"
-    ds_to_universal.main([*flags[:2], "--output_folder", str(converted_anew), "--inject_missing_state"])
-    assert is_equal(torch_files_in(converted_anew), torch_files_in(target))

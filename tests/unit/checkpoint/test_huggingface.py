@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.folders import open_checkpoint
-from megatron.checkpoint.huggingface_export import family_of, remarks, write_hugging_face
+from megatron.checkpoint.huggingface_export import (
+    family_of,
+    remarks,
+    verification,
+    write_hugging_face,
+)
 from megatron.checkpoint.huggingface_import import read_hugging_face
 from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.weights import load_whole_weights
@@ -112,8 +118,8 @@ def test_weights_have_the_type_of_the_run_or_the_one_asked_for(trained, asked, w
     weights = load_file(tmp_path / "theirs" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {written}
     name = "transformer.h.0.mlp.dense_h_to_4h.weight"
-    saved_as = torch.bfloat16 if trained == "bf16" else torch.float32
-    assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(saved_as).to(written))
+    # In fp32 they are the optimizer's, not the rounded ones of the layer files.
+    assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(written))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == written
 
 
@@ -173,7 +179,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     damaged = checkpoint.folder / "layer_05-model_00-model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match=f"{damaged.name} cannot be read"):
+    with pytest.raises(ConfigError, match=f"{damaged.name} is damaged: its digest"):
         write_hugging_face(checkpoint, tmp_path / "theirs")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
 
@@ -189,6 +195,8 @@ def test_a_missing_layer_is_named(layer, named, tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     (checkpoint.folder / f"layer_{layer}-model_00-model_states.pt").unlink()
     with pytest.raises(ConfigError, match=named):
+        our_logits(checkpoint)
+    with pytest.raises(ConfigError, match=f"layer_{layer}-model_00-model_states.pt cannot be read"):
         write_hugging_face(checkpoint, tmp_path / "theirs")
 
 
@@ -196,7 +204,32 @@ def test_a_missing_tensor_rank_is_named(tmp_path):
     checkpoint = write(tmp_path, Row(tp=2), {})
     (checkpoint.folder / "layer_05-model_01-model_states.pt").unlink()
     with pytest.raises(ConfigError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
-        write_hugging_face(checkpoint, tmp_path / "theirs")
+        our_logits(checkpoint)
+
+
+def flip_a_byte(path):
+    """In the largest member of the file: its zip's directory and its pickle are as they were."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + 200] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 3)])
+def test_a_flipped_byte_is_found_in_what_is_written(precision, tp, dp, tmp_path):
+    """In the layer files, or with --dtype fp32 in the optimizer's, which several ranks wrote."""
+    row = Row(tp=tp, dp=dp, zero=1, precision="bf16")
+    checkpoint = write(tmp_path, row, {})
+    write_hugging_face(checkpoint, tmp_path / "whole", precision)
+    pattern = "layer_05*" if precision is None else "zero_pp_rank_0_mp_rank_00_*"
+    flip_a_byte(next(checkpoint.folder.glob(pattern)))
+    with pytest.raises(ConfigError, match="is damaged: its digest is not that of run.json; take an older"):
+        write_hugging_face(checkpoint, tmp_path / "theirs", precision)
+    assert not (tmp_path / "theirs").exists()
+    words = "layer files" if precision is None else "fp32 values"
+    assert verification(checkpoint, precision) == f"the digests of the {words}"
 
 
 # --- the command ---

@@ -335,7 +335,10 @@ def test_a_native_checkpoint_comes_first_unless_asked_otherwise(tmp_path, capsys
     for (name, folder, *flags), source in expected.items():
         convert("--load", folder, "--output", tmp_path / name, *flags)
         iteration = 5 if source == native else 0
-        assert f"iteration {iteration} of {source}\n" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"iteration {iteration} of {source}\n" in printed
+        compared = "the digests of the layer files" if source == native else "sizes alone, for"
+        assert f"compared on the way: {compared}" in printed
     flags = ["--load", native, "--universal_checkpoint", "--output", tmp_path / "none"]
     assert "has no file latest_universal" in mistake(capsys, *flags)
 
@@ -346,7 +349,7 @@ def test_a_universal_checkpoint_of_another_model_is_named(tmp_path):
     path = checkpoint.folder / "zero" / "3.mlp.dense_h_to_4h.bias" / "fp32.pt"
     torch.save({"param": torch.zeros(127)}, path)
     with pytest.raises(
-        ConfigError, match=r"dense_h_to_4h.bias is a tensor of shape \(127,\), expected \(128,\)"
+        ConfigError, match=r"dense_h_to_4h.bias/fp32.pt holds a tensor of shape \(127,\), expected \(128,\)"
     ):
         our_logits(checkpoint)
     path.unlink()

@@ -3,6 +3,7 @@
 import argparse
 import enum
 import os
+import pickle
 import random
 import sys
 import types
@@ -130,6 +131,78 @@ def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             read_file(tmp_path / "f")
     assert Inert.origin == ""
+
+
+def pickled_tensor(path, build, on):
+    """The file of a tensor of 4 elements into which BUILD puts other attributes; on: 'tensor', 'storage'."""
+    write_tensor(path, (4,), [np.ones(4, np.float32)])
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in members if name.endswith("data.pkl"))
+    state = pickle.dumps(build, protocol=2)[2:-1] + b"b"
+    content = members[name]
+    # Q ends the storage, R the call that makes the tensor.
+    end = content.rindex(b"R.") + 1 if on == "tensor" else content.index(b"tQ") + 2
+    members[name] = content[:end] + state + content[end:]
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, data in members.items():
+            archive.writestr(member, data)
+
+
+@pytest.mark.parametrize("on", ["tensor", "storage"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        {"begin": 0},
+        {"shape": (1000,), "file": "x"},
+        (None, {"begin": 0}),
+        ["/etc/hostname", "float32", 0, (1,), (1,)],
+    ],
+)
+def test_a_pickle_cannot_move_a_tensor_to_other_bytes(build, on, tmp_path):
+    pickled_tensor(tmp_path / "f", build, on)
+    with pytest.raises(ConfigError, match=r"cannot be read \(it would change a _?Stor"):
+        read_file(tmp_path / "f")
+
+
+def test_what_only_looks_like_a_storage_is_none(tmp_path):
+    """A Namespace with all attributes of a storage, the file among them."""
+    fake = argparse.Namespace(file="/etc/hostname", dtype="float32", begin=0, length=4)
+    rebuild = ReducedTo(torch._utils._rebuild_tensor_v2, (fake, 0, (1,), (1,), False, OrderedDict()))
+    with zipfile.ZipFile(tmp_path / "f", "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps(rebuild, protocol=2))
+    with pytest.raises(ConfigError, match="a tensor without a storage"):
+        read_file(tmp_path / "f")
+
+
+class ReducedTo:
+    """Pickled as a call."""
+
+    def __init__(self, function, args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_a_part_lies_within_its_tensor(tmp_path):
+    write_tensor(tmp_path / "f", (4,), [np.ones(4, np.float32)])
+    tensor = read_file(tmp_path / "f")
+    assert tensor.part(1, 3).begin == tensor.begin + 4 and tensor.part(4, 0).numel == 0
+    for start, length in ((-1, 2), (2, 3), (3, -1), (0.0, 1), (Inert(), 1)):
+        with pytest.raises(ConfigError, match="elements from .* it is damaged"):
+            tensor.part(start, length)
+
+
+def test_a_compressed_or_huge_pickle_is_not_unpacked(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "f", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02N." + bytes(1 << 20))
+    with pytest.raises(ConfigError, match="data.pkl is compressed"):
+        read_file(tmp_path / "f")
+    write_plain(tmp_path / "f", list(range(1000)))
+    monkeypatch.setattr("megatron.checkpoint.torch_files._MAX_PICKLE_BYTES", 1000)
+    with pytest.raises(ConfigError, match="its data.pkl has .* bytes, expected 1,000 at most"):
+        read_file(tmp_path / "f")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
