@@ -186,10 +186,16 @@ def what_is_there(row, changes):
         found = whole_layers(engine)
         return sorted({u for u, w, _ in found if w}), sorted({u for u, _, g in found if g})
 
+    def note(record, name):
+        def hook(*_):
+            record.setdefault(name, present())
+
+        return hook
+
     for name, layer in layers.items():
-        layer.mlp.register_forward_hook(lambda *_, name=name: forward.setdefault(name, present()))
+        layer.mlp.register_forward_hook(note(forward, name))
         # Its gradient is among the last of a layer's, so the buffer is still there.
-        layer.input_layernorm.weight.register_hook(lambda _, name=name: backward.setdefault(name, present()))
+        layer.input_layernorm.weight.register_hook(note(backward, name))
     before = present()
     train(engine, [0])
     between = present()
