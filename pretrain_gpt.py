@@ -25,9 +25,9 @@ def main() -> None:
 def run(config: Config, notes: list[str], started_at: float) -> None:
     """The whole run. `notes`: what to say of the flags; `started_at`: see `ExitConditions`."""
     # Imported only now: a wrong flag is answered before torch is loaded.
-    from megatron.training.processes import is_main_process, join_world, leave_world, quiet_library_logs
+    from megatron.training import processes
 
-    quiet_library_logs(config.logging)
+    processes.quiet_library_logs(config.logging)
 
     from megatron.checkpoint import native
     from megatron.checkpoint.compatibility import resumed_schedule
@@ -52,14 +52,14 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     length = run_length(config, batches)
     rates = resumed_schedule(None, config)
     if config.training.dry_run:
-        if is_main_process():
+        if processes.is_main_process():
             print(run_report(config, plan, vocab.size, notes, rates.describe()))
         return
     fingerprint = fingerprint_of(config, length)
     checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
     make_output_folders(config)
 
-    rank = join_world(config)
+    rank = processes.join_world(config)
     checkpoint = native.settle_on_checkpoint(checkpoint, config, vocab.size, fingerprint)
     rates, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
@@ -71,6 +71,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
         plan = plan_stages(
             config, vocab.size, find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
         )
+    notes = [*notes, *processes.device_notes(config)]
     metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)
@@ -91,7 +92,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
         trainer.evaluate_at_end(state)
     finally:
         metrics.close()
-    leave_world()
+    processes.leave_world()
 
 
 if __name__ == "__main__":

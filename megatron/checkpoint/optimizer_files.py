@@ -1,6 +1,6 @@
 """Where each parameter's fp32 values and moments lie in the optimizer files of a native checkpoint.
 
-Every (stage, tensor rank) pair of the run that saved, and with ZeRO-1 each of its data-parallel ranks, wrote
+Every (stage, tensor rank) pair of the run that saved, and with ZeRO each of its data-parallel ranks, wrote
 a file of flat fp32 partitions that says which parameter lies where in them. The pieces of a parameter in the
 order of the data-parallel ranks are its tensor-parallel shard. DeepSpeed's layout; needs no torch.
 """
@@ -50,7 +50,7 @@ class _Fragment:
 
 class OptimizerFiles:
     """The pieces of every parameter. `common`: the optimizer's state in the first file, which besides tensors
-    holds what is the same in all (clipping, loss scale). `stage`: of ZeRO, 0 or 1."""
+    holds what is the same in all (clipping, loss scale). `stage`: of ZeRO, 0, or 1 for all others."""
 
     def __init__(self, folder: Path, tensor_size: int) -> None:
         """tensor_size: of the run that saved. ConfigError names a file that is damaged, or that is of no
@@ -106,7 +106,7 @@ class OptimizerFiles:
 
 def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
     """(model-parallel rank, path, key of the optimizer's state), in the order of the data-parallel ranks:
-    ZeRO-1's files, else those of ZeRO-0."""
+    the files of ZeRO, else those of ZeRO-0."""
     zero = [
         (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
     ]
@@ -133,6 +133,6 @@ def _optimizer_state(path: Path, key: str) -> dict:
     if not isinstance(state, dict) or "param_slice_mappings" not in state:
         raise ConfigError(
             f"checkpoint file {path} holds no optimizer state by parameter ({key}, param_slice_mappings): "
-            "expected a checkpoint of ZeRO stage 0 or 1 that says where each parameter lies"
+            "expected a checkpoint that says where each parameter lies, as ZeRO stages 0 and 1 write it"
         )
     return state

@@ -118,8 +118,11 @@ def _check_layout(config: Config) -> None:
             f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: a pipeline "
             "sums its gradients over micro-batches and cannot share them out, use --zero-stage 1"
         )
-    if parallel.zero_stage >= 2:
-        raise ConfigError(f"--zero-stage {parallel.zero_stage} is not supported yet: use --zero-stage 1 or 0")
+    if parallel.cpu_offload and config.optimizer.use_apex:
+        raise ConfigError(
+            "--cpu-offload with --use-apex: apex's Adam runs on GPUs only, and the step would be the CPU's: "
+            "drop one of the two"
+        )
 
 
 def _check_model(config: Config) -> None:

@@ -202,6 +202,11 @@ class GPTModelPipe(PipelineModule):
         initialize_parameters(self, config.training.seed, tensor)
         self.to(PARAMETER_DTYPES[config.precision.name])
 
+    def transformer_layers(self) -> dict[str, nn.Module]:
+        """This rank's, by the first part of their parameters' names."""
+        layers = self.forward_funcs
+        return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
+
     def stages_record(self) -> dict[str, Any]:
         """Which layers each stage holds, for a checkpoint to tell."""
         parallel = self.config.parallel

@@ -1,4 +1,4 @@
-"""One optimizer around Adam or SGD for every precision and for ZeRO stages 0 and 1.
+"""One optimizer around Adam or SGD for every precision and ZeRO stage, its state on the device or the host.
 
 DeepSpeed wraps an optimizer in one of five classes, by precision and stage. They differ in how gradients
 accumulate, in what the norm counts and in the first step (see `megatron.engine.workarounds`), so a run's
@@ -7,7 +7,8 @@ numbers would depend on its layout. Here is one path for all:
 - gradients accumulate in one flat fp32 buffer per parameter group, whatever the parameters' precision;
 - copies of a tied weight are summed over their stages, then everything over data-parallel ranks, in fp32;
 - the norm counts each parameter of the model once;
-- fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all.
+- fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all;
+  so are the gradients of transformer layers with ZeRO-2, and with ZeRO-3 their weights (`sharded_units`).
 
 The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them. Moments of 8 bits are
 saved in fp32: any optimizer of the Adam family opens them, on any layout.
@@ -16,7 +17,8 @@ saved in fp32: any optimizer of the Adam family opens them, on any layout.
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,14 +32,10 @@ from megatron.config import ConfigError
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, has_partial_gradient, is_counted_here, spec_of
 from megatron.optimizer.eight_bit import new_moment
+from megatron.optimizer.flat_group import FlatGroup, is_host_memory
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
-
-# DeepSpeed aligns the flat buffer of a group to this many elements per partition.
-ALIGNMENT = 2
-# fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
-# are summed in fp32 within chunks of this many elements and in fp64 between them.
-NORM_CHUNK = 4096
+from megatron.optimizer.quantized import QuantizedMoment
+from megatron.optimizer.sharded_units import ShardedUnit
 
 # For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
 # and in fp32, and what else the optimizer keeps. A moment may be read only when it is asked for.
@@ -78,60 +76,16 @@ class OwnedState:
     """Whether the moments have 8 bits."""
 
 
-class FlatGroup:
-    """The parameters of one optimizer group as views of flat buffers, cut into equal partitions.
+@dataclass(frozen=True)
+class Sharing:
+    """What the replicas share out among them, and where the optimizer's state lies."""
 
-    With moments of 8 bits (`quantized`), parameters and partitions begin at multiples of the quantisation
-    block, so no block holds elements of two parameters or of two ranks. Where a parameter is cut into blocks
-    then depends on its tensor shard alone: stages, replicas and ZeRO do not change a code. The gaps have no
-    gradient and are not saved.
-    """
-
-    def __init__(self, group: dict[str, Any], partitions: int, partition: int) -> None:
-        self.parameters: list[nn.Parameter] = list(group["params"])
-        self.moment_bits: int = group.get("moment_bits", 32)
-        alignment = BLOCK_SIZE if self.quantized else 1
-        unit = max(alignment, ALIGNMENT) * partitions
-        offset = 0
-        for parameter in self.parameters:
-            parameter.flat_offset = math.ceil(offset / alignment) * alignment
-            offset = parameter.flat_offset + parameter.numel()
-        length = math.ceil(offset / unit) * unit
-        first = self.parameters[0]
-        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
-        self.size = length // partitions
-        self.start = partition * self.size
-        self.padding = length - offset if partition == partitions - 1 else 0
-        for parameter in self.parameters:
-            place = slice(parameter.flat_offset, parameter.flat_offset + parameter.numel())
-            view = self.weights[place].view_as(parameter)
-            view.copy_(parameter.data)
-            parameter.data = view
-            parameter.main_grad = self.gradients[place].view_as(parameter)
-        self.local_weights = self.weights[self.start : self.start + self.size]
-        self.local_gradients = self.gradients[self.start : self.start + self.size]
-        self.partitions = list(self.weights.split(self.size)) if self.size else []
-        # In fp32 the weights are their own master copy: no second one, nothing to copy after a step.
-        self.shares_master = first.dtype == torch.float32
-        master = self.local_weights if self.shares_master else self.local_weights.float()
-        self.master = nn.Parameter(master.detach())
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the moments of these parameters have 8 bits."""
-        return self.moment_bits == 8
-
-    def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """(start, length) within the local partition of what this rank owns of the parameter, if anything."""
-        begin = max(parameter.flat_offset, self.start)
-        end = min(parameter.flat_offset + parameter.numel(), self.start + self.size)
-        return (begin - self.start, end - begin) if begin < end else None
-
-    def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
-        """(parameter, start, length) of what this rank owns, in the order of the partition."""
-        owned = [(parameter, self.fragment(parameter)) for parameter in self.parameters]
-        return [(parameter, *fragment) for parameter, fragment in owned if fragment is not None]
+    zero_stage: int
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
+    """From ZeRO-2 on, where there are replicas: by the name that parameter groups have under 'unit', the
+    modules whose gradients, and with ZeRO-3 weights, are shared out."""
+    cpu_offload: bool = False
+    """Whether master weights and moments are kept, and stepped, in the host's memory."""
 
 
 class MixedPrecisionOptimizer:
@@ -145,7 +99,7 @@ class MixedPrecisionOptimizer:
         tensor: TensorGroup,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
-        zero_stage: int,
+        sharing: Sharing,
         clip_grad: float,
     ) -> None:
         """`names`: global name per parameter; `tied`: parameters with copies on other stages, and the group
@@ -157,9 +111,8 @@ class MixedPrecisionOptimizer:
         self.tied = list(tied)
         self.scaler = scaler
         self.clip_grad = clip_grad
-        self.partition_count = groups.data_size if zero_stage == 1 else 1
-        partition = groups.data_rank if zero_stage == 1 else 0
-        if zero_stage == 1:
+        self.partition_count = groups.data_size if sharing.zero_stage >= 1 else 1
+        if sharing.zero_stage >= 1:
             # By this name DeepSpeed's engine knows that each data-parallel rank has a part to save.
             self.dp_process_group = groups.data
         # NVIDIA apex's Adam counts its updates in the groups, torch's in the state.
@@ -170,18 +123,35 @@ class MixedPrecisionOptimizer:
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        self.flat = [FlatGroup(group, self.partition_count, partition) for group in optimizer.param_groups]
+        self.flat = [self._flat_group(group, sharing) for group in optimizer.param_groups]
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        self._partial = [p for p in self.parameters if has_partial_gradient(p)]
+        self._partial = [(flat, p) for flat in self.flat for p in flat.parameters if has_partial_gradient(p)]
         counted = [is_counted_here(p, tensor) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
-        for parameter in self.parameters:
+        shared = [flat.shares_gradients for flat in self.flat for _ in flat.parameters]
+        self._shared = torch.tensor(shared, dtype=torch.bool, device=self._device())
+        self._units = [
+            ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
+            for unit, module in sharing.units.items()
+        ]
+        for parameter in (p for flat in self.flat if not flat.shares_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad  # autograd accumulates straight into the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+
+    def _flat_group(self, group: dict[str, Any], sharing: Sharing) -> FlatGroup:
+        in_unit = group.get("unit") in sharing.units
+        return FlatGroup(
+            group,
+            self.partition_count,
+            self.groups.data_rank if self.partition_count > 1 else 0,
+            shares_gradients=in_unit,
+            shares_weights=in_unit and sharing.zero_stage == 3,
+            master_on_host=sharing.cpu_offload and not is_host_memory(group["params"][0].device),
+        )
 
     # --- what DeepSpeed's engine asks of an optimizer ---
 
@@ -201,7 +171,7 @@ class MixedPrecisionOptimizer:
     def zero_grad(self) -> None:
         """Empties the accumulated gradients."""
         for flat in self.flat:
-            flat.gradients.zero_()
+            flat.zero_gradients()
 
     # --- the step ---
 
@@ -212,28 +182,34 @@ class MixedPrecisionOptimizer:
         """
         self._loss = loss
         if self.flat:
+            # The first group is of no unit: its gradients are whole, and summed after this.
             self.flat[0].gradients[:1].add_(loss * 0.0)
 
     def reduce_tied_gradients(self) -> None:
         """Sums the gradients of tied copies over their stages, and what the tensor ranks have computed of one
         gradient each. Called once all micro-batches are through, on
         every stage: what each rank has computed by itself is measured here, to name a culprit later."""
-        self._norms_before_reduction = self._parameter_norms()
+        for unit in self._units:
+            unit.finish()
+        self._norms_before_reduction = self._stacked(
+            [n for flat in self.flat for n in flat.norms_before_sums()]
+        )
         for parameter, group in self.tied:
             dist.all_reduce(parameter.main_grad, group=group)
-        if self._partial:
-            # Many short vectors: one message.
-            flat = torch.cat([parameter.main_grad.reshape(-1) for parameter in self._partial])
-            dist.all_reduce(flat, group=self.tensor.group)
-            sums = flat.split([parameter.numel() for parameter in self._partial])
-            for parameter, total in zip(self._partial, sums, strict=True):
-                parameter.main_grad.copy_(total.view_as(parameter.main_grad))
+        parts = [flat.gradient_here(parameter) for flat, parameter in self._partial]
+        if sum(part.numel() for part in parts):
+            # Many short vectors: one message. Tensor ranks own the same parts of what each of them has whole.
+            summed = torch.cat(parts)
+            dist.all_reduce(summed, group=self.tensor.group)
+            for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total)
 
     def reduce_gradients(self) -> None:
-        """Sums all gradients over the data-parallel ranks."""
+        """Sums all gradients over the data-parallel ranks; those that are shared out have been summed."""
         if self.groups.data_size > 1:
             for flat in self.flat:
-                dist.all_reduce(flat.gradients, group=self.groups.data)
+                if not flat.shares_gradients:
+                    dist.all_reduce(flat.gradients, group=self.groups.data)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -255,35 +231,50 @@ class MixedPrecisionOptimizer:
         if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
-            if factor != 1.0:
-                flat.local_gradients.mul_(factor)
-            flat.master.grad = flat.local_gradients
+            flat.give_gradient_to_master(factor)
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
         self._spread_weights()
 
     def _spread_weights(self) -> None:
-        """Copies this rank's master weights into the model and gathers the other partitions'."""
+        """Copies this rank's master weights into the model and gathers the other partitions', unless each
+        layer does so before it runs."""
         for flat in self.flat:
-            if not flat.shares_master:
-                flat.local_weights.copy_(flat.master)
-            if self.partition_count > 1:
-                # gloo may not gather into the buffer that it sends from
-                dist.all_gather(flat.partitions, flat.local_weights.clone(), group=self.groups.data)
+            flat.take_over_master()
+            if self.partition_count > 1 and not flat.shares_weights:
+                flat.gather_weights(self.groups.data)
 
-    def _parameter_norms(self) -> Tensor:
-        """Norm of each parameter's accumulated gradient, [parameters] fp64."""
-        if not self.parameters:
-            return torch.zeros(0, dtype=torch.float64, device=self._device())
-        return torch.stack([accurate_norm(p.main_grad) for p in self.parameters])
+    @property
+    def shares_weights(self) -> bool:
+        """Whether between steps some weights are on no rank as a whole."""
+        return any(flat.shares_weights for flat in self.flat)
+
+    @contextmanager
+    def whole_weights(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Within this context the weights of `module` can be read on this rank, by default those of all
+        modules. Collective."""
+        with ExitStack() as stack:
+            for unit in self._units:
+                if module is None or unit.module is module:
+                    stack.enter_context(unit.whole_weights())
+            yield
+
+    def _stacked(self, norms: list[Tensor]) -> Tensor:
+        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=self._device())
 
     def _global_norm(self) -> float:
         """Norm over the whole model, each parameter counted once."""
-        reduced = self.groups.data_size > 1 or self.tied or self._partial
-        norms = self._parameter_norms() if reduced else self._norms_before_reduction
+        norms = self._norms_before_reduction
+        if self.groups.data_size > 1 or self.tied or self._partial:
+            norms = self._stacked([norm for flat in self.flat for norm in flat.norms_here()])
+        squares = norms.square()
+        if self._units:
+            of_parts = squares * self._shared
+            dist.all_reduce(of_parts, group=self.groups.data)
+            squares = torch.where(self._shared, of_parts, squares)
         # Copies that do not count must be finite all the same.
-        square = norms[self._counted].square().sum() + norms.sum() * 0.0
+        square = squares[self._counted].sum() + squares.sum() * 0.0
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         return math.sqrt(square.item()) if square.isfinite() else float("inf")
@@ -493,14 +484,3 @@ def _accumulate_in_fp32(parameter: nn.Parameter) -> None:
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
-
-
-def accurate_norm(values: Tensor) -> Tensor:
-    """2-norm of an fp32 tensor to about 1e-8 relative, as an fp64 scalar, at the speed of reading it once."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-    square = torch.linalg.vector_norm(flat[whole:]).double().square()
-    if whole:
-        chunks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), dim=1)
-        square = square + chunks.double().square().sum()
-    return square.sqrt()

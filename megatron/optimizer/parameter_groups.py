@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from megatron.optimizer.eight_bit import EightBitAdam, moment_bits
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, eight_bit: bool = False
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    eight_bit: bool = False,
+    units: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Two groups: what decays (matrices, embeddings) and what does not (biases, norms), as the specs say.
 
@@ -26,7 +29,23 @@ def parameter_groups(
     eight_bit: before these two comes a group of the decayed ones whose moments have 8 bits, and each group
     says its 'moment_bits'. Parameters of a group lie in one flat buffer, where a parameter's own size is no
     longer seen, so a group is the place for what depends on it.
+
+    units: first parts of names ('3' in '3.mlp.dense_h_to_4h.weight') whose parameters lie in groups of their
+    own, which come after the others and say their 'unit'.
     """
+    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units}
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named_parameters:
+        by_unit.get(name.partition(".")[0], others).append((name, parameter))
+    groups = _groups_by_kind(others, weight_decay, eight_bit)
+    for unit, of_unit in by_unit.items():
+        groups += [{**group, "unit": unit} for group in _groups_by_kind(of_unit, weight_decay, eight_bit)]
+    return groups
+
+
+def _groups_by_kind(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, eight_bit: bool
+) -> list[dict[str, Any]]:
     decayed: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay}
     plain: dict[str, Any] = {"params": [], "names": [], "weight_decay": 0.0}
     quantized: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay, "moment_bits": 8}

@@ -20,20 +20,31 @@ from __future__ import annotations
 
 from megatron.config import Config
 
-_FP32 = 4
+FP32 = 4
 # Of a moment with --use-bnb-optimizer: a byte, and an fp32 scale per 256 of them.
-EIGHT_BIT = 1 + _FP32 / 256
+EIGHT_BIT = 1 + FP32 / 256
 
 
-def state_bytes_per_parameter(config: Config, moment_bytes: float = _FP32) -> float:
-    """Weight, gradient (fp32 always), fp32 master copy and moments; ZeRO-1 shares the last two.
+def state_bytes_per_parameter(
+    config: Config, moment_bytes: float = FP32, in_transformer_layer: bool = False
+) -> float:
+    """On the device, between steps: weight, gradient (fp32 always), fp32 master copy and moments.
 
+    ZeRO-1 shares the last two over the replicas, ZeRO-2 a transformer layer's gradients, ZeRO-3 its weights;
+    --cpu-offload has the last two elsewhere. While ZeRO-2 and 3 work on a layer, its whole comes on top.
     moment_bytes: of each moment, per element."""
-    parameter = _parameter_bytes(config)
+    parallel = config.parallel
+    weight = _parameter_bytes(config)
     moments = {"sgd": 1}.get(config.optimizer.optimizer, 2) * moment_bytes
-    master = 0 if parameter == _FP32 else _FP32
-    shared_by = config.parallel.data_parallel_size if config.parallel.zero_stage >= 1 else 1
-    return parameter + _FP32 + (master + moments) / shared_by
+    master = 0 if weight == FP32 else FP32
+    state = 0 if parallel.cpu_offload else master + moments
+
+    def shared_by(from_stage: int) -> int:
+        return parallel.data_parallel_size if parallel.zero_stage >= from_stage else 1
+
+    if not in_transformer_layer:
+        return weight + FP32 + state / shared_by(1)
+    return weight / shared_by(3) + FP32 / shared_by(2) + state / shared_by(1)
 
 
 def transformer_layer_activation_bytes(config: Config) -> float:
@@ -50,7 +61,7 @@ def transformer_layer_activation_bytes(config: Config) -> float:
     kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / shared_by) * _parameter_bytes(config)
     kept += 2 if model.hidden_dropout > 0 else 0
     scores = config.batch.micro_batch_size * model.num_attention_heads / tensor * model.seq_length**2
-    per_score = _FP32 + _parameter_bytes(config) + 1 if model.attention_dropout > 0 else 0
+    per_score = FP32 + _parameter_bytes(config) + 1 if model.attention_dropout > 0 else 0
     return values * kept + scores * per_score
 
 
@@ -71,8 +82,8 @@ def head_activation_bytes(config: Config, padded_vocab: int) -> float:
     model, rows = config.model, padded_vocab / config.parallel.tensor_model_parallel_size
     hidden = _hidden_values(config) * _parameter_bytes(config)
     if config.training.loss_implementation == "fused":
-        return 2 * hidden + rows * model.hidden_size * _FP32
-    return hidden + config.batch.micro_batch_size * model.seq_length * rows * _FP32
+        return 2 * hidden + rows * model.hidden_size * FP32
+    return hidden + config.batch.micro_batch_size * model.seq_length * rows * FP32
 
 
 def _hidden_values(config: Config) -> int:
@@ -80,8 +91,8 @@ def _hidden_values(config: Config) -> int:
 
 
 def _parameter_bytes(config: Config) -> int:
-    return _FP32 if config.precision.name == "fp32" else 2
+    return FP32 if config.precision.name == "fp32" else 2
 
 
 def _residual_bytes(config: Config) -> int:
-    return _FP32 if config.precision.fp32_residual_connection else _parameter_bytes(config)
+    return FP32 if config.precision.fp32_residual_connection else _parameter_bytes(config)

@@ -112,9 +112,11 @@ def layer_table(
     activation_bytes[first] = memory.embedding_activation_bytes(config)
     activation_bytes[head] = memory.head_activation_bytes(config, padded)
     per_parameter = dict.fromkeys(names, memory.state_bytes_per_parameter(config))
-    if config.optimizer.use_bnb_optimizer:
-        # Its matrices; what stays in 32 bits there, norms and biases, is a thousandth of it.
-        per_parameter[TRANSFORMER_LAYER] = memory.state_bytes_per_parameter(config, memory.EIGHT_BIT)
+    # Its matrices; what stays in 32 bits with 8-bit Adam, norms and biases, is a thousandth of it.
+    moment_bytes = memory.EIGHT_BIT if config.optimizer.use_bnb_optimizer else memory.FP32
+    per_parameter[TRANSFORMER_LAYER] = memory.state_bytes_per_parameter(
+        config, moment_bytes, in_transformer_layer=True
+    )
     held = list(parameters)
     if config.parallel.num_stages == 1 or config.parallel.pipeline_schedule == "dualpipev":
         held[head] = 0  # the same rank has the embedding, which is the same matrix

@@ -95,3 +95,18 @@ def test_8_bit_adam_tells_whose_moments_have_8_bits_and_resumes(data: list[str],
     assert [step["iteration"] for step in resumed.steps] == [3, 4, 5]
     assert resumed.steps[0]["lm_loss"] == pytest.approx(run.steps[-1]["lm_loss"], rel=0.05)
     assert "moments, as" not in resumed.stdout
+
+
+def test_zero_3_with_offload_has_the_losses_of_one_process_and_opens_elsewhere(
+    data: list[str], fp32: Run, tmp_path: Path
+) -> None:
+    """On a CPU there is nothing to move, which is said."""
+    shared = [*FLAGS, *data, "--zero-stage", "3", "--cpu-offload", "--checkpoint-activations"]
+    run = pretrain([*shared, "--save", str(tmp_path), "--exit-interval", "3"], processes=2)
+    assert run.exit_code == 0, run.stderr
+    assert "ZeRO stage 3" in run.stdout and "--cpu-offload has nothing to move" in run.stdout
+    resumed = pretrain([*FLAGS, *data, "--load", str(tmp_path)])
+    assert resumed.exit_code == 0, resumed.stderr
+    assert [step["iteration"] for step in [*run.steps, *resumed.steps]] == [1, 2, 3, 4, 5]
+    for step, exact in zip([*run.steps, *resumed.steps], fp32.steps, strict=True):
+        assert step["lm_loss"] == pytest.approx(exact["lm_loss"], rel=1e-5)

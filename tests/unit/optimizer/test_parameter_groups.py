@@ -41,6 +41,14 @@ def test_a_stage_with_only_the_embedding_still_has_both_groups():
     assert (plain["names"], plain["params"]) == ([], [])
 
 
+def test_units_have_groups_of_their_own_after_the_others():
+    parameters = [(f"{unit}.{name}", made) for unit in ("3", "30") for name, made in named()]
+    groups = parameter_groups(parameters, 0.1, units=["3"])
+    assert [group.get("unit") for group in groups] == [None, None, "3", "3"]
+    assert groups[0]["names"] == ["30.embedding.weight", "30.dense.weight"]
+    assert groups[3]["names"] == ["3.norm.weight", "3.dense.bias"] and groups[3]["weight_decay"] == 0.0
+
+
 def test_tied_and_frozen_parameters():
     parameters = named()
     parameters[2][1].requires_grad_(False)

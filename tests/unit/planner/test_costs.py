@@ -50,6 +50,24 @@ def test_8_bit_moments_of_layers_are_planned_as_such_and_those_of_the_embedding_
     assert quantized == [plain[0], 1000 * (2 + 4 + (4 + 2 * (1 + 4 / 256)) / replicas), 0]
 
 
+@pytest.mark.parametrize(
+    "words, in_layer, elsewhere",
+    [
+        ("--bf16 --zero-stage 0", 18, 18),
+        ("--bf16 --zero-stage 1", 2 + 4 + 12 / 4, 2 + 4 + 12 / 4),
+        ("--bf16 --zero-stage 2", 2 + (4 + 12) / 4, 2 + 4 + 12 / 4),
+        ("--bf16 --zero-stage 3", (2 + 4 + 12) / 4, 2 + 4 + 12 / 4),
+        ("--zero-stage 3", (4 + 4 + 8) / 4, 4 + 4 + 8 / 4),
+        ("--bf16 --zero-stage 1 --cpu-offload", 2 + 4, 2 + 4),
+        ("--bf16 --zero-stage 3 --cpu-offload", (2 + 4) / 4, 2 + 4),
+    ],
+)
+def test_state_is_planned_as_the_replicas_share_it(words, in_layer, elsewhere):
+    names = ["EmbeddingPipe", "ParallelTransformerLayerPipe", "EmbeddingPipe"]
+    table = layer_table(config_of(f"{words} --world-size 4"), 512, names, [1000, 1000, 1000], None)
+    assert table.state_bytes == [1000 * elsewhere, 1000 * in_layer, 0]
+
+
 def run(config):
     layer = make_layer(config)
     dtype = next(layer.parameters()).dtype
