@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor
 
@@ -99,6 +100,15 @@ class GPTEngine(SameNumbersPipelineEngine):
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._let_go_of_activations()
         return loss
+
+    def _next_batch(self) -> MicroBatch:
+        """The next micro-batch, on its way to the device: a copy from pinned memory is not waited for."""
+        tokens, labels_and_mask = super()._next_batch()
+
+        def send(x: Tensor) -> Tensor:
+            return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
+
+        return send(tokens), tuple(send(x) for x in labels_and_mask)
 
     def _let_go_of_activations(self) -> None:
         """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep
