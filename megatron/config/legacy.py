@@ -44,7 +44,6 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
 
 # Refused. The reason says what to do until the flag is there.
 STILL_TO_COME: tuple[OldFlag, ...] = (
-    OldFlag(("--partition-activations",), "partitioned activations are not supported yet: drop the flag"),
     OldFlag(("--mup",), "muP is not supported yet: drop all --mup flags for the standard parametrisation"),
     *(
         OldFlag(

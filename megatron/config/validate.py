@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
@@ -25,6 +27,7 @@ def validate(config: Config) -> None:
     _check_batches(config)
     _check_pipeline(config)
     _check_length(config)
+    _check_recomputation(config)
     _check_schedule(config)
     _check_precision(config)
     _check_optimizer(config.optimizer)
@@ -36,6 +39,8 @@ def validate(config: Config) -> None:
             _check_apex()
         if config.optimizer.use_bnb_optimizer:
             _check_bitsandbytes()
+        if config.training.compile:
+            _check_compiler()
 
 
 def remarks(config: Config) -> tuple[str, ...]:
@@ -59,6 +64,14 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     if config.parallel.tensor_model_parallel_size == 1:
         circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a sequence with"
         yield config.parallel, ("sequence_parallel",), circumstance
+        circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a layer's input with"
+        yield training, ("partition_activations",), circumstance
+    if training.recomputes_attention and model.attention_dropout == 0:
+        circumstance = (
+            "with --attention-dropout 0: the fused attention then in use keeps no scores, and only these "
+            "does 'selective' recompute (full saves memory)"
+        )
+        yield training, ("recompute_granularity",), circumstance
     if schedule.lr_decay_style == "constant":
         names = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         yield schedule, names, "with --lr-decay-style constant"
@@ -220,10 +233,31 @@ def _check_length(config: Config) -> None:
             f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
             "raise it, or lower --global-batch-size"
         )
-    if training.checkpoint_num_layers != 1 and not training.checkpoint_activations:
+
+
+def _check_recomputation(config: Config) -> None:
+    training = config.training
+    if training.checkpoint_activations and training.recomputes_attention:
         raise ConfigError(
-            f"--checkpoint-num-layers {training.checkpoint_num_layers} without --checkpoint-activations "
-            "recomputes nothing: add the latter, or drop the former"
+            "--checkpoint-activations with --recompute-granularity selective: the first recomputes whole "
+            "layers, the second attention only; drop one of them"
+        )
+    if not training.recomputes_layers:
+        settings = {
+            f"--checkpoint-num-layers {training.checkpoint_num_layers}": training.checkpoint_num_layers != 1,
+            "--partition-activations": training.partition_activations,
+            "--checkpoint-in-cpu": training.checkpoint_in_cpu,
+        }
+        for option, given in settings.items():
+            if given:
+                raise ConfigError(
+                    f"{option} without --checkpoint-activations: no layer's input is kept to be recomputed "
+                    "from; add the latter, or drop the former"
+                )
+    if training.partition_activations and config.parallel.sequence_parallel:
+        raise ConfigError(
+            "--partition-activations with --sequence-parallel: of a cut sequence each process has its own "
+            "part already, drop the former"
         )
 
 
@@ -407,4 +441,13 @@ def _check_bitsandbytes() -> None:
         raise ConfigError(
             "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
             "drop the flag"
+        )
+
+
+def _check_compiler() -> None:
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if not any(which(name) for name in compilers):
+        raise ConfigError(
+            f"--compile needs a C++ compiler, and none of {', '.join(compilers)} is installed: install g++, "
+            "or drop the flag"
         )

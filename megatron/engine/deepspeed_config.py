@@ -40,7 +40,8 @@ _REFUSED_SECTIONS = {
     "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
     "scheduler": "the --lr flags make the schedule, remove it from the file",
     "amp": "--fp16 or --bf16 choose the number format, remove it from the file",
-    "activation_checkpointing": "--checkpoint-activations decides on recomputation, remove it from the file",
+    "activation_checkpointing": "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu "
+    "decide on recomputation, remove it from the file",
     "communication_data_type": "gradients are always reduced in fp32, remove it from the file",
     "sparse_gradients": "the embedding's gradient is dense, remove it from the file",
     "prescale_gradients": "gradients are averaged in fp32, remove it from the file",
@@ -145,6 +146,8 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     pipeline = whole if parallel.pipeline_schedule == "dualpipev" or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
+        # This timer waits for the device in every forward pass, and nothing reads it.
+        "timers": {"throughput": {"enabled": False}},
         **_passed_on(settings),
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": micro,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
@@ -132,6 +133,15 @@ class GPTEngine(SameNumbersPipelineEngine):
                     state = clone_tensors_for_torch_save(layer.state_dict())
                     path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
                     self.checkpoint_engine.save(state_dict=state, path=path)
+
+    def _next_batch(self) -> MicroBatch:
+        """The next micro-batch, on its way to the device: a copy from pinned memory is not waited for."""
+        tokens, labels_and_mask = super()._next_batch()
+
+        def send(x: Tensor) -> Tensor:
+            return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
+
+        return send(tokens), tuple(send(x) for x in labels_and_mask)
 
     def _let_go_of_activations(self) -> None:
         """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep

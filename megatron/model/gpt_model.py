@@ -26,12 +26,12 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.embedding import EmbeddingPipe, lm_head
 from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.recompute import LayerRecomputation
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout, TensorGroup
@@ -192,15 +192,19 @@ class GPTModelPipe(PipelineModule):
         self._head_in_loss = False
         self.stream = DropoutStream(config.training.seed)
         context = LayerContext(config, tensor, self.stream)
-        self.recomputed_together = (
-            config.training.checkpoint_num_layers if config.training.checkpoint_activations else 0
-        )
+        training = config.training
+        self.recomputed_together = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
         self._check_head(layers)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
-        initialize_parameters(self, config.training.seed, tensor)
+        self.recomputation = LayerRecomputation(training, tensor, self.stream)
+        initialize_parameters(self, training.seed, tensor)
         self.to(PARAMETER_DTYPES[config.precision.name])
+        if training.compile:
+            for layer in self.modules():
+                if isinstance(layer, ParallelTransformerLayerPipe):
+                    layer.compile(dynamic=False)  # in place: its parameters keep their names
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """This rank's, by the first part of their parameters' names."""
@@ -274,7 +278,7 @@ class GPTModelPipe(PipelineModule):
         while position < len(functions):
             end = self._end_of_recomputed_run(position)
             if end > position:
-                inputs = self._recompute(_chain(functions[position:end]), inputs)
+                inputs = self.recomputation.run(_chain(functions[position:end]), inputs)
             else:
                 end = position + 1
                 inputs = functions[position](inputs)
@@ -291,17 +295,6 @@ class GPTModelPipe(PipelineModule):
         ):
             end += 1
         return end
-
-    def _recompute(self, function: Callable, inputs: Payload) -> Payload:
-        """Runs `function` without keeping its activations. The dropout masks of the second run are those of
-        the first, since they depend on the samples, which are put back for it."""
-        samples = self.stream.samples
-
-        def run(payload: Payload) -> Payload:
-            with self.stream.samples_in_use(samples):
-                return function(payload)
-
-        return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):

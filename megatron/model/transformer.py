@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
@@ -91,6 +92,7 @@ class ParallelTransformerLayerPipe(nn.Module):
             context.rotary_positions_restart,
             output_init_std,
             context.cut_sequence,
+            context.config.training.recomputes_attention,
         )
         self.post_attention_layernorm = MixedFusedLayerNorm(
             model.hidden_size, model.layernorm_epsilon, use_apex
@@ -120,6 +122,10 @@ class ParallelTransformerLayerPipe(nn.Module):
     def _dropout(self, output: Tensor, block: str) -> Tensor:
         if not self.training or self.dropout_rate == 0:
             return output
+        return self._drop(output, block)
+
+    @torch.compiler.disable  # masks are hashed in Python, of the layer's name, which no other layer has
+    def _drop(self, output: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
         return dropout(
             output,

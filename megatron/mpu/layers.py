@@ -107,9 +107,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tensor.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
-        combine = sum_and_scatter_sequence if self.cut_sequence else _SumOwned.apply
-        y = combine(y, self.tensor)
+        y = _sum_over_ranks(F.linear(x, self.weight), self.tensor, self.cut_sequence)
         # After the sum, so that it is added once.
         return y if self.bias is None else y + self.bias
 
@@ -128,8 +126,26 @@ def _column_linear(
 ) -> torch.Tensor:
     if tensor.size == 1:
         return F.linear(x, weight, bias)
+    return _column_linear_over_ranks(x, weight, bias, tensor, cut_sequence)
+
+
+# Collectives stay outside of compiled graphs, where they overlap with products as written here.
+@torch.compiler.disable
+def _column_linear_over_ranks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tensor: TensorGroup,
+    cut_sequence: bool,
+) -> torch.Tensor:
     function = _SequenceColumnLinear if cut_sequence else _ColumnLinear
     return function.apply(x, weight, bias, tensor)
+
+
+@torch.compiler.disable
+def _sum_over_ranks(y: torch.Tensor, tensor: TensorGroup, cut_sequence: bool) -> torch.Tensor:
+    """The sum of each rank's `y`, which nothing else may use; of a cut sequence this rank's part of it."""
+    return sum_and_scatter_sequence(y, tensor) if cut_sequence else _SumOwned.apply(y, tensor)
 
 
 class _ColumnLinear(torch.autograd.Function):

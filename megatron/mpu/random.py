@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.layout import TensorGroup
@@ -128,7 +129,9 @@ def _row_keys(
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
         stride *= x.shape[dim] * (tensor.size if is_cut else 1)
-    sample_keys = torch.tensor(stream.sample_keys(salt), dtype=torch.int64).to(x.device)
+    # A copy from pinned memory is not waited for.
+    sample_keys = get_accelerator().pin_memory(torch.tensor(stream.sample_keys(salt), dtype=torch.int64))
+    sample_keys = sample_keys.to(x.device, non_blocking=True)
     sample_keys = sample_keys.view([-1 if d == batch_dim else 1 for d in range(last)])
     return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
 

@@ -12,8 +12,9 @@ values of the run's precision, and a byte per value of the two masks of --hidden
 --sequence-parallel all of it is cut over the t tensor ranks (equation 4 there). PyTorch's fused
 attention stores no scores; with --attention-dropout attention is spelt out, and keeps for each of the
 a s^2 b / t scores of a heads its softmax in fp32, what dropout leaves of it in the run's precision, and a
-byte of mask. Recomputed (--checkpoint-activations), a layer keeps its input; what it makes again is not
-counted.
+byte of mask, unless these are recomputed (--recompute-granularity selective). Recomputed as a whole
+(--checkpoint-activations), a layer keeps its input, with --partition-activations a part of it, and with
+--checkpoint-in-cpu nothing on the device; what is made again is not counted.
 """
 
 from __future__ import annotations
@@ -53,15 +54,20 @@ def transformer_layer_activation_bytes(config: Config) -> float:
     values = _hidden_values(config)
     if config.parallel.sequence_parallel:
         values /= tensor
-    if config.training.checkpoint_activations:
-        return values * _residual_bytes(config) / config.training.checkpoint_num_layers
+    training = config.training
+    if training.recomputes_layers:
+        if training.checkpoint_in_cpu:
+            return 0.0
+        shared_by = tensor if training.partition_activations else 1
+        return values * _residual_bytes(config) / shared_by / training.checkpoint_num_layers
     matrices = (4 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
     # Of a cut sequence, `values` is the part of it that a rank holds; the matrices' outputs are whole.
     shared_by = 1 if config.parallel.sequence_parallel else tensor
     kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / shared_by) * _parameter_bytes(config)
     kept += 2 if model.hidden_dropout > 0 else 0
     scores = config.batch.micro_batch_size * model.num_attention_heads / tensor * model.seq_length**2
-    per_score = FP32 + _parameter_bytes(config) + 1 if model.attention_dropout > 0 else 0
+    keeps_scores = model.attention_dropout > 0 and not training.recomputes_attention
+    per_score = FP32 + _parameter_bytes(config) + 1 if keeps_scores else 0
     return values * kept + scores * per_score
 
 

@@ -26,10 +26,11 @@ from megatron.config import Config, ConfigError
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
-from megatron.model.transformer import LayerContext
+from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.mpu.random import DropoutStream
 from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER
+from megatron.planner.flops import recomputes_scores
 from megatron.planner.stages import layer_kinds
 
 WARM_UP, REPEATS = 2, 7
@@ -117,7 +118,9 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "sequence_parallel": config.parallel.sequence_parallel,
-        "checkpoint_activations": config.training.checkpoint_activations,
+        "compile": config.training.compile,
+        "recomputes_layers": config.training.recomputes_layers,
+        "recomputes_scores": recomputes_scores(config),
         "loss_implementation": config.training.loss_implementation,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
@@ -148,7 +151,7 @@ def _measure(config: Config, tensor: TensorGroup, vocab_size: int, eod: int | No
             )
         else:
             function = _build(layer, config, device)
-        if kind == TRANSFORMER_LAYER and config.training.checkpoint_activations:
+        if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:
             function = _recomputed(function)
         seconds[kind], payload = _time(function, payload)
     if not fused:
@@ -169,6 +172,8 @@ def _build(
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
+    if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
+        module.compile(dynamic=False)
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn
     return (lambda payload: forward(module, payload)) if forward else module

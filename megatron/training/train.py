@@ -15,12 +15,12 @@ from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
-from megatron.planner.flops import iteration_flops
+from megatron.planner.flops import iteration_flops, recomputes_scores
 from megatron.training.data import RunData, RunLength
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
+from megatron.training.first_steps import FirstSteps
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
-from megatron.training.moments import describe_moments
 from megatron.training.signals import ExitConditions
 
 
@@ -44,11 +44,10 @@ class Trainer:
     exits: ExitConditions
     save: Callable[[TrainingState], Path]
     """Writes a checkpoint of the given state; returns its folder."""
-    describes_moments: bool = field(init=False)
-    """Whether the next step shows how the moments are kept: the first one does, with 8-bit Adam."""
+    first_steps: FirstSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.describes_moments = self.config.optimizer.use_bnb_optimizer
+        self.first_steps = FirstSteps(self.config, self.engine.layout)
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
@@ -102,9 +101,8 @@ class Trainer:
                 seconds=time.perf_counter() - started,
             )
         )
-        if self.describes_moments and not optimizer.overflow:
-            self.metrics.print(describe_moments(optimizer))
-            self.describes_moments = False
+        for text in self.first_steps.texts(optimizer, progress.iteration == self.length.iterations):
+            self.metrics.print(text)
         return TrainingState(
             progress.iteration,
             progress.consumed_samples,
@@ -171,7 +169,8 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
             seq_length=model.seq_length,
             padded_vocab_size=padded_vocab_size(vocab_size, model, parallel.tensor_model_parallel_size),
             batch_size=1,
-            recompute=config.training.checkpoint_activations,
+            recompute=config.training.recomputes_layers,
+            recompute_attention=recomputes_scores(config),
             gated_mlp=model.glu_activation is not None,
         ),
         tokens_per_sample=model.seq_length,

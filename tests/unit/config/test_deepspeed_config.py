@@ -209,6 +209,7 @@ def test_deepspeed_is_told_of_an_fp32_run_without_clipping() -> None:
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
     }
 
 

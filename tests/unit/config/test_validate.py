@@ -84,6 +84,20 @@ REFUSED = [
     ("--lr-warmup-samples 20 --lr-decay-tokens 320", ("--lr-warmup-samples 20", "--lr-decay-tokens", "10")),
     ("--min-lr 1", ("--min-lr 1.0", "--lr 0.001")),
     ("--checkpoint-num-layers 2", ("--checkpoint-num-layers 2", "--checkpoint-activations")),
+    ("--partition-activations", ("--partition-activations", "--checkpoint-activations")),
+    (
+        "--checkpoint-in-cpu --recompute-granularity selective",
+        ("--checkpoint-in-cpu", "--checkpoint-activations"),
+    ),
+    (
+        "--checkpoint-activations --recompute-granularity selective",
+        ("--checkpoint-activations", "--recompute-granularity selective", "drop one"),
+    ),
+    (
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations "
+        "--partition-activations",
+        ("--partition-activations", "--sequence-parallel", "drop the former"),
+    ),
     ("--save-interval 10", ("--save-interval 10", "--save")),
     ("--position-embedding-type alibi --reset-position-ids", ("--reset-position-ids", "alibi", "relative")),
     ("--data-path 0.3 A 0.7 B", ("--data-path", "4 values", "not supported yet")),
@@ -196,6 +210,21 @@ NO_EFFECT = [
     (
         "--optimizer sgd --adam-beta1 .8 --adam-beta2 .8 --adam-eps 1e-6 --sgd-momentum 0",
         [f"--adam-{name} has no effect with --optimizer sgd" for name in ("beta1", "beta2", "eps")],
+    ),
+    (
+        "--recompute-granularity selective --attention-dropout 0",
+        [
+            "--recompute-granularity has no effect with --attention-dropout 0: the fused attention then in "
+            "use keeps no scores, and only these does 'selective' recompute (full saves memory)"
+        ],
+    ),
+    ("--recompute-granularity selective", []),
+    (
+        "--checkpoint-activations --partition-activations",
+        [
+            "--partition-activations has no effect with --tensor-model-parallel-size 1: there is nobody to "
+            "share a layer's input with"
+        ],
     ),
     ("--optimizer adamw --sgd-momentum 0", ["--sgd-momentum has no effect with --optimizer adamw"]),
     ("--adam-beta1 .8 --adam-eps 1e-6", []),
