@@ -68,7 +68,8 @@ def check_certificate(
 def _check_digests(
     checkpoint: Checkpoint, certificate: dict[str, Any], found: StateDigests, with_moments: bool
 ) -> Iterator[Check]:
-    for kind, expected in certificate["digests"].items():
+    in_order = sorted(certificate["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
+    for kind, expected in in_order:
         subject = "weights, fp32" if kind == "fp32" else f"moments, {kind}"
         if kind != "fp32" and not with_moments:
             yield Check(subject, "not loaded: another kind of optimizer begins anew")
