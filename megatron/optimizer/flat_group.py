@@ -122,15 +122,16 @@ class FlatGroup:
         if not self.shares_master:
             self.local_weights.copy_(self.master.detach())
 
-    def gather_weights(self, replicas: dist.ProcessGroup) -> None:
-        """Fills the whole weights from the partitions of all replicas. Collective."""
+    def gather_weights(self, replicas: dist.ProcessGroup) -> dist.Work:
+        """Starts to fill the whole weights from the partitions of all replicas; they are there after
+        `wait()`. Collective."""
         own = self.local_weights
         if self.shares_weights:
             _take_back(self.weights)
         else:
             own = own.clone()  # gloo may not gather into the buffer that it sends from
         # What autograd has saved of a parameter stays valid: its version is counted apart from the buffer's.
-        dist.all_gather_into_tensor(self.weights, own, group=replicas)
+        return dist.all_gather_into_tensor(self.weights, own, group=replicas, async_op=True)
 
     def let_go_of_weights(self) -> None:
         """Keeps this rank's partition only."""
@@ -148,13 +149,16 @@ class FlatGroup:
         _take_back(self.gradients)
         self.gradients.zero_()
 
-    def share_out_gradients(self, replicas: dist.ProcessGroup) -> None:
-        """Adds the sum of the replicas' whole gradients to the partitions and lets go of the whole.
-        Collective."""
+    def sum_gradients(self, replicas: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+        """Starts to sum the replicas' whole gradients; after `wait()`, this partition's part of the sum is
+        for `keep_share`. Collective."""
         norms = [torch.linalg.vector_norm(parameter.main_grad) for parameter in self.parameters]
         self.norms_let_go += torch.stack(norms)
         part = torch.empty_like(self.local_gradients)
-        dist.reduce_scatter_tensor(part, self.gradients, group=replicas)
+        return part, dist.reduce_scatter_tensor(part, self.gradients, group=replicas, async_op=True)
+
+    def keep_share(self, part: Tensor) -> None:
+        """Adds what `sum_gradients` has made to the partition's gradient and lets go of the whole."""
         self.local_gradients += part
         _let_go(self.gradients)
 

@@ -243,7 +243,7 @@ class MixedPrecisionOptimizer:
         for flat in self.flat:
             flat.take_over_master()
             if self.partition_count > 1 and not flat.shares_weights:
-                flat.gather_weights(self.groups.data)
+                flat.gather_weights(self.groups.data).wait()
 
     @property
     def shares_weights(self) -> bool:

@@ -81,16 +81,19 @@ class ShardedUnit:
             self._share_out()
 
     def _share_out(self) -> None:
-        for flat in self._flats:
-            flat.share_out_gradients(self._replicas)
+        # All messages at once: that of norms and biases is short.
+        sums = [flat.sum_gradients(self._replicas) for flat in self._flats]
+        for flat, (part, pending) in zip(self._flats, sums, strict=True):
+            pending.wait()
+            flat.keep_share(part)
         self._awaited = set(self._parameters)
         self._in_backward = False
         self._let_go()
 
     def _gather(self) -> None:
-        for flat in self._flats:
-            if not flat.has_whole_weights:
-                flat.gather_weights(self._replicas)
+        missing = [flat for flat in self._flats if not flat.has_whole_weights]
+        for pending in [flat.gather_weights(self._replicas) for flat in missing]:
+            pending.wait()
 
     def _let_go(self) -> None:
         for flat in self._flats:
