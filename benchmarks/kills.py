@@ -131,7 +131,8 @@ def start_and_be_killed(
         start_from,
     )
 
-    config = config_of(ROW, checkpoint={"load": str(checkpoints), "keep_last": 2})
+    folders = {"load": str(checkpoints), "save": str(checkpoints)}
+    config = config_of(ROW, checkpoint={**folders, "keep_last": 2})
     checkpoints.mkdir(exist_ok=True)
     found = find_checkpoint(config, VOCAB, FINGERPRINT)
     found = settle_on_checkpoint(found, config, VOCAB, FINGERPRINT)
