@@ -247,7 +247,7 @@ def loop_over_overflows():
         SimpleNamespace(iterations=20),
         BatchSchedule.from_config(config.batch),
         SimpleNamespace(rate=lambda progress: RATE),
-        SimpleNamespace(log_step=records.append),
+        SimpleNamespace(log_step=records.append, print=lambda text: None),
         None,
         None,
     )
