@@ -208,6 +208,7 @@ class Loader:
     def do(self, work: str) -> None:
         """'read', 'load', 'prove' or 'check'."""
         from megatron.checkpoint.certificate import check_certificate
+        from megatron.checkpoint.digests import DigestsAsRead
         from megatron.checkpoint.manifest import first_damaged
 
         if work == "read":
@@ -215,7 +216,7 @@ class Loader:
         elif work == "load":
             self.load()
         elif work == "prove":
-            check_certificate(self.engine, self.checkpoint, with_moments=True)
+            check_certificate(self.engine, self.checkpoint, True, DigestsAsRead())
         elif damage := first_damaged(self.checkpoint.folder, self.checkpoint.run["files"]):
             raise SystemExit(damage)
 
