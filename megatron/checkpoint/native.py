@@ -296,7 +296,7 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     else:
         parameters = SavedParameters(checkpoint)
     same_precision = not checkpoint.is_foreign and checkpoint.config.precision.name == now.precision.name
-    with_moments = parameters.kept_by == _moments_of(now)
+    with_moments = parameters.kept_by == now.optimizer.moments_kind
     as_read = DigestsAsRead()
     engine.optimizer.load_by_name(
         parameters.read, parameters.loss_scaler if same_precision else None, with_moments, as_read.add
@@ -307,8 +307,3 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
         Check("learning rate", schedule_line(checkpoint, now)),
         Check("random streams", "made from seed, iteration and global coordinates: nothing to restore"),
     ]
-
-
-def _moments_of(config: Config) -> str:
-    """What an optimizer keeps: adam and adamw keep the same, and save it in fp32 if it has 8 bits."""
-    return "sgd" if config.optimizer.optimizer == "sgd" else "adam"

@@ -58,7 +58,7 @@ class SavedParameters:
         self.padded_vocab = padded_vocab_size(checkpoint.vocab_size, saved.model, self.tensor_size)
         self._files = OptimizerFiles(self.folder, self.tensor_size)
         self.loss_scaler: dict = self._files.common["loss_scaler"]
-        self.kept_by = "sgd" if saved.optimizer.optimizer == "sgd" else "adam"
+        self.kept_by = saved.optimizer.moments_kind
 
     def read(self, name: str, spec: ParameterSpec, tensor: TensorGroup) -> ParameterState:
         """Of this rank's shard, flat: fp32 values, moments by the optimizer's names, and what else it keeps

@@ -37,6 +37,11 @@ class OptimizerConfig(Section):
         "embedding, norms, biases and parameters of fewer than 4096 elements stay in 32",
     )
 
+    @property
+    def moments_kind(self) -> str:
+        """What is kept per parameter, 'sgd' or 'adam': adam and adamw keep the same, with 8 bits too."""
+        return "sgd" if self.optimizer == "sgd" else "adam"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
