@@ -54,16 +54,6 @@ STILL_TO_COME: tuple[OldFlag, ...] = (
         )
         for name in ("--mup-input-mult", "--mup-output-mult", "--mup-attn-mult")
     ),
-    *(
-        OldFlag(
-            (f"--{part}-weighted-split-paths{ending}",),
-            "weighted splits are not supported yet: give one prefix with --data-path, and --split",
-            nargs=nargs,
-            metavar=metavar,
-        )
-        for part in ("train", "valid", "test")
-        for ending, nargs, metavar in (("", "+", "GROUP"), ("-path", None, "FILE"))
-    ),
     OldFlag(
         ("--skip-train-iteration-range",),
         "skipping ranges of steps is not supported yet: drop the flag",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron.config import ConfigError
-from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.gpt_dataset import Samples
 from megatron.data.sampler import micro_batch_samples
 
 # (tokens int64 [batch, seq], (labels int64 [batch, seq], loss_mask float32 [batch, seq]))
@@ -30,7 +30,7 @@ class GPTBatchLoader:
 
     def __init__(
         self,
-        dataset: GPTDataset,
+        dataset: Samples,
         *,
         micro_batch_size: int,
         data_rank: int,
