@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,10 +71,17 @@ def prepare_index_files(
     To be run by one process per file system, with a barrier after it. It is safe to run it again, or on every
     node in turn: it makes what is missing.
     """
-    for groups in _splits_that_are_read(data, num_samples):
-        for group, wanted in groups:
-            for request in _requests(group, wanted, seq_length, seed):
-                prepare_sample_index(request)
+    for request in _all_requests(data, seq_length, seed, num_samples):
+        prepare_sample_index(request)
+
+
+def missing_index_files(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> list[str]:
+    """Those that `prepare_index_files` with the same arguments would have to make."""
+    requests = _all_requests(data, seq_length, seed, num_samples)
+    paths = dict.fromkeys(path for request in requests for path in request.paths())
+    return [path for path in paths if not os.path.exists(path)]
 
 
 def build_gpt_datasets(
@@ -148,6 +156,14 @@ def _splits_that_are_read(
         else []
         for name, wanted in zip(SPLIT_NAMES, num_samples, strict=True)
     ]
+
+
+def _all_requests(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> Iterator[IndexRequest]:
+    for groups in _splits_that_are_read(data, num_samples):
+        for group, wanted in groups:
+            yield from _requests(group, wanted, seq_length, seed)
 
 
 def _requests(group: DocumentGroup, num_samples: int, seq_length: int, seed: int) -> list[IndexRequest]:

@@ -104,7 +104,7 @@ class GPTBatchLoader:
         if self._vocab_size is not None and not 0 <= samples.min() <= samples.max() < self._vocab_size:
             raise ConfigError(
                 f"the {self.dataset.name} data holds token ids {samples.min()} to {samples.max()}, and the "
-                f"vocabulary has {self._vocab_size}: --data-path was preprocessed with another tokenizer"
+                f"vocabulary has {self._vocab_size}: it was preprocessed with another tokenizer"
             )
         block = torch.from_numpy(samples)
         tokens, labels = block[:, :-1].contiguous(), block[:, 1:].contiguous()
