@@ -75,15 +75,20 @@ class BlendOrder:
     def _place(self, sample: int) -> tuple[int, int]:
         """The chunk that holds a sample, and the number of that chunk's first."""
         chunk = sample // CHUNK  # at most a few samples off: there is one per unit of time
-        while (first := sum(self.samples_until(chunk * CHUNK))) > sample:
+        while _first_sample(self.weights, chunk) > sample:
             chunk -= 1
-        while (following := sum(self.samples_until((chunk + 1) * CHUNK))) <= sample:
-            chunk, first = chunk + 1, following
-        return chunk, first
+        while _first_sample(self.weights, chunk + 1) <= sample:
+            chunk += 1
+        return chunk, _first_sample(self.weights, chunk)
 
     def chunk(self, chunk: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Components and sample numbers of the times after chunk * CHUNK and up to (chunk + 1) * CHUNK."""
         return _sorted_chunk(self.weights, chunk)
+
+
+@lru_cache(maxsize=4 * CHUNKS_KEPT)
+def _first_sample(weights: tuple[int, ...], chunk: int) -> int:
+    return sum(BlendOrder(weights).samples_until(chunk * CHUNK))
 
 
 @lru_cache(maxsize=CHUNKS_KEPT)

@@ -19,10 +19,13 @@ WEIGHTS = [(1,), (3, 7), (1, 1, 1), (5, 3, 2), (9, *[1] * 9), (999_999, 1), (123
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks of 16, so that short orders cross their bounds."""
-    blended_dataset._sorted_chunk.cache_clear()
+    caches = (blended_dataset._sorted_chunk, blended_dataset._first_sample)
+    for cache in caches:
+        cache.cache_clear()
     monkeypatch.setattr(blended_dataset, "CHUNK", 16)
     yield
-    blended_dataset._sorted_chunk.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def sorted_by_time(weights: tuple[int, ...], length: int) -> list[tuple[int, int]]:
