@@ -10,6 +10,7 @@ import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron.config.config import SECTIONS, Config
@@ -201,11 +202,30 @@ class _Converter:
             raise ConfigError(f"{self.option} is '{word}': expected {expected}") from None
 
 
+def _switch(option: str, word: str) -> bool:
+    """The value of a switch that old scripts give one: it is on."""
+    if word.lower() not in ("1", "true"):
+        raise ConfigError(f"{option} is '{word}': expected no value, or 1; leave the flag out to turn it off")
+    return True
+
+
 def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation: Any) -> None:
     description = flag_of(field)
     names = (option_name(field.name), *description.aliases)
     text = _help_text(field, description)
     kind = _value_type(annotation)
+    if kind is bool and description.metavar is not None:
+        group.add_argument(
+            *names,
+            dest=dest,
+            action=_Store,
+            convert=partial(_switch, names[0]),
+            nargs="?",
+            const="1",
+            metavar=description.metavar,
+            help=text,
+        )
+        return
     if kind is bool:
         group.add_argument(*names, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
         return

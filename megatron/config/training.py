@@ -62,7 +62,9 @@ class TrainingConfig(Section):
         group="initialization",
         help="seed of the weights, the sample order and the dropout",
     )
-    no_train: bool = flag(False, help="evaluate only")
+    no_train: bool = flag(
+        False, aliases=("--eval-only",), metavar="1", help="evaluate only; old scripts give it the value 1"
+    )
     checkpoint_activations: bool = flag(
         False,
         help="keep only the inputs of transformer layers, and recompute the rest in the backward pass: the "

@@ -398,3 +398,12 @@ def test_importing_the_config_imports_neither_torch_nor_deepspeed() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("words", ["--no-train", "--no-train 1", "--eval-only 1"])
+def test_evaluation_alone_is_asked_for_with_or_without_a_value(words: str) -> None:
+    assert parse_args([*SMALL, *words.split()], {}).training.no_train is True
+
+
+def test_a_switch_that_is_turned_off_by_a_value_is_refused() -> None:
+    assert "--no-train is '0': expected no value, or 1" in refusal("--no-train", "0")
