@@ -274,27 +274,24 @@ def peak_bytes(found: dict[str, int]) -> int:
 
 def make_config(preset: Preset, row: Row, compiles: bool) -> "Config":
     """The configuration of a measured run."""
-    from benchmarks.overhead import make_config as make_small
-    from megatron.config import BatchConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+    from benchmarks.worlds import config_of
 
-    config = make_small(row.tensor, row.pipeline, row.processes)
-    return dataclasses.replace(
-        config,
-        model=ModelConfig(
-            num_layers=preset.layers,
-            hidden_size=preset.hidden,
-            num_attention_heads=preset.heads,
-            seq_length=preset.seq,
-            max_position_embeddings=preset.seq,
-            make_vocab_size_divisible_by=1,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+    return config_of(
+        f"--num-layers {preset.layers} --hidden-size {preset.hidden} --num-attention-heads {preset.heads} "
+        f"--seq-length {preset.seq} --max-position-embeddings {preset.seq} --make-vocab-size-divisible-by 1 "
+        f"--hidden-dropout 0 --attention-dropout 0 --partition-method time "
+        f"--micro-batch-size {preset.micro_batch} --global-batch-size {preset.global_batch} "
+        f"--tensor-model-parallel-size {row.tensor} --pipeline-model-parallel-size {row.pipeline} "
+        + " ".join(
+            flag
+            for flag, given in {
+                "--compile": compiles,
+                "--bf16": row.precision == "bf16",
+                "--use-bnb-optimizer": preset.eight_bit,
+            }.items()
+            if given
         ),
-        batch=BatchConfig(micro_batch_size=preset.micro_batch, global_batch_size=preset.global_batch),
-        parallel=dataclasses.replace(config.parallel, partition_method="time"),
-        training=dataclasses.replace(config.training, compile=compiles),
-        precision=PrecisionConfig(bf16=row.precision == "bf16"),
-        optimizer=OptimizerConfig(use_bnb_optimizer=preset.eight_bit),
+        row.processes,
     )
 
 

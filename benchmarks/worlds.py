@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     import torch
 
+    from megatron.config import Config
     from megatron.model.gpt_model import GPTModelPipe
 
 
@@ -68,6 +69,14 @@ class World:
             process.stdin.close()
         for process in self.processes:
             process.wait()
+
+
+def config_of(flags: str, processes: int = 1) -> "Config":
+    """The configuration of a measured run of `processes`, from its flags; one step, no data."""
+    from megatron.config import parse_args
+
+    env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    return parse_args(f"--lr 1e-4 --train-iters 1 {flags}".split(), env)
 
 
 def answers_apart() -> TextIO:
