@@ -72,11 +72,12 @@ class World:
 
 
 def config_of(flags: str, processes: int = 1) -> "Config":
-    """The configuration of a measured run of `processes`, from its flags; one step, no data."""
+    """The configuration of a measured run of `processes`, from its flags. It names no data, as only a dry run
+    may; nothing but pretrain_gpt.py asks for that."""
     from megatron.config import parse_args
 
     env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
-    return parse_args(f"--lr 1e-4 --train-iters 1 {flags}".split(), env)
+    return parse_args(f"--lr 1e-4 --train-iters 1 --dry-run {flags}".split(), env)
 
 
 def answers_apart() -> TextIO:
