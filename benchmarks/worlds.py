@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megatron.model.gpt_model import GPTModelPipe
 
 
+# In the environment of processes that are measured on CPUs, on a machine with an accelerator too.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
 class World:
     """The processes of one layout, one thread each."""
 
