@@ -68,10 +68,11 @@ class ModelConfig(Section):
     mup: bool = flag(
         False,
         group="initialization",
-        help="maximal update parametrisation (Tensor Programs V, with Adam): settings found on a narrow model "
-        "hold for a wide one. With W = hidden size / --mup-base-hidden-size, matrices of transformer layers "
-        "start with a standard deviation of --init-method-std / sqrt(W) and learn at 1 / W of the rate, "
-        "logits are multiplied by --mup-output-mult / W, attention scores by --mup-attn-mult / head width",
+        help="maximal update parametrisation (Tensor Programs V, for Adam): settings found on a narrow "
+        "model hold for a wide one. With W = hidden size / --mup-base-hidden-size, matrices of transformer "
+        "layers start with a standard deviation of --init-method-std / sqrt(W) and learn at 1 / W of the "
+        "rate, logits are multiplied by --mup-output-mult / W, attention scores by --mup-attn-mult / head "
+        "width",
     )
     mup_base_hidden_size: int = flag(
         1,
