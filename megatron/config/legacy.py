@@ -44,16 +44,6 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
 
 # Refused. The reason says what to do until the flag is there.
 STILL_TO_COME: tuple[OldFlag, ...] = (
-    OldFlag(("--mup",), "muP is not supported yet: drop all --mup flags for the standard parametrisation"),
-    *(
-        OldFlag(
-            (name,),
-            "muP is not supported yet: drop all --mup flags for the standard parametrisation",
-            nargs=None,
-            metavar="NUMBER",
-        )
-        for name in ("--mup-input-mult", "--mup-output-mult", "--mup-attn-mult")
-    ),
     *(
         OldFlag(
             (f"--{part}-weighted-split-paths{ending}",),

@@ -61,6 +61,9 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if not model.mup:
+        names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
+        yield model, names, "without --mup"
     if config.parallel.tensor_model_parallel_size == 1:
         circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a sequence with"
         yield config.parallel, ("sequence_parallel",), circumstance
@@ -155,6 +158,11 @@ def _check_model(config: Config) -> None:
                 f"{_option(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: change "
                 "one of them"
             )
+    if model.mup and config.optimizer.optimizer == "sgd":
+        raise ConfigError(
+            "--mup with --optimizer sgd: its learning rates are those of Adam, use --optimizer adam or drop "
+            "--mup"
+        )
     if model.pad_vocab_size_to is not None:
         check_vocab_divides(model.pad_vocab_size_to, tensor)
     if model.vocab_size is not None:

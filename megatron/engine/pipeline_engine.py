@@ -46,6 +46,7 @@ class GPTEngine(SameNumbersPipelineEngine):
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
             self._units_of(model),
+            config.model.matrix_rate_factor,
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -96,7 +97,7 @@ class GPTEngine(SameNumbersPipelineEngine):
         if global_batch_size != self.train_batch_size():
             self.set_train_batch_size(global_batch_size)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_factor"]
         samples = micro_batch_samples(
             consumed_samples,
             self.micro_batch_size,
