@@ -105,13 +105,16 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
         yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
     if logging.tensorboard_dir is None:
+        yield logging, ("tensorboard_queue_size",), "without --tensorboard-dir"
+    if logging.wandb_project is None:
+        yield logging, ("wandb_name",), "without --wandb-project"
+    if logging.tensorboard_dir is None and logging.wandb_project is None:
         names = (
-            "tensorboard_queue_size",
             "log_timers_to_tensorboard",
             "log_batch_size_to_tensorboard",
             "log_validation_ppl_to_tensorboard",
         )
-        yield logging, names, "without --tensorboard-dir"
+        yield logging, names, "without --tensorboard-dir and --wandb-project"
 
 
 def _option(name: str) -> str:

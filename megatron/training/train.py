@@ -22,6 +22,7 @@ from megatron.training.failures import RunStopped
 from megatron.training.first_steps import FirstSteps
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
 from megatron.training.signals import ExitConditions
+from megatron.training.writers import make_writers
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
@@ -177,4 +178,5 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
         world_size=parallel.world_size,
         data_parallel_size=parallel.data_parallel_size,
     )
-    return MetricsLogger(config.logging, throughput, enabled=rank == 0)
+    writers = make_writers(config) if rank == 0 else []
+    return MetricsLogger(config.logging, throughput, enabled=rank == 0, writers=writers)

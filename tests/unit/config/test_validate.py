@@ -193,7 +193,7 @@ def test_settings_without_effect_are_reported() -> None:
     notes = read_command_line([*SMALL, *words.split()], {}).notes
     assert notes == (
         "--min-lr has no effect with --lr-decay-style constant",
-        "--log-timers-to-tensorboard has no effect without --tensorboard-dir",
+        "--log-timers-to-tensorboard has no effect without --tensorboard-dir and --wandb-project",
     )
 
 
