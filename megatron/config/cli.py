@@ -16,7 +16,9 @@ from megatron.config.config import SECTIONS, Config
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.legacy import NOTHING_LEFT_TO_DO, OLD_FLAGS, STILL_TO_COME, OldFlag
+from megatron.config.split import SPLIT_NAMES
 from megatron.config.validate import remarks, validate
+from megatron.config.weighted_paths import read_groups_file
 
 # Megatron's names and order of the groups of --help.
 HELP_GROUPS = (
@@ -50,6 +52,7 @@ def read_command_line(argv: Sequence[str] | None = None, env: Mapping[str, str] 
         if old.name in given.old:
             raise ConfigError(f"{old.name}: {old.reason}")
     _take_launcher_settings(given.settings, env)
+    _take_groups_files(given.settings)
     _require_all(given.settings)
     config = Config(**{name: kind(**_part_of(given.settings, name)) for name, kind in SECTIONS.items()})
     validate(config)
@@ -264,6 +267,21 @@ def _take_launcher_settings(settings: dict[str, Any], env: Mapping[str, str]) ->
             f"--world-size {planned} with {started} started process(es) (WORLD_SIZE): "
             "drop --world-size, or add --dry-run to plan for that many"
         )
+
+
+def _take_groups_files(settings: dict[str, Any]) -> None:
+    """Fill in the groups of weighted paths from the files that hold them; a dry run can do without the
+    files."""
+    for name in SPLIT_NAMES:
+        groups = f"data.{name}_weighted_split_paths"
+        option = option_name(f"{name}_weighted_split_paths_path")
+        file = settings.get(f"{groups}_path")
+        if file is None:
+            continue
+        if groups in settings:
+            raise ConfigError(f"{option} {file} and {option.removesuffix('-path')} are both given: drop one")
+        if os.path.exists(file) or not settings.get("training.dry_run"):
+            settings[groups] = read_groups_file(option, file)
 
 
 def _launcher_number(env: Mapping[str, str], name: str) -> int:

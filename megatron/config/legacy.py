@@ -44,16 +44,6 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
 
 # Refused. The reason says what to do until the flag is there.
 STILL_TO_COME: tuple[OldFlag, ...] = (
-    *(
-        OldFlag(
-            (f"--{part}-weighted-split-paths{ending}",),
-            "weighted splits are not supported yet: give one prefix with --data-path, and --split",
-            nargs=nargs,
-            metavar=metavar,
-        )
-        for part in ("train", "valid", "test")
-        for ending, nargs, metavar in (("", "+", "GROUP"), ("-path", None, "FILE"))
-    ),
     OldFlag(
         ("--skip-train-iteration-range",),
         "skipping ranges of steps is not supported yet: drop the flag",

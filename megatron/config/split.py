@@ -1,10 +1,12 @@
-"""The value of --split."""
+"""The names of the splits, and the value of --split."""
 
 from __future__ import annotations
 
 import math
 
 from megatron.config.errors import ConfigError
+
+SPLIT_NAMES = ("train", "valid", "test")
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -11,12 +11,12 @@ from shutil import which
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types
+from megatron.config.data import TOKENIZER_FILES
 from megatron.config.errors import ConfigError
-from megatron.config.fields import Section
+from megatron.config.fields import Section, option_name
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.partition_method import parse_partition_method
-from megatron.config.split import parse_split
+from megatron.config.validate_data import check_data, check_files, what_is_evaluated
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 
 
@@ -32,9 +32,9 @@ def validate(config: Config) -> None:
     _check_precision(config)
     _check_optimizer(config.optimizer)
     _check_output(config)
-    _check_data(config)
+    check_data(config)
     if not config.training.dry_run:
-        _check_files(config.data)
+        check_files(config.data)
         if config.optimizer.use_apex:
             _check_apex()
         if config.optimizer.use_bnb_optimizer:
@@ -50,7 +50,7 @@ def remarks(config: Config) -> tuple[str, ...]:
         defaults = {field.name: field.default for field in dataclasses.fields(section)}
         for name in names:
             if getattr(section, name) != defaults[name]:
-                found.append(f"{_option(name)} has no effect {circumstance}")
+                found.append(f"{option_name(name)} has no effect {circumstance}")
     return tuple(found)
 
 
@@ -90,12 +90,12 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
         yield precision, dynamic_scale, "without --fp16"
     elif precision.loss_scale is not None and training.deepspeed_config is None:  # the file may overrule it
         yield precision, dynamic_scale, f"with the static --loss-scale {precision.loss_scale:g}"
-    _, valid, test = parse_split(data.split)
+    valid, test, circumstance = what_is_evaluated(data)
     if training.eval_iters == 0:
         yield training, ("eval_interval",), "with --eval-iters 0"
     elif not valid:
         names = ("eval_interval",) if test else ("eval_interval", "eval_iters")
-        yield training, names, f"with --split {data.split}, which leaves nothing for validation"
+        yield training, names, circumstance
     for kind, names in TOKENIZER_FILES.items():
         if data.tokenizer_type != kind:
             yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
@@ -115,10 +115,6 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
             "log_validation_ppl_to_tensorboard",
         )
         yield logging, names, "without --tensorboard-dir and --wandb-project"
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _check_layout(config: Config) -> None:
@@ -158,8 +154,8 @@ def _check_model(config: Config) -> None:
         size = getattr(model, name)
         if size % tensor:
             raise ConfigError(
-                f"{_option(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: change "
-                "one of them"
+                f"{option_name(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: "
+                "change one of them"
             )
     if model.mup and config.optimizer.optimizer == "sgd":
         raise ConfigError(
@@ -393,61 +389,6 @@ def _check_output(config: Config) -> None:
         raise ConfigError(
             f"--save-interval {checkpoint.save_interval} without --save: say where checkpoints go, or drop it"
         )
-
-
-def _check_data(config: Config) -> None:
-    data = config.data
-    parse_split(data.split)
-    if len(data.data_path) > 1:
-        raise ConfigError(
-            f"--data-path with {len(data.data_path)} values: blends are not supported yet, give one prefix "
-            "(merge the files to train on all of them)"
-        )
-    fitting = fitting_tokenizer_types(data)
-    if data.tokenizer_type is None and len(fitting) > 1:
-        raise ConfigError(
-            f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or drop the "
-            "files of the others"
-        )
-    if data.tokenizer_type is not None:
-        for name in TOKENIZER_FILES[data.tokenizer_type]:
-            if getattr(data, name) is None:
-                raise ConfigError(
-                    f"--tokenizer-type {data.tokenizer_type} without {_option(name)}: give its path"
-                )
-    if config.training.dry_run:
-        return
-    if not data.data_path:
-        raise ConfigError(
-            "--data-path is missing: give the prefix of a .bin/.idx pair (not needed with --dry-run)"
-        )
-    if data.tokenizer_type is None:
-        documents = [
-            name
-            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-            if getattr(data, name)
-        ]
-        if documents:
-            raise ConfigError(
-                f"{_option(documents[0])} needs the token that ends a document: give --tokenizer-type"
-            )
-        if config.model.vocab_size is None:
-            raise ConfigError("the size of the vocabulary is unknown: give --tokenizer-type, or --vocab-size")
-
-
-def _check_files(data: DataConfig) -> None:
-    files = [("--data-path", f"{prefix}{ending}") for prefix in data.data_path for ending in (".bin", ".idx")]
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(data, name)
-        if (
-            path is not None
-            and data.tokenizer_type is not None
-            and name in TOKENIZER_FILES[data.tokenizer_type]
-        ):
-            files.append((_option(name), path))
-    for option, file in files:
-        if not Path(file).is_file():
-            raise ConfigError(f"{option}: there is no file {file}: correct the path")
 
 
 def _check_apex() -> None:

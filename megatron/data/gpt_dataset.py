@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError, DataConfig
+from megatron.config.split import SPLIT_NAMES
+from megatron.data.blended_dataset import BlendedDataset, BlendOrder
 from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import SampleIndex
-from megatron.data.splits import SPLIT_NAMES, parse_split, split_documents
+from megatron.data.splits import DocumentGroup, document_groups, open_once
 
 
 class GPTDataset:
@@ -41,10 +44,23 @@ class GPTDataset:
         sample = np.concatenate(parts, dtype=np.int64)
         if len(sample) != self.seq_length + 1:
             raise ConfigError(
-                f"--data-path {self._dataset.prefix}: sample {i} of the {self.name} split has {len(sample)} "
+                f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
                 f"tokens instead of {self.seq_length + 1}, its index files are of other data: delete them"
             )
         return sample
+
+
+# The split's samples by number; their length is at least that asked for.
+Samples = GPTDataset | BlendedDataset
+
+
+class Datasets(NamedTuple):
+    """The datasets of a run. train: None where nothing is read. valid, test: one per group, none if nothing
+    is read."""
+
+    train: Samples | None
+    valid: tuple[Samples, ...]
+    test: tuple[Samples, ...]
 
 
 def prepare_index_files(
@@ -55,26 +71,32 @@ def prepare_index_files(
     To be run by one process per file system, with a barrier after it. It is safe to run it again, or on every
     node in turn: it makes what is missing.
     """
-    for request in _requests(data, seq_length, seed, num_samples):
-        if request is not None:
-            prepare_sample_index(request)
+    for request in _all_requests(data, seq_length, seed, num_samples):
+        prepare_sample_index(request)
+
+
+def missing_index_files(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> list[str]:
+    """Those that `prepare_index_files` with the same arguments would have to make."""
+    requests = _all_requests(data, seq_length, seed, num_samples)
+    paths = dict.fromkeys(path for request in requests for path in request.paths())
+    return [path for path in paths if not os.path.exists(path)]
 
 
 def build_gpt_datasets(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+) -> Datasets:
     """The train, valid and test datasets, each of at least its `num_samples`, from prepared index files.
 
-    None for a split of which no sample is asked for, that has no document, or whose weight is 0. Raises
-    ConfigError for damaged data, missing index files, or a split with fewer tokens than one sample.
+    There is none for a split of which no sample is asked for, that has no document, or whose weight is 0.
+    Raises ConfigError for damaged data, missing index files, or a split with fewer tokens than one sample.
     """
     train, valid, test = (
-        None
-        if request is None
-        else GPTDataset(request.split_name, request.dataset, load_sample_index(request), seq_length)
-        for request in _requests(data, seq_length, seed, num_samples)
+        tuple(_build(group, wanted, seq_length, seed) for group, wanted in groups)
+        for groups in _splits_that_are_read(data, num_samples)
     )
-    return train, valid, test
+    return Datasets(train[0] if train else None, valid, test)
 
 
 def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: int) -> dict[str, Any]:
@@ -83,19 +105,22 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     Two runs with equal fingerprints read the same samples in the same order. The number of samples itself is
     not in it, but the epochs that it takes: a longer run that fits the same epochs has the same order.
     """
-    request = _requests(data, seq_length, seed, (num_samples, 0, 0))[0]
-    plan = None if request is None else request.plan()
-    dataset = IndexedDataset(_single_prefix(data)) if request is None else request.dataset
+    (group,) = document_groups(data, "train", open_once())
+    datasets = [component.dataset for component in group.components]
+    plans = [
+        request.plan()
+        for request in ([] if group.is_empty else _requests(group, num_samples, seq_length, seed))
+    ]
     return {
-        "paths": [dataset.prefix],
-        "weights": [1.0],
-        "split": list(parse_split(data.split)),
+        "paths": [dataset.prefix for dataset in datasets],
+        "weights": list(group.weights),
+        "split": group.cut,
         "seed": seed,
         "seq_length": seq_length,
-        "documents": [len(dataset)],
-        "tokens": [dataset.num_tokens],
-        "epochs": None if plan is None else plan.num_epochs,
-        "last_epoch_apart": None if plan is None else plan.separate_last_epoch,
+        "documents": [len(dataset) for dataset in datasets],
+        "tokens": [dataset.num_tokens for dataset in datasets],
+        "epochs": [plan.num_epochs for plan in plans] or None,
+        "last_epoch_apart": [plan.separate_last_epoch for plan in plans] or None,
     }
 
 
@@ -107,7 +132,10 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
 
     def compared(fingerprint: dict[str, Any], name: str) -> Any:
         value = fingerprint.get(name)
-        return [os.path.basename(path) for path in value] if name == "paths" and value else value
+        if name == "paths" and value:
+            return [os.path.basename(path) for path in value]
+        # Checkpoints that were saved before there were blends tell these without a list.
+        return [value] if name in ("epochs", "last_epoch_apart") and isinstance(value, int) else value
 
     return [
         f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
@@ -116,21 +144,49 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
     ]
 
 
-def _requests(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
-) -> list[IndexRequest | None]:
-    dataset = IndexedDataset(_single_prefix(data))
+def _splits_that_are_read(
+    data: DataConfig, num_samples: tuple[int, int, int]
+) -> list[list[tuple[DocumentGroup, int]]]:
+    """Of train, valid and test: the groups that have documents and of which samples are wanted, and how
+    many."""
+    open_dataset = open_once()
     return [
-        IndexRequest(dataset, name, documents, wanted, seq_length, seed) if documents and wanted > 0 else None
-        for name, documents, wanted in zip(
-            SPLIT_NAMES, split_documents(data.split, len(dataset)), num_samples, strict=True
-        )
+        [(group, wanted) for group in document_groups(data, name, open_dataset) if not group.is_empty]
+        if wanted > 0
+        else []
+        for name, wanted in zip(SPLIT_NAMES, num_samples, strict=True)
     ]
 
 
-def _single_prefix(data: DataConfig) -> str:
-    if len(data.data_path) != 1:
-        raise ConfigError(
-            f"--data-path has {len(data.data_path)} values, expected one prefix of a .bin and an .idx file"
+def _all_requests(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> Iterator[IndexRequest]:
+    for groups in _splits_that_are_read(data, num_samples):
+        for group, wanted in groups:
+            yield from _requests(group, wanted, seq_length, seed)
+
+
+def _requests(group: DocumentGroup, num_samples: int, seq_length: int, seed: int) -> list[IndexRequest]:
+    """One for each component of the group, of the samples that it gives to the first `num_samples`."""
+    shares = BlendOrder(group.weights).samples_of_components(num_samples)
+    return [
+        # A component of a tiny weight may have its turn after the end: it is opened all the same.
+        IndexRequest(
+            component.dataset,
+            group.name,
+            component.documents,
+            max(share, 1),
+            seq_length,
+            seed,
+            component.files_name,
         )
-    return data.data_path[0]
+        for component, share in zip(group.components, shares, strict=True)
+    ]
+
+
+def _build(group: DocumentGroup, num_samples: int, seq_length: int, seed: int) -> Samples:
+    parts = [
+        GPTDataset(group.name, request.dataset, load_sample_index(request), seq_length)
+        for request in _requests(group, num_samples, seq_length, seed)
+    ]
+    return parts[0] if len(parts) == 1 else BlendedDataset(group.name, parts, group.weights, num_samples)

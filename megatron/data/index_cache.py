@@ -33,6 +33,8 @@ class IndexRequest:
     num_samples: int
     seq_length: int
     seed: int
+    files_name: str | None = None
+    """What stands for the documents in the files' names; None: the split's name, as in Megatron."""
 
     def plan(self) -> EpochPlan:
         """How many epochs it takes. Raises ConfigError if an epoch has not the tokens of one sample."""
@@ -40,15 +42,15 @@ class IndexRequest:
         tokens = int(sizes.sum(dtype=np.int64))
         if tokens < self.seq_length + 1:
             raise ConfigError(
-                f"--data-path {self.dataset.prefix}: the {self.split_name} split has {tokens:,} tokens in "
-                f"{len(self.documents):,} documents, and one sample needs {self.seq_length + 1:,}: change "
-                "--split or --seq-length, or add data"
+                f"{self.dataset.source}: the {self.split_name} split has {tokens:,} tokens in "
+                f"{len(self.documents):,} documents, and one sample needs {self.seq_length + 1:,}: give the "
+                "split more documents, or lower --seq-length"
             )
         return plan_epochs(tokens, self.seq_length, self.num_samples)
 
     def paths(self) -> tuple[str, str, str]:
         """Megatron's names for the files of the document, sample and shuffle index."""
-        stem = f"{self.dataset.prefix}_{self.split_name}_indexmap"
+        stem = f"{self.dataset.prefix}_{self.files_name or self.split_name}_indexmap"
         stem += f"_{self.num_samples}ns_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 
@@ -83,7 +85,7 @@ def load_sample_index(request: IndexRequest) -> SampleIndex:
     except IndexFileError as problem:
         raise ConfigError(
             f"{problem}: index files are made by one process per file system before training, and every "
-            f"process must see the folder of --data-path {request.dataset.prefix}"
+            f"process must see the folder of {request.dataset.source}"
         ) from problem
 
 
@@ -143,6 +145,6 @@ def _write_array(path: str, array: npt.NDArray[Any]) -> None:
             os.remove(temporary)
         folder = os.path.dirname(os.path.abspath(path))
         raise ConfigError(
-            f"cannot write index files into {folder} ({error.strerror}): make the folder of --data-path "
-            "writable, or start once as a user who may write there"
+            f"cannot write index files into {folder} ({error.strerror}): make the folder of the "
+            "data writable, or start once as a user who may write there"
         ) from error

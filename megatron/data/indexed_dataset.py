@@ -67,8 +67,10 @@ class IndexedDataset:
     names it. Can be shared with forked processes; pickled, it opens the files anew.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], option: str = "--data-path") -> None:
+        """option: the flag that named the prefix, for error sentences."""
         self.prefix = os.fspath(prefix)
+        self.option = option
         index_bytes, data_bytes = self._file_sizes()
         self.dtype, num_sequences, doc_idx_length = _read_header(index_path(self.prefix), index_bytes)
         buffer = np.memmap(index_path(self.prefix), mode="r", dtype=np.uint8)
@@ -91,8 +93,13 @@ class IndexedDataset:
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
         return self.get(index)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str]]:
+        return IndexedDataset, (self.prefix, self.option)
+
+    @property
+    def source(self) -> str:
+        """Flag and prefix, as the user gave them."""
+        return f"{self.option} {self.prefix}"
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """`length` tokens of document `index` from token `offset` on (None: to its end), a read-only view."""
@@ -113,9 +120,9 @@ class IndexedDataset:
                 hint = ""
                 if self.prefix.endswith((".bin", ".idx")):
                     hint = f", give the prefix {self.prefix[:-4]} without the ending"
-                raise ConfigError(f"--data-path {self.prefix}: there is no file {path}{hint}")
+                raise ConfigError(f"{self.source}: there is no file {path}{hint}")
             if not os.access(path, os.R_OK):
-                raise ConfigError(f"--data-path {self.prefix}: {path} cannot be read by this user")
+                raise ConfigError(f"{self.source}: {path} cannot be read by this user")
             sizes.append(os.path.getsize(path))
         return sizes[0], sizes[1]
 

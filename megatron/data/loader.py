@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron.config import ConfigError
-from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.gpt_dataset import Samples
 from megatron.data.sampler import micro_batch_samples
 
 # (tokens int64 [batch, seq], (labels int64 [batch, seq], loss_mask float32 [batch, seq]))
@@ -30,7 +30,7 @@ class GPTBatchLoader:
 
     def __init__(
         self,
-        dataset: GPTDataset,
+        dataset: Samples,
         *,
         micro_batch_size: int,
         data_rank: int,
@@ -104,7 +104,7 @@ class GPTBatchLoader:
         if self._vocab_size is not None and not 0 <= samples.min() <= samples.max() < self._vocab_size:
             raise ConfigError(
                 f"the {self.dataset.name} data holds token ids {samples.min()} to {samples.max()}, and the "
-                f"vocabulary has {self._vocab_size}: --data-path was preprocessed with another tokenizer"
+                f"vocabulary has {self._vocab_size}: it was preprocessed with another tokenizer"
             )
         block = torch.from_numpy(samples)
         tokens, labels = block[:, :-1].contiguous(), block[:, 1:].contiguous()

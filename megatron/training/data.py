@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError
-from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets, data_fingerprint, prepare_index_files
+from megatron.data.gpt_dataset import Samples, build_gpt_datasets, data_fingerprint, prepare_index_files
 from megatron.data.loader import GPTBatchLoader
 from megatron.mpu.layout import ParallelLayout
 from megatron.training.vocabulary import Vocabulary
@@ -31,11 +31,12 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RunData:
-    """A loader per split, None where the split is empty."""
+    """A loader of the training data, None where nothing is read, and of what is evaluated, by the name under
+    which it is logged: 'validation' and 'test', or those of the weighted groups."""
 
     train: GPTBatchLoader | None
-    valid: GPTBatchLoader | None
-    test: GPTBatchLoader | None
+    valid: dict[str, GPTBatchLoader]
+    test: dict[str, GPTBatchLoader]
 
 
 def fingerprint_of(config: Config, length: RunLength) -> dict:
@@ -44,7 +45,7 @@ def fingerprint_of(config: Config, length: RunLength) -> dict:
     fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, length.train_samples)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
-            f"--split {config.data.split} leaves no document of {config.data.data_path[0]} to train on"
+            f"--split {config.data.split} leaves no document of {' '.join(fingerprint['paths'])} to train on"
         )
     return fingerprint
 
@@ -62,9 +63,7 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
     dist.barrier()
     train, valid, test = build_gpt_datasets(*where)
 
-    def loader(dataset: GPTDataset | None, num_workers: int) -> GPTBatchLoader | None:
-        if dataset is None:
-            return None
+    def loader(dataset: Samples, num_workers: int) -> GPTBatchLoader:
         return GPTBatchLoader(
             dataset,
             micro_batch_size=config.batch.micro_batch_size,
@@ -76,8 +75,15 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
             num_workers=num_workers,
         )
 
+    def evaluated(datasets: tuple[Samples, ...], unnamed: str) -> dict[str, GPTBatchLoader]:
+        named = bool(config.data.train_weighted_split_paths)
+        return {
+            dataset.name if named else unnamed: loader(dataset, config.data.valid_num_workers)
+            for dataset in datasets
+        }
+
     return RunData(
-        loader(train, config.data.num_workers),
-        loader(valid, config.data.valid_num_workers),
-        loader(test, config.data.valid_num_workers),
+        None if train is None else loader(train, config.data.num_workers),
+        evaluated(valid, "validation"),
+        evaluated(test, "test"),
     )

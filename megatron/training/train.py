@@ -136,19 +136,20 @@ class Trainer:
                 self.evaluate(state, split, at)
 
     def evaluate(self, state: TrainingState, split: str, at: str = "") -> None:
-        """Evaluates on a split ('validation' or 'test') and logs its loss."""
-        loader = self.data.valid if split == "validation" else self.data.test
-        if loader is None or self.config.training.eval_iters == 0:
+        """Evaluates on each group of a split ('validation' or 'test') and logs its loss."""
+        loaders = self.data.valid if split == "validation" else self.data.test
+        if self.config.training.eval_iters == 0:
             return
         # A checkpoint may be from beyond the end of this run, where there are no validation samples.
         iteration = min(state.iteration, self.length.iterations)
         first = validation_start(self.config, iteration) if split == "validation" else 0
-        loss = evaluate(self.engine, loader, self.config, first)
-        self.metrics.log_validation(
-            ValidationRecord(
-                state.iteration, state.consumed_samples, state.consumed_tokens, loss.item(), split, at
+        for name, loader in loaders.items():
+            loss = evaluate(self.engine, loader, self.config, first)
+            self.metrics.log_validation(
+                ValidationRecord(
+                    state.iteration, state.consumed_samples, state.consumed_tokens, loss.item(), name, at
+                )
             )
-        )
 
 
 def _micro_batches(

@@ -64,6 +64,7 @@ SETTINGS = [
     ("--rampup-batch-size 2 2 9_765_625", "batch.rampup_batch_size", (2, 2, 9_765_625)),
     ("--fp16 --loss-scale 12", "precision.loss_scale", 12.0),
     ("--data-path /nowhere/text_document", "data.data_path", ("/nowhere/text_document",)),
+    ("--data-path 0.3 A 0.7 B", "data.data_path", ("0.3", "A", "0.7", "B")),
     ("--ffn-hidden-size 100", "model.ffn_hidden_size", 100),
     ("--vocab-file v.json --merge-file m.txt", "data.vocab_file", "v.json"),
     ("--vocab-file v.json --merge-file m.txt", "data.merge_file", "m.txt"),

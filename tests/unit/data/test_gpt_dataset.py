@@ -28,7 +28,7 @@ def test_a_sample_is_the_documents_in_order_cut_every_seq_length_tokens(prefix: 
     data = data_config(prefix)
     prepare_index_files(data, 6, 7, (60, 0, 0))
     train, valid, test = build_gpt_datasets(data, 6, 7, (60, 0, 0))
-    assert train is not None and valid is None and test is None
+    assert train is not None and valid == () and test == ()
     assert len(train) >= 60
     stem = f"{prefix}_train_indexmap_60ns_6sl_7s"
     documents = numbered_documents(SIZES)
@@ -45,7 +45,8 @@ def test_a_sample_is_the_documents_in_order_cut_every_seq_length_tokens(prefix: 
 def test_splits_share_no_document(prefix: str) -> None:
     data = data_config(prefix, split="50,25,25")
     prepare_index_files(data, 3, 7, (5, 5, 5))
-    datasets = build_gpt_datasets(data, 3, 7, (5, 5, 5))
+    train, valid, test = build_gpt_datasets(data, 3, 7, (5, 5, 5))
+    datasets = [train, *valid, *test]
     assert [dataset.name for dataset in datasets if dataset] == ["train", "valid", "test"]
     ends = np.cumsum(SIZES)
     bounds = [0, ends[9], ends[14], ends[19]]
@@ -59,8 +60,8 @@ def test_splits_without_weight_documents_or_wanted_samples_are_none(prefix: str)
     data = data_config(prefix, split="999,1,0")
     prepare_index_files(data, 3, 7, (5, 5, 5))
     train, valid, test = build_gpt_datasets(data, 3, 7, (5, 5, 5))
-    assert train is not None and valid is None and test is None
-    assert build_gpt_datasets(data, 3, 7, (0, 0, 0)) == (None, None, None)
+    assert train is not None and valid == () and test == ()
+    assert build_gpt_datasets(data, 3, 7, (0, 0, 0)) == (None, (), ())
 
 
 def test_reading_before_preparing_is_refused(prefix: str) -> None:
@@ -68,8 +69,8 @@ def test_reading_before_preparing_is_refused(prefix: str) -> None:
         build_gpt_datasets(data_config(prefix), 3, 7, (5, 0, 0))
 
 
-def test_one_prefix_is_expected(prefix: str) -> None:
-    for prefixes in ((), ("0.5", prefix, "0.5", prefix)):
+def test_a_prefix_or_pairs_are_expected(prefix: str) -> None:
+    for prefixes in ((), ("0.5", prefix, "0.5")):
         with pytest.raises(ConfigError, match=f"--data-path has {len(prefixes)} values"):
             prepare_index_files(data_config(*prefixes), 3, 7, (5, 0, 0))
 
@@ -93,6 +94,14 @@ def test_fingerprint_is_equal_exactly_when_the_order_is(prefix: str, tmp_path: P
         other = data_fingerprint(data_config(prefix), seq_length, seed, samples)
         assert any(difference.startswith(f"{name}: ") for difference in fingerprint_differences(saved, other))
         assert order(1, 4, 20) != order(seed, seq_length, samples)
+
+
+def test_a_fingerprint_from_before_there_were_blends_is_understood(prefix: str) -> None:
+    now = data_fingerprint(data_config(prefix), 4, 1, 20)
+    assert (now["epochs"], now["last_epoch_apart"], now["weights"]) == ([1], [False], [1])
+    before = {**now, "epochs": 1, "last_epoch_apart": False, "weights": [1.0]}
+    assert fingerprint_differences(before, now) == []
+    assert fingerprint_differences({**before, "epochs": 2}, now) == ["epochs: 2 in the checkpoint, [1] now"]
 
 
 def test_fingerprint_names_other_data_but_not_another_folder(prefix: str, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""Checks of the data flags: blends, groups, and tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.config.config import Config
+from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types, groups_option
+from megatron.config.errors import ConfigError
+from megatron.config.fields import option_name
+from megatron.config.split import SPLIT_NAMES, parse_split
+from megatron.config.weighted_paths import parse_data_path, parse_groups
+
+
+def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:
+    """Whether there are validation and test data, and what to say where there are none for validation."""
+    if _groups_given(data):
+        circumstance = "without --valid-weighted-split-paths"
+        return "valid" in _groups_given(data), "test" in _groups_given(data), circumstance
+    _, valid, test = parse_split(data.split)
+    return valid > 0, test > 0, f"with --split {data.split}, which leaves nothing for validation"
+
+
+def check_data(config: Config) -> None:
+    """Raise ConfigError for data flags that contradict each other or cannot be understood."""
+    data = config.data
+    parse_split(data.split)
+    if _groups_given(data):
+        _check_groups(data)
+    elif data.data_path:
+        parse_data_path(data.data_path)
+    fitting = fitting_tokenizer_types(data)
+    if data.tokenizer_type is None and len(fitting) > 1:
+        raise ConfigError(
+            f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or drop the "
+            "files of the others"
+        )
+    if data.tokenizer_type is not None:
+        for name in TOKENIZER_FILES[data.tokenizer_type]:
+            if getattr(data, name) is None:
+                raise ConfigError(
+                    f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: give its path"
+                )
+    if config.training.dry_run:
+        return
+    if not data.data_path and not _groups_given(data):
+        raise ConfigError(
+            "--data-path is missing: give the prefix of a .bin/.idx pair (not needed with --dry-run)"
+        )
+    if data.tokenizer_type is None:
+        documents = [
+            name
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if getattr(data, name)
+        ]
+        if documents:
+            raise ConfigError(
+                f"{option_name(documents[0])} needs the token that ends a document: give --tokenizer-type"
+            )
+        if config.model.vocab_size is None:
+            raise ConfigError("the size of the vocabulary is unknown: give --tokenizer-type, or --vocab-size")
+
+
+def _groups_given(data: DataConfig) -> list[str]:
+    """Those of train, valid and test that have groups (or a file of them, which a dry run may not have)."""
+    return [
+        name
+        for name in SPLIT_NAMES
+        if getattr(data, f"{name}_weighted_split_paths")
+        or getattr(data, f"{name}_weighted_split_paths_path") is not None
+    ]
+
+
+def _check_groups(data: DataConfig) -> None:
+    given = _groups_given(data)
+    option = groups_option(data, given[0])
+    if data.data_path:
+        raise ConfigError(
+            f"{option} with --data-path {' '.join(data.data_path)}: the groups name their own prefixes, drop "
+            "one of the two"
+        )
+    if data.split != DataConfig.split:
+        raise ConfigError(
+            f"{option} with --split {data.split}: the groups give the documents of each prefix as START:END, "
+            "drop --split"
+        )
+    if given[0] != "train":
+        raise ConfigError(
+            f"{option} without --train-weighted-split-paths: give the documents to train on in the same way"
+        )
+    groups = {
+        name: parse_groups(groups_option(data, name), getattr(data, f"{name}_weighted_split_paths"))
+        for name in given
+    }
+    if len(groups["train"]) > 1:
+        raise ConfigError(
+            f"{option} has {len(groups['train'])} groups: training reads one, put all prefixes into it with "
+            "commas between"
+        )
+    both = {group.name for group in groups.get("valid", ())} & {
+        group.name for group in groups.get("test", ())
+    }
+    if both:
+        raise ConfigError(
+            f"{groups_option(data, 'valid')} and {groups_option(data, 'test')} both have a group named "
+            f"'{min(both)}': name one of them differently, for they are logged under their names"
+        )
+
+
+def _prefixes(data: DataConfig) -> list[tuple[str, str]]:
+    """Every prefix, with the flag that gave it."""
+    if not _groups_given(data):
+        return [("--data-path", path.prefix) for path in parse_data_path(data.data_path)]
+    found = []
+    for name in _groups_given(data):
+        option = groups_option(data, name)
+        for group in parse_groups(option, getattr(data, f"{name}_weighted_split_paths")):
+            found += [(option, path.prefix) for path in group.paths]
+    return found
+
+
+def check_files(data: DataConfig) -> None:
+    """Raise ConfigError for the first file that is not there."""
+    files = [
+        (option, f"{prefix}{ending}") for option, prefix in _prefixes(data) for ending in (".bin", ".idx")
+    ]
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(data, name)
+        if (
+            path is not None
+            and data.tokenizer_type is not None
+            and name in TOKENIZER_FILES[data.tokenizer_type]
+        ):
+            files.append((option_name(name), path))
+    for option, file in files:
+        if not Path(file).is_file():
+            raise ConfigError(f"{option}: there is no file {file}: correct the path")

@@ -1,0 +1,77 @@
+"""Blends of token files and weighted groups, from the command line to the lines and curves of a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.end_to_end.command import pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
+
+FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
+
+
+@pytest.fixture(scope="module")
+def weighted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The corpus twice, as files of which one is read in the first half and one in the second."""
+    folder = tmp_path_factory.mktemp("blend")
+    for name in "ab":
+        for ending in (".bin", ".idx"):
+            shutil.copy(f"{data[1]}{ending}", folder / f"{name}{ending}")
+    (folder / "valid.txt").write_text(
+        f'"VALID_A: 1 0.5:0.7 {folder}/a" "BOTH: 3 0.7:0.8 {folder}/a, 1 0:0.2 {folder}/b"\n'
+    )
+    return [
+        *("--train-weighted-split-paths", f"TRAIN: 0.3 0:0.5 {folder}/a, 0.7 0.5:1 {folder}/b"),
+        *("--valid-weighted-split-paths-path", str(folder / "valid.txt")),
+        *("--test-weighted-split-paths", f"TEST: 1 0.8:1 {folder}/a"),
+        *data[4:],
+    ]
+
+
+def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
+    weighted: list[str], tmp_path: Path
+) -> None:
+    whole = pretrain([*FLAGS, *weighted, "--tensorboard-dir", str(tmp_path / "tensorboard")])
+    assert whole.exit_code == 0, whole.stderr
+    assert len(whole.steps) == RAMPED_STEPS
+    names = ["VALID_A", "BOTH"]
+    moments = [(name, f"iteration {n}") for n in (6, 12, 18) for name in names]
+    moments += [(name, f"the end of training for val data, iteration {RAMPED_STEPS}") for name in names]
+    moments += [("TEST", f"the end of training for test data, iteration {RAMPED_STEPS}")]
+    assert [(line["name"], line["at"]) for line in whole.evaluations] == moments
+    assert whole.evaluations[0]["lm_loss"] != whole.evaluations[1]["lm_loss"]
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in names:
+        points = [
+            (event.step, event.value)
+            for event in events.Scalars(f"lm-loss-validation/{name}/lm loss validation")
+        ]
+        lines = [line for line in whole.evaluations if line["name"] == name]
+        assert [step for step, _ in points] == [6, 12, 18, RAMPED_STEPS]
+        assert [value for _, value in points] == pytest.approx([line["lm_loss"] for line in lines], rel=1e-5)
+
+    checkpoints = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    left = pretrain([*layout, *FLAGS, *weighted, *checkpoints, "--exit-interval", "11"], processes=4)
+    assert left.exit_code == 0, left.stderr
+    resumed = pretrain([*FLAGS, *weighted, *checkpoints, "--num-workers", "2"])
+    assert resumed.exit_code == 0, resumed.stderr
+    assert [step["iteration"] for step in left.steps + resumed.steps] == list(range(1, RAMPED_STEPS + 1))
+    for name, run, of in (
+        ("step", left.steps + resumed.steps, whole.steps),
+        ("evaluation", left.evaluations + resumed.evaluations, whole.evaluations),
+    ):
+        assert len(run) == len(of), name
+        for line, expected in zip(run, of, strict=True):
+            assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-5), (name, line)
+
+    weights = [word.replace("0.3 0:0.5", "0.4 0:0.5") for word in weighted]
+    refused = pretrain([*FLAGS, *weights, *checkpoints])
+    assert refused.exit_code == 2
+    assert "weights: [3, 7] in the checkpoint, [4, 7] now" in refused.stderr

@@ -1,0 +1,123 @@
+"""Blends and groups of weighted paths on the command line."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError, parse_args, read_command_line
+from megatron.config.weighted_paths import PathGroup, WeightedPath, parse_data_path, parse_groups
+from tests.unit.config.command_lines import SMALL
+
+TRAIN, VALID, TEST = (f"--{name}-weighted-split-paths" for name in ("train", "valid", "test"))
+
+
+def refusal(*words: str, dry_run: bool = True) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args([*(word for word in SMALL if dry_run or word != "--dry-run"), *words], {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_data_path_is_one_prefix_or_a_blend() -> None:
+    assert parse_data_path(["A"]) == (WeightedPath(Fraction(1), "A"),)
+    assert parse_data_path(["0.3", "A", "7e-1", "B"]) == (
+        WeightedPath(Fraction(3, 10), "A"),
+        WeightedPath(Fraction(7, 10), "B"),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ALL: 0.3 0:0.95 /a/b, 1 0.5:1 c",
+        "ALL:0.3 0:0.95 /a/b,1 0.5:1 c",
+        " ALL : 0.3  0.0:.95 /a/b ,1 .5:1.0 c ",
+    ],
+)
+def test_a_group_is_a_name_and_weighted_ranges(text: str) -> None:
+    paths = (WeightedPath(Fraction(3, 10), "/a/b", 0.0, 0.95), WeightedPath(Fraction(1), "c", 0.5, 1.0))
+    assert parse_groups(TRAIN, [text]) == (PathGroup("ALL", paths),)
+
+
+def test_groups_come_from_flags_or_from_one_line_files(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text('"TRAIN: 0.25 0:0.9 a, 0.75 0:0.9 b"\n')
+    (tmp_path / "valid.txt").write_text('"VALID_A: 1 0.9:1 a" "VALID_B: 1 0.9:1 b"\n')
+    by_files = [f"{TRAIN}-path", str(tmp_path / "train.txt"), f"{VALID}-path", str(tmp_path / "valid.txt")]
+    by_flags = [TRAIN, "TRAIN: 0.25 0:0.9 a, 0.75 0:0.9 b", VALID, "VALID_A: 1 0.9:1 a", "VALID_B: 1 0.9:1 b"]
+    for words in (by_files, by_flags):
+        data = parse_args([*SMALL, *words], {}).data
+        assert data.train_weighted_split_paths == (by_flags[1],)
+        assert data.valid_weighted_split_paths == tuple(by_flags[3:])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a", ("'a'", "NAME: WEIGHT START:END PREFIX", "quotes")),
+        ("1 0:1 a", ("'1 0:1 a'", "NAME: WEIGHT START:END PREFIX")),
+        ("my data: 1 0:1 a", ("my data", "the name of letters")),
+        ("T: 1 a", ("'1 a' has 2 words", "WEIGHT START:END PREFIX")),
+        ("T: 1 0:1 a 1 0:1 b", ("'1 0:1 a 1 0:1 b' has 6 words", "comma")),
+        ("T: 1 0:1 a,", ("'' has 0 words",)),
+        ("T: x 0:1 a", ("the weight 'x' is no number",)),
+        ("T: nan 0:1 a", ("the weight 'nan' is no number",)),
+        ("T: -1 0:1 a", ("the weight -1 is not above 0",)),
+        ("T: 1 0:95 a", ("the range '0:95' of a", "0:0.95")),
+        ("T: 1 0.5:0.5 a", ("the range '0.5:0.5' of a", "START below END")),
+        ("T: 1 0.5 a", ("the range '0.5' of a",)),
+        ("T: 1 0:nan a", ("the range '0:nan' of a",)),
+    ],
+)
+def test_a_group_of_another_form_is_quoted_with_what_was_expected(text: str, parts: tuple[str, ...]) -> None:
+    sentence = refusal(TRAIN, text)
+    assert sentence.startswith(f"{TRAIN} ")
+    for part in parts:
+        assert part in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([TRAIN, "T: 1 0:1 a", "--data-path", "a"], (TRAIN, "--data-path a", "drop one")),
+        ([TRAIN, "T: 1 0:1 a", "--split", "9,1"], (TRAIN, "--split 9,1", "START:END")),
+        ([VALID, "V: 1 0:1 a"], (VALID, f"without {TRAIN}")),
+        ([TRAIN, "T: 1 0:1 a", "U: 1 0:1 b"], (TRAIN, "2 groups", "commas")),
+        ([TRAIN, "T: 1 0:1 a", VALID, "V: 1 0:1 a", "V: 1 0:1 b"], (VALID, "2 groups named 'V'")),
+        ([TRAIN, "T: 1 0:1 a", VALID, "V: 1 0:1 a", TEST, "V: 1 0:1 b"], (VALID, TEST, "named 'V'")),
+    ],
+)
+def test_contradictions_are_refused(words: list[str], parts: tuple[str, ...]) -> None:
+    sentence = refusal(*words)
+    for part in parts:
+        assert part in sentence
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.txt"
+    option = f"{TRAIN}-path"
+    assert f"{option}: there is no file {file}" in refusal(option, str(file), dry_run=False)
+    parse_args([*SMALL, option, str(file)], {})  # a dry run reads no data
+    for text in ("", '"T: 1 0:1 a'):
+        file.write_text(text)
+        sentence = refusal(option, str(file))
+        assert str(file) in sentence and "each in double quotes" in sentence
+    file.write_text('"T: 1 0:1"')
+    assert f"{option} 'T: 1 0:1': '1 0:1' has 2 words" in refusal(option, str(file))
+    assert "both given" in refusal(option, str(file), TRAIN, "T: 1 0:1 a")
+
+
+def test_a_run_needs_the_files_of_every_group(tmp_path: Path) -> None:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"a{ending}").touch()
+    words = ["--vocab-size", "100", TRAIN, f"T: 1 0:1 {tmp_path}/a", VALID, f"V: 1 0:1 {tmp_path}/b"]
+    assert f"{VALID}: there is no file {tmp_path}/b.bin" in refusal(*words, dry_run=False)
+
+
+def test_evaluation_flags_without_groups_to_evaluate_are_noted() -> None:
+    words = [*SMALL, "--eval-iters", "5", TRAIN, "T: 1 0:1 a"]
+    note = "--eval-iters has no effect without --valid-weighted-split-paths"
+    assert note in read_command_line(words, {}).notes
+    assert note not in read_command_line([*words, VALID, "V: 1 0:1 a"], {}).notes

@@ -1,0 +1,170 @@
+"""Blends of token files: what is read, from which documents, and under which names."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import ConfigError, DataConfig
+from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.gpt_dataset import (
+    GPTDataset,
+    Samples,
+    build_gpt_datasets,
+    data_fingerprint,
+    fingerprint_differences,
+    missing_index_files,
+    prepare_index_files,
+)
+from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+
+SEQ, SEED = 4, 7
+# Tokens of B begin at 1000, so that each tells where it comes from.
+SIZES_A, SIZES_B = [5, 7, 3, 9, 11, 2, 6, 8, 4, 5], [12, 4, 6, 6, 9, 3, 10, 8, 2, 7]
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> str:
+    return write_documents(tmp_path / "a", numbered_documents(SIZES_A))
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> str:
+    documents = [[token + 1000 for token in document] for document in numbered_documents(SIZES_B)]
+    return write_documents(tmp_path / "b", documents)
+
+
+def build(data: DataConfig, num_samples: tuple[int, int, int]) -> Any:
+    prepare_index_files(data, SEQ, SEED, num_samples)
+    return build_gpt_datasets(data, SEQ, SEED, num_samples)
+
+
+def contents(dataset: Samples | None, count: int | None = None) -> list[list[int]]:
+    assert dataset is not None
+    return [dataset[i].tolist() for i in range(len(dataset) if count is None else count)]
+
+
+def groups(train: str, *valid: str, test: tuple[str, ...] = ()) -> DataConfig:
+    return DataConfig(
+        train_weighted_split_paths=(train,),
+        valid_weighted_split_paths=valid,
+        test_weighted_split_paths=test,
+    )
+
+
+def test_a_blend_reads_each_dataset_in_its_own_order(a: str, b: str) -> None:
+    blend = build(data_config("0.3", a, "0.7", b), (20, 0, 0)).train
+    assert isinstance(blend, BlendedDataset) and len(blend) == 20
+    samples = contents(blend)
+    from_a = [sample for sample in samples if sample[0] < 1000]
+    from_b = [sample for sample in samples if sample[0] >= 1000]
+    assert (len(from_a), len(from_b)) == (6, 14)
+    assert from_a == contents(build(data_config(a), (6, 0, 0)).train, 6)
+    assert from_b == contents(build(data_config(b), (14, 0, 0)).train, 14)
+    # 3 and 7 of 10: the times of A are 1.7, 5, 8.3, and every second or third of B's lies between.
+    assert [int(sample[0] < 1000) for sample in samples[:10]] == [0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
+    for outside in (-1, 20):
+        with pytest.raises(IndexError):
+            blend[outside]
+
+
+def test_a_longer_run_begins_with_the_same_samples(a: str, b: str) -> None:
+    data = data_config("2", a, "1", b)
+    short, long = build(data, (9, 0, 0)).train, build(data, (14, 0, 0)).train
+    assert contents(short) == contents(long, 9)
+    same = data_fingerprint(data, SEQ, SEED, 9), data_fingerprint(data, SEQ, SEED, 14)
+    assert fingerprint_differences(*same) == []
+    assert fingerprint_differences(same[0], data_fingerprint(data, SEQ, SEED, 60)) != []
+
+
+def test_all_components_are_cut_by_split(a: str, b: str) -> None:
+    train, valid, test = build(data_config("1", a, "1", b, split="60,20,20"), (30, 6, 4))
+    ends_a, ends_b = np.cumsum(SIZES_A), np.cumsum(SIZES_B) + 1000
+    for dataset, first, last in ((train, None, 5), (valid[0], 5, 7), (test[0], 7, 9)):
+        tokens = np.array(contents(dataset)).ravel()
+        for ends, mine in ((ends_a, tokens[tokens < 1000]), (ends_b, tokens[tokens >= 1000])):
+            assert len(mine) and mine.max() < ends[last]
+            assert first is None or mine.min() >= ends[first]
+
+
+def test_one_weight_with_one_prefix_is_that_prefix(a: str) -> None:
+    alone = build(data_config("0.5", a), (8, 0, 0)).train
+    assert isinstance(alone, GPTDataset)
+    assert contents(alone) == contents(build(data_config(a), (8, 0, 0)).train)
+
+
+def test_a_component_without_documents_in_a_split_is_named(a: str, tmp_path: Path) -> None:
+    tiny = write_documents(tmp_path / "tiny", [[1, 2, 3, 4, 5, 6, 7]])
+    data = data_config("1", a, "1", tiny, split="80,20,0")
+    assert len(build(data, (8, 0, 0)).train) == 8
+    with pytest.raises(ConfigError, match=rf"--split 80,20,0 .* 1 documents of --data-path {tiny} .*valid"):
+        prepare_index_files(data, SEQ, SEED, (8, 4, 0))
+
+
+def test_groups_read_their_ranges_under_their_names(a: str, b: str) -> None:
+    data = groups(
+        f"ALL: 1 0:0.6 {a}, 1 0:0.5 {b}", f"A: 1 0.6:0.8 {a}", f"B: 1 0.5:1 {b}", test=(f"T: 1 0.8:1 {a}",)
+    )
+    train, valid, test = build(data, (20, 4, 4))
+    assert [dataset.name for dataset in (train, *valid, *test)] == ["ALL", "A", "B", "T"]
+    ends_a, ends_b = np.cumsum(SIZES_A), np.cumsum(SIZES_B) + 1000
+    tokens = np.array(contents(train)).ravel()
+    assert tokens[tokens < 1000].max() < ends_a[5] and tokens[tokens >= 1000].max() < ends_b[4]
+    assert ends_a[5] <= np.min(contents(valid[0])) <= np.max(contents(valid[0])) < ends_a[7]
+    assert np.min(contents(valid[1])) >= ends_b[4]
+    assert ends_a[7] <= np.min(contents(test[0])) and np.max(contents(test[0])) < 1000
+
+
+def test_index_files_of_two_ranges_do_not_collide_and_equal_ones_are_shared(a: str, tmp_path: Path) -> None:
+    data = groups(f"T: 1 0:0.5 {a}", f"V: 1 0.5:1 {a}", f"W: 1 0.5:1 {a}")
+    missing = missing_index_files(data, SEQ, SEED, (4, 4, 0))
+    build(data, (4, 4, 0))
+    assert sorted(missing) == sorted(map(str, tmp_path.glob("a_*.npy"))) and len(missing) == 6
+    assert missing_index_files(data, SEQ, SEED, (4, 4, 0)) == []
+    found = sorted(path.name for path in tmp_path.glob("a_*_doc_idx.npy"))
+    assert found == [f"a_documents{part}_indexmap_4ns_4sl_7s_doc_idx.npy" for part in ("0-5", "5-10")]
+
+
+def test_an_empty_range_is_refused(a: str) -> None:
+    with pytest.raises(ConfigError, match=r"0.5:0.51 of the 10 documents of .*in the group 'V'"):
+        prepare_index_files(groups(f"T: 1 0:1 {a}", f"V: 1 0.5:0.51 {a}"), SEQ, SEED, (4, 4, 0))
+
+
+def test_a_damaged_component_is_named_with_the_flag_that_gave_it(a: str, b: str) -> None:
+    os.truncate(f"{b}.bin", 10)
+    for data in (data_config("1", a, "1", b), groups(f"T: 1 0:1 {a}, 1 0:1 {b}")):
+        with pytest.raises(ConfigError, match=re.escape(f"{b}.bin: truncated")):
+            data_fingerprint(data, SEQ, SEED, 5)
+    os.remove(f"{b}.idx")
+    with pytest.raises(ConfigError, match=f"--train-weighted-split-paths {b}: there is no file"):
+        data_fingerprint(groups(f"T: 1 0:1 {a}, 1 0:1 {b}"), SEQ, SEED, 5)
+
+
+def test_the_fingerprint_tells_components_weights_and_ranges(a: str, b: str) -> None:
+    data = data_config("0.3", a, "0.7", b)
+    saved = data_fingerprint(data, SEQ, SEED, 20)
+    assert saved == {
+        "paths": [a, b],
+        "weights": [3, 7],
+        "split": [1.0, 0.0, 0.0],
+        "seed": SEED,
+        "seq_length": SEQ,
+        "documents": [10, 10],
+        "tokens": [60, 67],
+        "epochs": [1, 1],
+        "last_epoch_apart": [False, False],
+    }
+    differing = {
+        "weights": data_config("0.4", a, "0.6", b),
+        "paths": data_config("0.3", b, "0.7", a),
+        "split": groups(f"T: 3 0:1 {a}, 7 0:1 {b}"),
+    }
+    for name, other in differing.items():
+        now = data_fingerprint(other, SEQ, SEED, 20)
+        assert name in [text.split(":")[0] for text in fingerprint_differences(saved, now)]
+    assert fingerprint_differences(saved, data_fingerprint(data_config("3", a, "7", b), SEQ, SEED, 20)) == []
