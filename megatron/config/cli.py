@@ -18,11 +18,12 @@ from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.legacy import NOTHING_LEFT_TO_DO, OLD_FLAGS, STILL_TO_COME, OldFlag
 from megatron.config.validate import remarks, validate
 
-# Megatron's names and order of the groups of --help.
+# Megatron's names and order of the groups of --help, and one of ours.
 HELP_GROUPS = (
     "network size",
     "regularization",
     "training",
+    "trouble",
     "initialization",
     "learning rate",
     "checkpointing",

@@ -64,17 +64,6 @@ STILL_TO_COME: tuple[OldFlag, ...] = (
         for part in ("train", "valid", "test")
         for ending, nargs, metavar in (("", "+", "GROUP"), ("-path", None, "FILE"))
     ),
-    OldFlag(
-        ("--skip-train-iteration-range",),
-        "skipping ranges of steps is not supported yet: drop the flag",
-        nargs="+",
-        metavar="FIRST-LAST",
-    ),
-    OldFlag(
-        ("--sync-tp-duplicated-parameters",),
-        "averaging of duplicated parameters is not supported yet: drop the flag, their gradients are equal "
-        "here",
-    ),
 )
 
 OLD_FLAGS = NOTHING_LEFT_TO_DO + STILL_TO_COME

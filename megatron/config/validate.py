@@ -32,6 +32,8 @@ def validate(config: Config) -> None:
     _check_precision(config)
     _check_optimizer(config.optimizer)
     _check_output(config)
+    _check_trouble(config)
+    _check_curriculum(config)
     _check_data(config)
     if not config.training.dry_run:
         _check_files(config.data)
@@ -57,7 +59,7 @@ def remarks(config: Config) -> tuple[str, ...]:
 def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
     """(section, fields, why): these fields have no effect, if any of them is not at its default."""
     model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
-    precision, data, logging = config.precision, config.data, config.logging
+    precision, data, logging, trouble = config.precision, config.data, config.logging, config.trouble
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
@@ -98,6 +100,14 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     if config.checkpoint.load is None:
         yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
+    if trouble.spike_policy is None:
+        names = ("spike_loss_factor", "spike_grad_norm_factor", "spike_window", "max_rollbacks")
+        yield trouble, names, "without --spike-policy"
+    elif trouble.spike_policy != "rollback":
+        yield trouble, ("max_rollbacks",), f"with --spike-policy {trouble.spike_policy}"
+    if config.parallel.tensor_model_parallel_size == 1:
+        circumstance = "with --tensor-model-parallel-size 1: there are no duplicates"
+        yield trouble, ("sync_tp_duplicated_parameters",), circumstance
     if logging.tensorboard_dir is None:
         names = (
             "tensorboard_queue_size",
@@ -311,6 +321,8 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
     schedule, training = config.schedule, config.training
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
+        if training.deepspeed_config is not None:
+            return  # its curriculum may have shorter samples: LearningRateSchedule counts their tokens
         # In whole samples: the warm-up has to end before the decay does.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:
@@ -365,6 +377,30 @@ def _check_output(config: Config) -> None:
     if checkpoint.save_interval is not None and checkpoint.save is None:
         raise ConfigError(
             f"--save-interval {checkpoint.save_interval} without --save: say where checkpoints go, or drop it"
+        )
+
+
+def _check_trouble(config: Config) -> None:
+    trouble, checkpoint = config.trouble, config.checkpoint
+    _ = trouble.skipped_ranges  # raises for what is no range
+    if trouble.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
+        raise ConfigError(
+            "--spike-policy rollback without --save and --save-interval: there is no checkpoint to go back "
+            "to; give both, or use the policy skip"
+        )
+
+
+def _check_curriculum(config: Config) -> None:
+    if config.curriculum is None:
+        return
+    parallel = config.parallel
+    config.curriculum.check(
+        config.model.seq_length, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    )
+    if config.training.compile:
+        raise ConfigError(
+            "--compile with a curriculum of sequence lengths: layers would be compiled anew for each length, "
+            "drop the flag until the sequences have grown"
         )
 
 
