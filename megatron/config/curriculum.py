@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from megatron.config.errors import ConfigError
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
 
 _WHERE = "the DeepSpeed config's curriculum_learning"
 _SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete")
@@ -58,6 +61,10 @@ class LengthCurriculum:
         """From this step on the length stays."""
         return self.last_steps[-1] + 1 if self.schedule == "fixed_discrete" else self.total_steps
 
+    def all_lengths(self) -> list[int]:
+        """Every length of the run, ascending."""
+        return sorted({self.length_at(step) for step in range(1, self.steps + 1)})
+
     def describe(self) -> str:
         """One sentence for the start of a run."""
         return (
@@ -65,21 +72,27 @@ class LengthCurriculum:
             f"from step {self.steps:,} on ({self.schedule}); evaluations have whole ones"
         )
 
-    def check(self, seq_length: int, tensor_size_that_cuts: int) -> None:
-        """Raise ConfigError for lengths that a run cannot have. tensor_size_that_cuts: processes over which
-        each sequence is cut, 1 without --sequence-parallel."""
-        if self.max_length > seq_length:
-            raise ConfigError(
-                f"{_WHERE} goes to {self.max_length} tokens, and --seq-length is {seq_length}: lower its "
-                "max_difficulty, or raise the latter"
-            )
-        lengths = self.lengths or (self._first, self.multiple, self.max_length)
-        if odd := [length for length in lengths if length % tensor_size_that_cuts]:
-            raise ConfigError(
-                f"{_WHERE} makes sequences of lengths such as {odd[0]}, which --sequence-parallel cannot cut "
-                f"over --tensor-model-parallel-size {tensor_size_that_cuts}: choose multiples of it "
-                "(difficulty_step)"
-            )
+
+def check_curriculum(
+    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
+) -> None:
+    """Raise ConfigError for lengths that the run cannot have."""
+    if curriculum.max_length > model.seq_length:
+        raise ConfigError(
+            f"{_WHERE} goes to {curriculum.max_length} tokens, and --seq-length is {model.seq_length}: lower "
+            "its max_difficulty, or raise the latter"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):
+        raise ConfigError(
+            f"{_WHERE} has sequences of {odd[0]} tokens, which --sequence-parallel cannot cut over "
+            f"--tensor-model-parallel-size {tensor}: choose multiples of it (difficulty_step)"
+        )
+    if training.compile:
+        raise ConfigError(
+            "--compile with a curriculum of sequence lengths: layers would be compiled anew for each length, "
+            "drop the flag until the sequences have grown"
+        )
 
 
 def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:

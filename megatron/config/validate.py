@@ -11,12 +11,14 @@ from shutil import which
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
+from megatron.config.curriculum import check_curriculum
 from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.split import parse_split
+from megatron.config.trouble import check_trouble
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 
 
@@ -32,8 +34,9 @@ def validate(config: Config) -> None:
     _check_precision(config)
     _check_optimizer(config.optimizer)
     _check_output(config)
-    _check_trouble(config)
-    _check_curriculum(config)
+    check_trouble(config.trouble, config.checkpoint)
+    if config.curriculum is not None:
+        check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     _check_data(config)
     if not config.training.dry_run:
         _check_files(config.data)
@@ -382,30 +385,6 @@ def _check_output(config: Config) -> None:
     if checkpoint.save_interval is not None and checkpoint.save is None:
         raise ConfigError(
             f"--save-interval {checkpoint.save_interval} without --save: say where checkpoints go, or drop it"
-        )
-
-
-def _check_trouble(config: Config) -> None:
-    trouble, checkpoint = config.trouble, config.checkpoint
-    _ = trouble.skipped_ranges  # raises for what is no range
-    if trouble.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
-        raise ConfigError(
-            "--spike-policy rollback without --save and --save-interval: there is no checkpoint to go back "
-            "to; give both, or use the policy skip"
-        )
-
-
-def _check_curriculum(config: Config) -> None:
-    if config.curriculum is None:
-        return
-    parallel = config.parallel
-    config.curriculum.check(
-        config.model.seq_length, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    )
-    if config.training.compile:
-        raise ConfigError(
-            "--compile with a curriculum of sequence lengths: layers would be compiled anew for each length, "
-            "drop the flag until the sequences have grown"
         )
 
 

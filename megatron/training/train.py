@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron.checkpoint.native import RunCheckpoints, SaveError, TrainingState
-from megatron.config import Config, TroubleConfig
+from megatron.config import Config
 from megatron.config.batch import BatchSchedule
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader, truncated
@@ -19,11 +19,9 @@ from megatron.training.data import RunData, RunLength
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
 from megatron.training.first_steps import FirstSteps
-from megatron.training.invariants import broken_invariants
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
 from megatron.training.signals import ExitConditions
-from megatron.training.skipped_ranges import passed_over, range_to_skip
-from megatron.training.spikes import SpikeWatch
+from megatron.training.trouble import Trouble
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
@@ -46,11 +44,11 @@ class Trainer:
     exits: ExitConditions
     checkpoints: RunCheckpoints
     first_steps: FirstSteps = field(init=False)
-    spikes: SpikeWatch = field(init=False)
+    trouble: Trouble = field(init=False)
 
     def __post_init__(self) -> None:
         self.first_steps = FirstSteps(self.config, self.engine.layout)
-        self.spikes = SpikeWatch(self.config.trouble)
+        self.trouble = Trouble(self.config, self.engine, self.batches, self.metrics, self.checkpoints)
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
@@ -61,7 +59,7 @@ class Trainer:
         reason = self.exits.reason_before_training(self.engine.device)
         while state.iteration < self.length.iterations and reason is None:
             state = self.advance(state)
-            self.check_invariants(state)
+            self.trouble.check_invariants(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 self.evaluate(state, "validation")
             if save_interval and state.iteration % save_interval == 0:
@@ -76,12 +74,7 @@ class Trainer:
 
     def advance(self, state: TrainingState) -> TrainingState:
         """One step, or past the iterations that are to be skipped."""
-        skipped = range_to_skip(self.config, state.iteration, self.length.iterations)
-        if skipped is None:
-            return self.step(state)
-        first, last = skipped
-        self.metrics.print(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag")
-        return passed_over(state, last, self.config, self.batches)
+        return self.trouble.past_skipped_range(state, self.length.iterations) or self.step(state)
 
     def step(self, state: TrainingState) -> TrainingState:
         """One optimizer step on the next global batch; returns the state reached, after a rollback too."""
@@ -95,7 +88,6 @@ class Trainer:
         )
         rate = self.rates.rate(progress)
         micro_batches = _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size)
-        self.spikes.begin(state)
         try:
             loss = self.engine.train_step(
                 truncated(micro_batches, seq_length),
@@ -103,13 +95,10 @@ class Trainer:
                 batch_size,
                 rate,
                 seq_length=seq_length,
-                skips_non_finite=_skips_non_finite(self.config.trouble, state),
-                refuses=self.spikes.refuses if self.config.trouble.spike_policy else None,
+                **self.trouble.rules(state),
             )
         except NonFiniteError as error:
-            limit = self.config.trouble.max_consecutive_skips
-            in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
-            raise RunStopped(f"iteration {progress.iteration}: {error}{in_a_row}") from error
+            raise self.trouble.verdict(error, progress.iteration) from error
         optimizer = self.engine.optimizer
         self.metrics.log_step(
             StepRecord(
@@ -129,62 +118,16 @@ class Trainer:
         )
         for text in self.first_steps.texts(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
-        reached = TrainingState(
-            progress.iteration,
-            progress.consumed_samples,
-            progress.consumed_tokens,
-            state.skipped_iterations + int(optimizer.skipped),
-            state.skips_in_a_row + 1 if optimizer.skipped else 0,
-            state.rollbacks,
+        return self.trouble.after(
+            TrainingState(
+                progress.iteration,
+                progress.consumed_samples,
+                progress.consumed_tokens,
+                state.skipped_iterations + int(optimizer.skipped),
+                state.skips_in_a_row + 1 if optimizer.skipped else 0,
+                state.rollbacks,
+            )
         )
-        return self.after_trouble(self.spikes.remember(reached, taken=not optimizer.skipped))
-
-    def after_trouble(self, state: TrainingState) -> TrainingState:
-        """Tells what was wrong with the step that has led to `state`, if anything, and does what is left to
-        do about it. RunStopped if that was tried too often."""
-        trouble, optimizer = self.config.trouble, self.engine.optimizer
-        if optimizer.overflow and optimizer.finding:
-            self.metrics.print(f"iteration {state.iteration}: {optimizer.finding}")
-        if self.spikes.finding:
-            what = f"iteration {state.iteration}: spike, {self.spikes.finding}"
-            if trouble.spike_policy == "rollback":
-                return self.roll_back(state, what)
-            limit = trouble.max_consecutive_skips or trouble.spike_window
-            if state.skips_in_a_row >= limit:
-                raise RunStopped(f"{what}: {limit} steps in a row are without an update, so this is no spike")
-            self.metrics.print(what + (": the update was not made" if optimizer.refused else ""))
-        return state
-
-    def roll_back(self, state: TrainingState, what: str) -> TrainingState:
-        """Takes the newest checkpoint's weights, at the iteration of `state`: the data since are skipped.
-
-        Without a checkpoint so far, the weights stay what they were before the step. `what`: the cause.
-        """
-        limit = self.config.trouble.max_rollbacks
-        if state.rollbacks >= limit:
-            raise RunStopped(f"{what}: the run has gone back {limit} times already (--max-rollbacks)")
-        checkpoint = self.checkpoints.go_back()
-        if checkpoint is None:
-            self.metrics.print(f"{what}: the update was not made; there is no checkpoint to go back to")
-            return state
-        there = checkpoint.state
-        self.metrics.print(
-            f"{what}: back to the weights of {checkpoint.folder}, and the data of iterations "
-            f"{there.iteration + 1} to {state.iteration} are skipped"
-        )
-        reached = passed_over(there, state.iteration, self.config, self.batches)
-        return replace(reached, rollbacks=state.rollbacks + 1)
-
-    def check_invariants(self, state: TrainingState) -> None:
-        """Every --check-invariants-interval steps, before what has drifted can be evaluated or saved."""
-        interval = self.config.trouble.check_invariants_interval
-        if interval and state.iteration % interval == 0:
-            broken = broken_invariants(self.engine.optimizer, self.engine.layout)
-            if broken:
-                raise RunStopped(
-                    f"iteration {state.iteration}: {broken}. The run must not go on from this state: resume "
-                    "from a checkpoint before, and suspect the devices of these ranks"
-                )
 
     def checkpoint(self, state: TrainingState) -> None:
         """Saves, and says where."""
@@ -224,13 +167,6 @@ class Trainer:
                 state.iteration, state.consumed_samples, state.consumed_tokens, loss.item(), split, at
             )
         )
-
-
-def _skips_non_finite(trouble: TroubleConfig, state: TrainingState) -> bool | None:
-    """Whether the step after `state` may be skipped for a number that is not finite; None: as fp16's loss
-    scale says."""
-    limit = trouble.max_consecutive_skips
-    return None if limit is None else state.skips_in_a_row + 1 < limit
 
 
 def _micro_batches(

@@ -108,9 +108,7 @@ def test_what_the_run_cannot_have_is_refused(tmp_path: Path) -> None:
         read(tmp_path, TO_32, "--compile")
     tensor = ["--world-size", "4", "--tensor-model-parallel-size", "4", "--sequence-parallel"]
     odd = {**TO_32, "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 2}}
-    with pytest.raises(
-        ConfigError, match=r"lengths such as 2, which --sequence-parallel cannot cut over .* 4"
-    ):
+    with pytest.raises(ConfigError, match=r"of 10 tokens, which --sequence-parallel cannot cut over .* 4:"):
         read(tmp_path, odd, *tensor)
     assert read(tmp_path, TO_32, *tensor)[0].curriculum is not None
 
