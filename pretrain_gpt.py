@@ -6,7 +6,6 @@ python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-m
 """
 
 import time
-from functools import partial
 
 from megatron.config import Config, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
@@ -77,16 +76,9 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     engine = ENGINES[schedule](config, layout, tensor, model)
     state = native.start_from(engine, checkpoint, fingerprint, metrics.print)
     data = open_data(config, layout, length, vocab)
-    save = partial(
-        native.save_checkpoint,
-        engine,
-        config.checkpoint.save,
-        vocab_size=vocab.size,
-        eod=vocab.eod,
-        fingerprint=fingerprint,
-    )
+    checkpoints = native.RunCheckpoints(engine, vocab.size, vocab.eod, fingerprint)
     exits = ExitConditions.from_config(config.training, started_at)
-    trainer = Trainer(config, engine, data, length, batches, rates, metrics, exits, save)
+    trainer = Trainer(config, engine, data, length, batches, rates, metrics, exits, checkpoints)
     try:
         state = trainer.train(state)
         trainer.evaluate_at_end(state)

@@ -11,11 +11,13 @@ from shutil import which
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
+from megatron.config.curriculum import check_curriculum
 from megatron.config.data import TOKENIZER_FILES
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, option_name
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.partition_method import parse_partition_method
+from megatron.config.trouble import check_trouble
 from megatron.config.validate_data import check_data, check_files, what_is_evaluated
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 
@@ -32,6 +34,9 @@ def validate(config: Config) -> None:
     _check_precision(config)
     _check_optimizer(config.optimizer)
     _check_output(config)
+    check_trouble(config.trouble, config.checkpoint)
+    if config.curriculum is not None:
+        check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     check_data(config)
     if not config.training.dry_run:
         check_files(config.data)
@@ -57,7 +62,7 @@ def remarks(config: Config) -> tuple[str, ...]:
 def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
     """(section, fields, why): these fields have no effect, if any of them is not at its default."""
     model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
-    precision, data, logging = config.precision, config.data, config.logging
+    precision, data, logging, trouble = config.precision, config.data, config.logging, config.trouble
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
@@ -104,6 +109,14 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     if config.checkpoint.load is None:
         yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
+    if trouble.spike_policy is None:
+        names = ("spike_loss_factor", "spike_grad_norm_factor", "spike_window", "max_rollbacks")
+        yield trouble, names, "without --spike-policy"
+    elif trouble.spike_policy != "rollback":
+        yield trouble, ("max_rollbacks",), f"with --spike-policy {trouble.spike_policy}"
+    if config.parallel.tensor_model_parallel_size == 1:
+        circumstance = "with --tensor-model-parallel-size 1: there are no duplicates"
+        yield trouble, ("sync_tp_duplicated_parameters",), circumstance
     if logging.tensorboard_dir is None:
         yield logging, ("tensorboard_queue_size",), "without --tensorboard-dir"
     if logging.wandb_project is None:
@@ -334,6 +347,8 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
     schedule, training = config.schedule, config.training
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
+        if training.deepspeed_config is not None:
+            return  # its curriculum may have shorter samples: LearningRateSchedule counts their tokens
         # In whole samples: the warm-up has to end before the decay does.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:

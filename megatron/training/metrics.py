@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -31,8 +31,9 @@ __all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "par
 class StepRecord:
     """One training step; `loss` and `grad_norm` may be tensors, which are read when a line is due.
 
-    iteration, consumed_samples, consumed_tokens: with this step included. loss: mean over the global batch.
-    loss_scale: None without fp16. skipped: an fp16 overflow left the weights unchanged. seconds: wall time.
+    iteration, consumed_samples, consumed_tokens: with this step included. seq_length: tokens per sample.
+    loss: mean over the global batch. loss_scale: None without fp16. skipped: the weights were left unchanged,
+    by an fp16 overflow or a policy. seconds: wall time.
     """
 
     iteration: int
@@ -41,6 +42,7 @@ class StepRecord:
     consumed_tokens: int
     learning_rate: float
     global_batch_size: int
+    seq_length: int
     loss: Tensor | float
     grad_norm: Tensor | float | None
     loss_scale: float | None
@@ -67,13 +69,14 @@ class ValidationRecord:
 class Throughput:
     """What turns samples per second into the other rates.
 
-    flops_per_sample: `megatron.planner.flops.iteration_flops` of a batch of one sample.
+    flops_per_sample: `megatron.planner.flops.iteration_flops` of a batch of one sample of so many tokens.
+    has_curriculum: steps differ in their tokens per sample, so lines tell them.
     """
 
-    flops_per_sample: float
-    tokens_per_sample: int
+    flops_per_sample: Callable[[int], float]
     world_size: int
     data_parallel_size: int
+    has_curriculum: bool = False
 
 
 class MetricsLogger:
@@ -172,6 +175,11 @@ class MetricsLogger:
         last = records[-1]
         seconds = max(sum(record.seconds for record in records), 1e-9)
         samples = sum(record.global_batch_size for record in records)
+        tokens = sum(record.global_batch_size * record.seq_length for record in records)
+        flops = sum(
+            record.global_batch_size * self._throughput.flops_per_sample(record.seq_length)
+            for record in records
+        )
         counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
         return IntervalSummary(
             iteration=last.iteration,
@@ -181,15 +189,15 @@ class MetricsLogger:
             seconds_per_iteration=seconds / len(records),
             learning_rate=last.learning_rate,
             global_batch_size=last.global_batch_size,
+            seq_length=last.seq_length if self._throughput.has_curriculum else None,
             lm_loss=sum(counted) / len(counted) if counted else None,
             loss_scale=last.loss_scale,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
             skipped=sum(record.skipped for record in records),
             not_finite=sum(not math.isfinite(loss) for loss in losses),
             samples_per_second=samples / seconds,
-            tflops_per_device=tflops_per_device(
-                samples * self._throughput.flops_per_sample, seconds, self._throughput.world_size
-            ),
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=tflops_per_device(flops, seconds, self._throughput.world_size),
         )
 
     def _move_bar(self, record: StepRecord) -> None:
@@ -205,20 +213,22 @@ class MetricsLogger:
                 dynamic_ncols=True,
                 leave=False,
             )
-        tokens = record.global_batch_size * self._throughput.tokens_per_sample
+        tokens = record.global_batch_size * record.seq_length
         parts = [f"{tokens / max(record.seconds, 1e-9):,.0f} tokens/s"]
         if self._last_loss is not None:
             parts.insert(0, f"loss {self._last_loss:.4f}")
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
-        self._bar.update(1)
+        self._bar.update(record.iteration - self._bar.n)  # not 1 behind iterations that were skipped
 
     def _write_step(self, record: StepRecord, loss: float, grad_norm: float, when: float) -> None:
         values = {"learning-rate/learning-rate": record.learning_rate}
         if self._logging.log_batch_size_to_tensorboard:
             values["batch-size/batch-size"] = record.global_batch_size
+        if self._throughput.has_curriculum:
+            values["curriculum_seqlen"] = record.seq_length
         if record.loss_scale is not None:
             values["loss-scale/loss-scale"] = record.loss_scale
-        if not record.skipped:  # an overflowed step has neither a loss nor a norm worth a point
+        if not record.skipped:  # a skipped step has neither a loss nor a norm worth a point
             values["lm-loss-training/lm loss"] = loss
             if record.grad_norm is not None:
                 values["grad-norm/grad-norm"] = grad_norm
@@ -226,13 +236,12 @@ class MetricsLogger:
 
     def _write_throughput(self, summary: IntervalSummary, last: StepRecord) -> None:
         replicas = self._throughput.data_parallel_size
-        tokens_per_second = summary.samples_per_second * self._throughput.tokens_per_sample
         values = {
             "iteration-time": summary.seconds_per_iteration,
             "samples per second": summary.samples_per_second,
             "samples per second per replica": summary.samples_per_second / replicas,
-            "tokens per second": tokens_per_second,
-            "tokens per second per replica": tokens_per_second / replicas,
+            "tokens per second": summary.tokens_per_second,
+            "tokens per second per replica": summary.tokens_per_second / replicas,
             "TFLOPs per gpu (estimated)": summary.tflops_per_device,
         }
         self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())

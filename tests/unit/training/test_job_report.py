@@ -16,7 +16,9 @@ PEERS_LINE = (
 
 def training_line(iteration, loss):
     return format_training_line(
-        IntervalSummary(iteration, 20, iteration, iteration, 1.0, 1e-3, 8, loss, None, 0.5, 0, 0, 8.0, 1.0)
+        IntervalSummary(
+            iteration, 20, iteration, iteration, 1.0, 1e-3, 8, None, loss, None, 0.5, 0, 0, 8.0, 4e3, 1.0
+        )
     )
 
 

@@ -13,7 +13,9 @@ from megatron.config import ConfigError, LoggingConfig
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord, parse_log_line
 from megatron.training.writers import TensorBoardWriter, WandbWriter
 
-THROUGHPUT = Throughput(flops_per_sample=3e12, tokens_per_sample=512, world_size=4, data_parallel_size=2)
+THROUGHPUT = Throughput(
+    flops_per_sample=lambda seq_length: 3e12 * seq_length / 512, world_size=4, data_parallel_size=2
+)
 
 
 class Terminal(io.StringIO):
@@ -30,6 +32,7 @@ def record(iteration, **changes):
             "consumed_tokens": 8 * iteration * 512,
             "learning_rate": 1e-3 * iteration,
             "global_batch_size": 8,
+            "seq_length": 512,
             "loss": torch.tensor(float(iteration)),
             "grad_norm": torch.tensor(0.5),
             "loss_scale": None,
