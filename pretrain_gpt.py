@@ -3,6 +3,7 @@
 
 python pretrain_gpt.py --help
 python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
+srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 """
 
 import time
@@ -11,11 +12,13 @@ from functools import partial
 from megatron.config import Config, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.training.failures import told_once
+from megatron.training.launch import adopt_slurm_task
 
 
 def main() -> None:
     started_at = time.monotonic()
     with told_once(same_everywhere=True):
+        adopt_slurm_task()
         command_line = read_command_line()
     with told_once():
         settings = read_deepspeed_config(command_line.config)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.training.launch import rank_of
 
 FAILURE_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
@@ -53,12 +54,12 @@ def told_once(*, same_everywhere: bool = False, env: Mapping[str, str] = os.envi
     except KeyboardInterrupt:
         sentence, code, by_rank_0 = "interrupted", INTERRUPTED_EXIT_CODE, True
     except Exception as error:
-        where = f"rank {env.get('RANK', '0')} on {socket.gethostname()}"
+        where = f"rank {rank_of(env)} on {socket.gethostname()}"
         sentence = f"{traceback.format_exc()}error: {where}: {type(error).__name__}: {error}"
         code, by_rank_0 = FAILURE_EXIT_CODE, False
     else:
         return
-    rank = env.get("RANK", "0")
+    rank = rank_of(env)
     met = _processes_have_met()
     speaks = rank == "0"
     if met and not by_rank_0:
