@@ -1,0 +1,80 @@
+# What the scripts of this folder share: sourced by them, never run. They hold the sizes; here is how a job finds its
+# nodes, starts one launcher on each, and ends. After sourcing, a script sets its sizes and calls, in this order,
+#
+#     hold_nodes        NNODES nodes, or the job asks for them and waits again
+#     launch FLAGS      pretrain_gpt.py with these flags on NNODES nodes x GPUS_PER_NODE processes; returns its code
+#
+# Read from the environment: REPO (this repository), PYTHON (its interpreter), and what each script lists at its top.
+
+mistake() { # mistake SENTENCE: what the user can put right
+    echo "error: $1" >&2
+    exit 2
+}
+
+[ -n "${SLURM_JOB_ID:-}" ] || mistake "there is no Slurm job: start it as sbatch $0"
+REPO=$(cd "$REPO" && pwd)
+PYTHON=${PYTHON:-$REPO/.venv/bin/python}
+[ -x "$PYTHON" ] || PYTHON=$(command -v python3) || mistake "there is no $REPO/.venv: type make setup, or set PYTHON"
+
+# Threads of each process on CPUs; more threads than cores wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# torch.distributed.launch says at every start that torchrun is its new name.
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
+
+hold_nodes() {
+    # sbatch reads the number of nodes from its command line and from #SBATCH lines, never from a variable. A job
+    # that began on another number than NNODES therefore changes its own request, and waits for that: the job id, the
+    # log and `sbatch --wait` stay.
+    ((SLURM_JOB_NUM_NODES == NNODES)) && return
+    local have=$SLURM_JOB_NUM_NODES again="sbatch --nodes=$NNODES"
+    if ((${SLURM_RESTART_COUNT:-0} > 0)); then
+        mistake "Slurm gave $have node(s) to a job that needs NNODES=$NNODES: submit it with $again"
+    fi
+    echo "the job began on $have node(s) and needs NNODES=$NNODES: it asks for them and waits ($again saves this)"
+    # Slurm ends the script as soon as it is requeued; this and what it starts go on for the moment that they need.
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID" ||
+        mistake "this cluster does not let a job ask again: submit it with $again"
+    # Both ends of the range: a single number would only be the least.
+    scontrol update JobId="$SLURM_JOB_ID" NumNodes="$NNODES-$NNODES" 2>&1 | grep -v 'pending execution' || true
+    exit 0
+}
+
+find_master() { # sets MASTER_ADDR and MASTER_PORT, where the processes meet, unless they are given
+    local hosts
+    if [ -z "${MASTER_ADDR:-}" ]; then
+        mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        MASTER_ADDR=${hosts[0]}
+        # A node's name in Slurm need not be one that the network knows.
+        getent hosts "$MASTER_ADDR" >/dev/null ||
+            MASTER_ADDR=$(scontrol show node --oneliner "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    fi
+    # From the job's number, so that two jobs on one node do not meet; below the ports that systems hand out.
+    MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+}
+
+launch() {
+    ((${SLURM_STEP_NUM_TASKS:-1} == 1)) ||
+        mistake "the script runs inside srun, which would start everything once per task: start it by sbatch alone"
+    find_master
+    echo "job $SLURM_JOB_ID: $NNODES node(s) x $GPUS_PER_NODE processes meet at $MASTER_ADDR:$MASTER_PORT"
+    # One task per node: each starts a launcher, which starts the node's processes. Its name for the task's number is
+    # known only inside the task. The launcher must outlive the signal that asks the processes to save and exit.
+    # shellcheck disable=SC2016
+    local task='trap "" USR2; exec "$0" -u -m torch.distributed.launch --node_rank "$SLURM_PROCID" "$@"'
+    # --cpu-bind=none: all of a node's cores for its one task. --kill-on-bad-exit, --wait: when one node has failed,
+    # the others do not hold the allocation.
+    srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --wait=60 \
+        bash -c "$task" "$PYTHON" --nnodes "$NNODES" --nproc_per_node "$GPUS_PER_NODE" \
+        --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$REPO/pretrain_gpt.py" "$@" &
+    local step=$! code=0 waiting=yes
+    # Slurm signals the script alone before the time is up (#SBATCH --signal=B:USR2@600), and on a requeue or a
+    # preemption with TERM. Both mean save and exit, which is USR2 to the processes: the launcher would cut TERM short.
+    trap 'waiting=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2 TERM
+    while [ -n "$waiting" ]; do # a signal ends the wait, not the step
+        waiting='' code=0
+        wait "$step" || code=$?
+    done
+    trap - USR2 TERM
+    return "$code"
+}

@@ -1,0 +1,206 @@
+"""Every script of examples/slurm through real sbatch, made small by its own variables: 2 nodes x 2 CPUs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.end_to_end.command import ROOT
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.slurm.conftest import EXAMPLES, TIMEOUT_S, Job
+
+TINY = {
+    **{"NNODES": 2, "GPUS_PER_NODE": 2, "TP_SIZE": 2, "PP_SIZE": 2},
+    **{"NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "NUM_HEADS": 4, "SEQ_LENGTH": 32},
+    **{"MICRO_BATCH_SIZE": 1, "GLOBAL_BATCH_SIZE": 4, "RAMPUP_BATCH_SIZE": "2 2 4"},
+    **{"TRAIN_SAMPLES": 12, "LR_WARMUP_SAMPLES": 2, "LR_DECAY_SAMPLES": 12, "EVAL_ITERS": 0},
+}
+STEPS = 4  # of 2, 2, 4 and 4 samples
+ON_BOTH_NODES = ("--nodes=2",)
+
+Submit = Callable[..., Job]
+
+
+def steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def places(corpus: Path) -> dict[str, object]:
+    """The variables that name data and tokenizers."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=_tokenizer_file(corpus), eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.save_pretrained(corpus / "tokenizer")
+    return {
+        "DATA_PATH": corpus / "text_text_document",
+        "VOCAB_FILE": corpus / "vocab.json",
+        "MERGE_FILE": corpus / "merges.txt",
+        "TOKENIZER": corpus / "tokenizer",
+        "PAD_VOCAB_SIZE_TO": 640,
+    }
+
+
+def _tokenizer_file(corpus: Path) -> str:
+    from tokenizers import ByteLevelBPETokenizer
+
+    made = ByteLevelBPETokenizer(str(corpus / "vocab.json"), str(corpus / "merges.txt"))
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(corpus / "tokenizer.json"))
+    return str(corpus / "tokenizer.json")
+
+
+def train_leave_and_resume(
+    submit: Submit, script: str, options: tuple[str, ...] = ON_BOTH_NODES, **variables: object
+) -> Job:
+    """Two jobs, the first of which leaves after 2 steps; returns it."""
+    first = submit(script, "--exit-interval", "2", options=options, **variables)
+    assert first.end() == 0, first.log()
+    assert steps(first.log()) == [1, 2]
+    assert "2 node(s) x 2 processes" in first.log()
+    second = submit(script, options=options, **variables)
+    assert second.end() == 0, second.log()
+    assert re.search(r"starting from \S*global_step2, iteration 2", second.log())
+    assert steps(second.log()) == [3, 4]
+    return first
+
+
+def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
+    job = submit("smoke.slurm")
+    assert job.end() == 0, job.log()
+    assert steps(job.log()) == [1, 2, 3, 4, 5, 6]
+    assert (
+        job.log()
+        .splitlines()[-1]
+        .startswith("smoke: 2 node(s) x 2 processes trained 6 steps, saved and resumed")
+    )
+
+
+def test_104b_asks_for_its_nodes_and_goes_on_from_a_universal_checkpoint(
+    submit: Submit, places: dict[str, object], tmp_path: Path
+) -> None:
+    # As typed, without --nodes: the job begins on one node.
+    first = train_leave_and_resume(submit, "tr8-104B.slurm", (), **TINY, **places)
+    assert "began on 1 node(s) and needs NNODES=2" in first.log()
+
+    variables = {**TINY, **places, "TP_SIZE": 1, "TRAIN_SAMPLES": 16}
+    job = submit("resume-universal.slurm", options=ON_BOTH_NODES, WORKERS=1, **variables)
+    assert job.end() == 0, job.log()
+    assert "iteration 4" in re.search("starting from .*global_step4_universal.*", job.log())[0]
+    assert "tensor 1 x pipeline 2 x data 2" in job.log()
+    assert steps(job.log()) == [5]
+    assert (tmp_path / "runs" / "tr8-104B-tp1-pp2" / "checkpoints" / "latest").read_text() == "global_step5"
+
+
+@pytest.mark.parametrize(
+    ("script", "layers", "cut"),
+    [
+        # Embedding and head weigh as much as the layers in between.
+        ("tr8-104B-mt5-32.slurm", 2, "type:embed:2|transformer:1"),
+        ("tr11-176B-ml.slurm", 2, "type:transformer|embedding"),
+    ],
+)
+def test_a_large_vocabulary(
+    script: str, layers: int, cut: str, submit: Submit, places: dict[str, object]
+) -> None:
+    first = train_leave_and_resume(submit, script, **{**TINY, **places, "NUM_LAYERS": layers})
+    assert f"--partition-method {cut}" in first.log()
+
+
+@pytest.mark.xfail(strict=True, reason="waits for 8-bit Adam")
+def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
+    train_leave_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
+
+
+@pytest.mark.xfail(strict=True, reason="waits for curriculum learning")
+def test_a_curriculum(submit: Submit, places: dict[str, object]) -> None:
+    variables = {**TINY, **places, "CURRICULUM_START": 8, "CURRICULUM_STEPS": 4}
+    tokens = {"TRAIN_TOKENS": 10_000, "LR_DECAY_TOKENS": 10_000, "TRAIN_SAMPLES": 4 * STEPS}
+    train_leave_and_resume(submit, "tr8b-104B-cl.slurm", **{**variables, **tokens})
+
+
+def test_a_sweep_times_each_method(submit: Submit, places: dict[str, object], tmp_path: Path) -> None:
+    variables = {**TINY, **places, "METHODS": "type:transformer memory", "STEPS": 2}
+    job = submit("sweep-partition.slurm", options=("--nodes=2", "--array=0-1%1"), **variables)
+    assert job.end() == 0, job.log()
+    for method in ("type:transformer", "memory"):
+        assert re.search(rf"^{method}: median of \d+\.\d+ seconds per step$", job.log(), re.MULTILINE)
+    assert not list(tmp_path.glob("runs/**/global_step*"))
+
+
+def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[str], tmp_path: Path) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2", "--train-iters", "2"]
+    run = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks=4", sys.executable, "-u", str(ROOT / "pretrain_gpt.py"), *flags],
+        cwd=tmp_path,
+        env=slurm,
+        text=True,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "4 processes = tensor 1 x pipeline 2 x data 2" in run.stdout
+    assert steps(run.stdout) == [1, 2]
+
+
+PROBE = """\
+import os, signal, sys, time
+
+rank = os.environ["RANK"]
+signal.signal(signal.SIGUSR2, lambda *_: (print(f"rank {rank}: saves and exits", flush=True), sys.exit()))
+print(f"rank {rank}: restart {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
+if "--fail" in sys.argv:
+    sys.exit(1)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Path:
+    """A repository whose pretrain_gpt.py tells what the scripts do with its processes."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "pretrain_gpt.py").write_text(PROBE)
+    return tmp_path
+
+
+def test_before_the_time_is_up_all_processes_are_told(submit: Submit, probe: Path) -> None:
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, **TINY)
+    job.wait_for(": restart 0", times=4)
+    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
+    assert job.end() == 0, job.log()
+    assert job.log().count(": saves and exits") == 4
+
+
+def test_a_requeued_job_starts_again(submit: Submit, probe: Path) -> None:
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, **TINY)
+    job.wait_for(": restart 0", times=4)
+    job.control("scontrol", "requeue")
+    job.wait_for(": restart 1", times=4)
+    job.control("scancel")
+    assert job.end() != 0
+
+
+def test_a_failure_ends_the_job_on_all_nodes(submit: Submit, probe: Path) -> None:
+    job = submit("tr8-104B.slurm", "--fail", options=ON_BOTH_NODES, REPO=probe, **TINY)
+    assert job.end() != 0
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.slurm")))
+def test_outside_slurm_a_script_says_how_to_start_it(script: str) -> None:
+    run = subprocess.run(["bash", str(EXAMPLES / script)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr == f"error: there is no Slurm job: start it as sbatch {EXAMPLES / script}\n"
+
+
+def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.slurm"
+    copy.write_text((EXAMPLES / "tr8-104B.slurm").read_text())
+    run = subprocess.run(["bash", str(copy)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1] == "error: set REPO to the folder of the repository"
