@@ -112,8 +112,7 @@ start_daemon() { # start_daemon NAME COMMAND...: each goes to the background by 
     shift
     if alive "$folder/pid/$name"; then return; fi
     rm -f "$folder/pid/$name"
-    # slurmctld and slurmd open no connection before they are asked, so what fails here is the configuration.
-    "$@" >>"$log.start" 2>&1 9<&- || { cat "$log.start" >>"$log"; fail "$name does not start" "$log"; }
+    "$@" >>"$log.start" 2>&1 9<&- || fail "$name does not start" "$log.start"
 }
 
 alive() { # alive PIDFILE: whether that process runs; its name guards against a number that was given anew
