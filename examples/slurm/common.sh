@@ -13,6 +13,9 @@ mistake() { # mistake SENTENCE: what the user can put right
 
 [ -n "${SLURM_JOB_ID:-}" ] || mistake "there is no Slurm job: start it as sbatch $0"
 REPO=$(cd "$REPO" && pwd)
+# In an array, SLURM_JOB_ID of the last job is also the name of all of them.
+THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+THIS_JOB=${THIS_JOB:-$SLURM_JOB_ID}
 PYTHON=${PYTHON:-$REPO/.venv/bin/python}
 [ -x "$PYTHON" ] || PYTHON=$(command -v python3) || mistake "there is no $REPO/.venv: type make setup, or set PYTHON"
 
@@ -33,10 +36,10 @@ hold_nodes() {
     echo "the job began on $have node(s) and needs NNODES=$NNODES: it asks for them and waits ($again saves this)"
     # Slurm ends the script as soon as it is requeued; this and what it starts go on for the moment that they need.
     trap '' TERM
-    scontrol requeue "$SLURM_JOB_ID" ||
+    scontrol requeue "$THIS_JOB" ||
         mistake "this cluster does not let a job ask again: submit it with $again"
     # Both ends of the range: a single number would only be the least.
-    scontrol update JobId="$SLURM_JOB_ID" NumNodes="$NNODES-$NNODES" 2>&1 | grep -v 'pending execution' || true
+    scontrol update JobId="$THIS_JOB" NumNodes="$NNODES-$NNODES" 2>&1 | grep -v 'pending execution' || true
     exit 0
 }
 
@@ -57,7 +60,7 @@ launch() {
     ((${SLURM_STEP_NUM_TASKS:-1} == 1)) ||
         mistake "the script runs inside srun, which would start everything once per task: start it by sbatch alone"
     find_master
-    echo "job $SLURM_JOB_ID: $NNODES node(s) x $GPUS_PER_NODE processes meet at $MASTER_ADDR:$MASTER_PORT"
+    echo "job $THIS_JOB: $NNODES node(s) x $GPUS_PER_NODE processes meet at $MASTER_ADDR:$MASTER_PORT"
     # One task per node: each starts a launcher, which starts the node's processes. Its name for the task's number is
     # known only inside the task. The launcher must outlive the signal that asks the processes to save and exit.
     # shellcheck disable=SC2016
@@ -70,7 +73,7 @@ launch() {
     local step=$! code=0 waiting=yes
     # Slurm signals the script alone before the time is up (#SBATCH --signal=B:USR2@600), and on a requeue or a
     # preemption with TERM. Both mean save and exit, which is USR2 to the processes: the launcher would cut TERM short.
-    trap 'waiting=yes; scancel --signal=USR2 "$SLURM_JOB_ID"' USR2 TERM
+    trap 'waiting=yes; scancel --signal=USR2 "$THIS_JOB"' USR2 TERM
     while [ -n "$waiting" ]; do # a signal ends the wait, not the step
         waiting='' code=0
         wait "$step" || code=$?
