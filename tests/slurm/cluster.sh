@@ -140,10 +140,11 @@ stop() {
     local name deadline
     [ -d "$folder" ] || return 0
     if alive "$folder/pid/slurmctld"; then
-        scancel --signal=KILL --full --user="$(id -un)" 2>/dev/null || true
-        scancel --user="$(id -un)" 2>/dev/null || true
+        # slurmctld may run and not answer.
+        timeout 10 scancel --signal=KILL --full --user="$(id -un)" 2>/dev/null || true
+        timeout 10 scancel --user="$(id -un)" 2>/dev/null || true
         deadline=$((SECONDS + 20))
-        while ((SECONDS < deadline)) && [ -n "$(squeue --noheader 2>/dev/null)" ]; do sleep 0.5; done
+        while ((SECONDS < deadline)) && [ -n "$(timeout 10 squeue --noheader 2>/dev/null)" ]; do sleep 0.5; done
     fi
     for name in slurmd-n1 slurmd-n2 slurmctld munged; do
         end_daemon "$folder/pid/$name"

@@ -81,8 +81,10 @@ class Job:
         ).stdout
 
     def _exit_code(self) -> int | None:
-        shown = self.control("scontrol", "show", "job", "--oneliner")
-        if re.search(r"JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown):
+        # Without an answer, slurmctld is late: it shares the cores with the job.
+        command = ["scontrol", "show", "job", "--oneliner", self.number]
+        shown = subprocess.run(command, env=self.env, capture_output=True, text=True).stdout
+        if not shown or re.search(r"JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown):
             return None
         codes = re.findall(r" ExitCode=(\d+):(\d+)", shown)
         return max(int(signal) + 128 if int(signal) else int(code) for code, signal in codes)
