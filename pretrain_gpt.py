@@ -28,16 +28,16 @@ def main() -> None:
 def run(config: Config, notes: list[str], started_at: float) -> None:
     """The whole run. `notes`: what to say of the flags; `started_at`: see `ExitConditions`."""
     # Imported only now: a wrong flag is answered before torch is loaded.
-    from megatron.training.processes import is_main_process, join_world, leave_world, quiet_library_logs
+    from megatron.training import processes
 
-    quiet_library_logs(config.logging)
+    processes.quiet_library_logs(config.logging)
 
-    from megatron.checkpoint import folders, native
+    from megatron.checkpoint import native
+    from megatron.checkpoint.compatibility import resumed_schedule
     from megatron.config.batch import BatchSchedule
     from megatron.engine.pipeline_engine import ENGINES
     from megatron.model.gpt_model import GPT_MODELS
     from megatron.mpu.layout import ParallelLayout
-    from megatron.optimizer.schedule import LearningRateSchedule
     from megatron.planner.report import run_report
     from megatron.planner.stages import plan_stages
     from megatron.training.data import fingerprint_of, open_data
@@ -53,18 +53,18 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     plan = None if is_measured(config) else plan_stages(config, vocab.size, times)
     batches = BatchSchedule.from_config(config.batch)
     length = run_length(config, batches)
-    rates = LearningRateSchedule.from_config(config.schedule, config.training, config.model.seq_length)
+    rates = resumed_schedule(None, config)
     if config.training.dry_run:
-        if is_main_process():
+        if processes.is_main_process():
             print(run_report(config, plan, vocab.size, notes, rates.describe()))
         return
     fingerprint = fingerprint_of(config, length)
     checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
     make_output_folders(config)
 
-    rank = join_world(config)
+    rank = processes.join_world(config)
     checkpoint = native.settle_on_checkpoint(checkpoint, config, vocab.size, fingerprint)
-    metrics = make_metrics(config, vocab.size, rank)
+    rates, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     layout = ParallelLayout.create(
         parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
@@ -74,11 +74,11 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
         plan = plan_stages(
             config, vocab.size, find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
         )
+    notes = [*notes, *processes.device_notes(config)]
     metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)
-    state = native.load_checkpoint(engine, checkpoint) if checkpoint else folders.TrainingState()
-    metrics.print(folders.describe_start(checkpoint, config.checkpoint.load))
+    state = native.start_from(engine, checkpoint, fingerprint, metrics.print)
     data = open_data(config, layout, length, vocab)
     save = partial(
         native.save_checkpoint,
@@ -95,7 +95,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
         trainer.evaluate_at_end(state)
     finally:
         metrics.close()
-    leave_world()
+    processes.leave_world()
 
 
 if __name__ == "__main__":

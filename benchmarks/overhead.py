@@ -138,9 +138,7 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
         cut = plan_stages(make_config(1, 2, 2), VOCAB).bounds[1]
         work["plain"] = make_plain_step(batch)
         for stage, (first, last) in enumerate([(0, cut), (cut, len(plan.names))]):
-            work[f"stage {stage}"] = make_stage_step(
-                model.forward_funcs, first, last, model.loss_fn, batch[:MICRO_BATCH]
-            )
+            work[f"stage {stage}"] = make_stage_step(model, first, last, batch[:MICRO_BATCH])
     serve(lambda name: work[name](), answers)
     leave_world()
 

@@ -222,7 +222,7 @@ def run_worker(profile: str) -> None:
         if name not in steps:  # in the warm-up
             bounds = [int(bound) for bound in name.split()]
             steps[name] = (
-                make_stage_step(model.forward_funcs, *bounds, model.loss_fn, batch[:MICRO_BATCH])
+                make_stage_step(model, *bounds, batch[:MICRO_BATCH])
                 if size == 1
                 else make_pipeline_step(bounds)
             )

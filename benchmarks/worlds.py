@@ -1,7 +1,8 @@
 """Processes that stay alive and do a named piece of work when told to, so that layouts can take turns.
 
 A benchmark starts itself again with `--worker ...` through `World`; the worker ends in `serve`. Each line of
-its input names work; the answer, through what `answers_apart` returned, is the seconds it took.
+its input names work; the answer, through what `answers_apart` returned, is the seconds it took, or the
+number that the work has returned.
 """
 
 import os
@@ -15,19 +16,26 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     import torch
 
+    from megatron.model.gpt_model import GPTModelPipe
+
 
 class World:
     """The processes of one layout, one thread each."""
 
     def __init__(
-        self, script: str, worker: str, processes: int, settings: Mapping[str, str] | None = None
+        self,
+        script: str,
+        worker: str,
+        processes: int,
+        settings: Mapping[str, str] | None = None,
+        words: Sequence[str] = (),
     ) -> None:
-        """Starts `script --worker WORKER`, as processes that find each other, with `settings` in their
+        """Starts `script WORDS --worker WORKER`, as processes that find each other, with `settings` in their
         environment."""
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = str(probe.getsockname()[1])
-        command = [sys.executable, script, "--worker", worker]
+        command = [sys.executable, script, *words, f"--worker={worker}"]
         self.processes = []
         for rank in range(processes):
             environment = {**os.environ, **(settings or {}), "OMP_NUM_THREADS": "1"}
@@ -45,7 +53,7 @@ class World:
             process.stdin.flush()
 
     def seconds(self) -> float:
-        """Waits for the work; how long its slowest process took."""
+        """Waits for the work; how long its slowest process took, or the largest number returned."""
         answers = [process.stdout.readline() for process in self.processes]
         if not all(answers):
             raise SystemExit("a measured process died; its error is above")
@@ -69,21 +77,27 @@ def answers_apart() -> TextIO:
 
 
 def serve(work: Callable[[str], object], answers: TextIO) -> None:
-    """Does the work named by each line of the input, and answers with its seconds."""
+    """Does the work named by each line of the input, and answers with its seconds, or a float it returned."""
     for line in sys.stdin:
         start = time.perf_counter()
-        work(line.strip())
-        print(time.perf_counter() - start, file=answers, flush=True)
+        found = work(line.strip())
+        seconds = time.perf_counter() - start
+        print(found if isinstance(found, float) else seconds, file=answers, flush=True)
 
 
 def make_stage_step(
-    layers: Sequence[Callable], first: int, last: int, loss: Callable, samples: "torch.Tensor"
+    model: "GPTModelPipe", first: int, last: int, samples: "torch.Tensor"
 ) -> Callable[[], None]:
-    """One micro-batch, forward and backward, through layers first to last - 1 alone.
+    """One micro-batch, forward and backward, through layers first to last - 1 of a whole model alone; behind
+    the last of them comes the loss.
 
     samples: token ids, [batch, seq + 1].
     """
     import torch
+
+    with model.loss_follows():
+        layers = model.functions_before_loss()
+    has_loss = last == len(model.forward_funcs)
 
     def run(begin: int, end: int, x: torch.Tensor) -> torch.Tensor:
         for layer in layers[begin:end]:
@@ -98,8 +112,9 @@ def make_stage_step(
 
     def step() -> None:
         x = run(first, last, received if first == 0 else received.clone().requires_grad_())
-        if last == len(layers):
-            loss(x, (labels, mask)).backward()
+        if has_loss:
+            with model.loss_follows():
+                model.loss(x, (labels, mask)).backward()
         else:
             x.backward(gradient)
 

@@ -72,6 +72,7 @@ if [ ! -e "$tokens.idx" ]; then
 fi
 
 # --load and --save name the same folder: it starts afresh where that is empty, and goes on where it is not.
+# A longer run has another learning-rate schedule: it is meant (--override-lr-scheduler).
 train() {
     python -u -m torch.distributed.launch --nproc_per_node 2 --standalone pretrain_gpt.py \
         --pipeline-model-parallel-size 2 \
@@ -80,6 +81,7 @@ train() {
         --hidden-dropout 0 --attention-dropout 0 \
         --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size "$GLOBAL_BATCH_SIZE" \
         --train-iters "$TRAIN_ITERS" \
+        --override-lr-scheduler \
         --lr "$LEARNING_RATE" --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
         --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
         --data-path "$tokens" --split 969,30,1 "${tokenizer_flags[@]}" \

@@ -1,17 +1,21 @@
 #!/usr/bin/env python
-"""Write a checkpoint as a folder that Hugging Face's transformers reads.
+"""Write a checkpoint as a folder that Hugging Face's transformers reads, or make one of such a folder.
 
     python tools/convert_huggingface.py --load checkpoints --output my_model
+    python tools/convert_huggingface.py --from-hugging-face bloom-560m --output start/global_step0_universal
 
-writes config.json, the weights as safetensors, and the tokenizer. A model with ALiBi and --embed-layernorm
-becomes a BloomForCausalLM, one with absolute positions a GPT2LMHeadModel; others are refused. The checkpoint
-may have been written on any layout. Its logits and Hugging Face's are equal.
+The first writes config.json, the weights as safetensors, and the tokenizer. A model with ALiBi and
+--embed-layernorm becomes a BloomForCausalLM, one with absolute positions a GPT2LMHeadModel; others are
+refused. The checkpoint may be a native one of any layout, or a universal one that this program made. The
+second makes a universal checkpoint of a BLOOM or GPT-2, and prints the flags with which pretrain_gpt.py
+starts from it, on any layout. Either way the logits are equal. docs/huggingface.md has more.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,33 +23,77 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, LoggingConfig, exit_on_config_error
+from megatron.config import ConfigError, DataConfig, LoggingConfig, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
     from megatron.checkpoint.folders import Checkpoint
 
+# By the flag that gives the input, those that act in its direction only.
+ONE_WAY = {
+    "--load": ("--universal_checkpoint", "--dtype", "--no-tokenizer"),
+    "--from-hugging-face": ("--vocab-size",),
+}
+
 
 def build_parser() -> ToolParser:
     """The flags."""
     parser = ToolParser(__doc__)
-    group = parser.add_argument_group("input and output")
-    group.add_argument(
+    group = parser.add_argument_group("input (one of the two) and output")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--load",
+        metavar="FOLDER",
+        help="write for Hugging Face this checkpoint: a folder with the file `latest` or `latest_universal`, "
+        "or a global_stepN folder of either kind",
+    )
+    source.add_argument(
+        "--from-hugging-face",
+        metavar="FOLDER",
+        help="make a universal checkpoint of this folder with a BLOOM or GPT-2; nothing is downloaded",
+    )
+    group.add_argument(
+        "--output",
         required=True,
         metavar="FOLDER",
-        help="folder with the file `latest`, or a global_stepN folder",
+        help="folder to make: for Hugging Face, or CKPT/global_step0_universal for --load CKPT",
     )
-    group.add_argument("--output", required=True, metavar="FOLDER", help="folder to make")
+    group = parser.add_argument_group("with --load")
+    group.add_argument(
+        "--universal_checkpoint",
+        "--universal-checkpoint",
+        action="store_true",
+        help="take the universal checkpoint where the folder has native ones as well",
+    )
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="type of the weights (default: the one that the run trained in)",
+        help="type of the weights (default: the one that the run trained in); fp32 takes the optimizer's "
+        "values, which are not rounded",
     )
-    group = add_tokenizer_flags(parser, "tokenizer (default: the checkpoint's own)")
     group.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
+    group = parser.add_argument_group("with --from-hugging-face")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="true size of the vocabulary, where no tokenizer gives it; the run then needs the flag too",
+    )
+    add_tokenizer_flags(parser, "tokenizer (default: the checkpoint's own, or the one in the model's folder)")
     return parser
+
+
+def check_direction(arguments: argparse.Namespace) -> None:
+    """ConfigError for a flag of the other direction."""
+    given = "--load" if arguments.load is not None else "--from-hugging-face"
+    folder = arguments.load if arguments.load is not None else arguments.from_hugging_face
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{given} {folder}: there is no such folder")
+    for source, flags in ONE_WAY.items():
+        for flag in flags:
+            if source != given and getattr(arguments, flag.removeprefix("--").replace("-", "_")):
+                raise ConfigError(f"{flag} goes with {source} only: drop it beside {given}")
 
 
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
@@ -67,19 +115,18 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
     return lambda folder: save_as_hugging_face(kind, flags, folder, max_length)
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Do the work; ConfigError for a user's mistake."""
-    arguments = build_parser().parse_args(argv)
-    if not os.path.isdir(arguments.load):
-        raise ConfigError(f"--load {arguments.load}: there is no such folder")
-
-    from megatron.training.processes import quiet_library_logs
-
-    quiet_library_logs(LoggingConfig())
-    from megatron.checkpoint.huggingface import FAMILIES, family_of, remarks, write_hugging_face
+def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
+    """Writes the folder for Hugging Face; returns remarks."""
+    from megatron.checkpoint.huggingface import FAMILIES
+    from megatron.checkpoint.huggingface_export import (
+        family_of,
+        remarks,
+        verification,
+        write_hugging_face,
+    )
     from megatron.checkpoint.reading import read_checkpoint
 
-    checkpoint = read_checkpoint(arguments.load)
+    checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
     architecture = FAMILIES[family_of(checkpoint.config.model)].architecture
     notes = [f"not the newest: {checkpoint.passed_over}"] if checkpoint.passed_over else []
     notes += remarks(checkpoint.config)
@@ -92,6 +139,46 @@ def run(argv: Sequence[str] | None) -> None:
         f"wrote {arguments.output}: {architecture} in {precision}, iteration {checkpoint.state.iteration} of "
         f"{checkpoint.folder}"
     )
+    print(f"compared on the way: {verification(checkpoint, arguments.dtype)}")
+    return notes
+
+
+def to_universal(arguments: argparse.Namespace) -> list[str]:
+    """Makes the universal checkpoint; returns remarks."""
+    from megatron.checkpoint.huggingface_import import (
+        has_tokenizer,
+        read_hugging_face,
+        start_flags,
+        write_universal,
+    )
+    from megatron.checkpoint.reading import tokenizer_settings
+    from megatron.training.vocabulary import find_vocabulary
+
+    source, output = Path(arguments.from_hugging_face), Path(arguments.output)
+    model = read_hugging_face(source)
+    tokenizer = tokenizer_settings(arguments)
+    if not tokenizer and has_tokenizer(source):
+        tokenizer = {"tokenizer_name_or_path": str(source.resolve())}
+    config = model.config(DataConfig(**tokenizer), arguments.vocab_size)
+    vocabulary = find_vocabulary(config)
+    write_universal(model, config, vocabulary.size, vocabulary.eod, output)
+    print(f"wrote {output}: {model.family.architecture} of {source}, {vocabulary.size:,} tokens")
+    print(f"start from it with: {shlex.join(start_flags(config, output))}")
+    dropped = model.rows - vocabulary.size
+    if not dropped:
+        return []
+    return [f"{dropped:,} of {model.rows:,} rows of the word embeddings are left out: they are of no token"]
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Do the work; ConfigError for a user's mistake."""
+    arguments = build_parser().parse_args(argv)
+    check_direction(arguments)
+
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+    notes = to_hugging_face(arguments) if arguments.load is not None else to_universal(arguments)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 

@@ -5,7 +5,8 @@
         --output_folder CKPT/global_step5_universal
 
 Resuming on another layout does not need it: --load opens native checkpoints on any. Interrupted, it goes on
-where it was. A universal checkpoint is loaded with --load CKPT --universal_checkpoint.
+where it was. A universal checkpoint is loaded with --load CKPT --universal_checkpoint. Checkpoints of other
+programs that use DeepSpeed's ZeRO-1 are converted too, if they hold universal_checkpoint_info.
 """
 
 from __future__ import annotations
@@ -20,26 +21,49 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron.checkpoint.damage import damaged_files
+from megatron.checkpoint.source import Source, open_source
+from megatron.checkpoint.universal import convert
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 
 
 def build_parser() -> ToolParser:
-    """The flags, named as DeepSpeed's."""
+    """The flags, named as DeepSpeed's, and three more."""
     parser = ToolParser(__doc__)
     parser.add_argument("--input_folder", required=True, help="a native checkpoint, global_step<N>")
     parser.add_argument("--output_folder", required=True, help="the folder to make")
     parser.add_argument(
         "--num_extract_workers",
         type=int,
-        default=1,
-        help="processes that convert (default: 1); the larger of both is taken",
+        default=4,
+        help="threads that convert (default: 4); reading and merging are one: the larger number is taken",
     )
-    parser.add_argument("--num_merge_workers", type=int, default=1, help="the same")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="the same (default: 2)")
+    parser.add_argument(
+        "--keep_temp_folder",
+        action="store_true",
+        help="changes nothing: there are no temporary slices to keep",
+    )
+    parser.add_argument(
+        "--no_strict",
+        action="store_true",
+        help="warn of a rule that matches no parameter, instead of refusing",
+    )
+    parser.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="derive the rules from run.json where a checkpoint of this repo is so old that it stores none",
+    )
     parser.add_argument(
         "--allow-drift",
         action="store_true",
-        help="take the mean where copies of a parameter on tensor ranks differ",
+        help="take the mean where copies of a parameter on tensor ranks differ, and tell by how much",
+    )
+    parser.add_argument(
+        "--verify-digests",
+        action="store_true",
+        help="first read all files and compare them with their digests",
     )
     return parser
 
@@ -49,8 +73,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name in ("num_extract_workers", "num_merge_workers"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
-    if not Path(arguments.input_folder).is_dir():
-        raise ConfigError(f"--input_folder {arguments.input_folder}: there is no such folder")
+    folder = Path(arguments.input_folder)
+    if not folder.is_dir():
+        raise ConfigError(f"--input_folder {folder}: there is no such folder")
+    if arguments.verify_digests and not (folder / "run.json").is_file():
+        raise ConfigError(
+            f"--verify-digests: {folder} has no run.json, where digests stand: leave the flag out"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,17 +87,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_config_error():
         arguments = build_parser().parse_args(argv)
         check_arguments(arguments)
-        # Imported only now: torch takes seconds, a wrong flag is answered at once.
-        from megatron.checkpoint.universal import convert, parameter_names
-
-        source, target = Path(arguments.input_folder), Path(arguments.output_folder)
         workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
-        names = parameter_names(source)
-        with tqdm(total=len(names), unit="parameter", disable=None) as bar:
-            for name in convert(source, target, workers, arguments.allow_drift):
-                bar.set_postfix_str(name)
-                bar.update()
-        print(f"{target}: {len(names)} parameters")
+        if arguments.keep_temp_folder:
+            print("note: --keep_temp_folder changes nothing: no temporary slices are written")
+        source = open_source(
+            Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
+        )
+        for warning in source.warnings:
+            print(f"warning: {warning}")
+        if arguments.verify_digests:
+            verify_digests(source, workers)
+        target = Path(arguments.output_folder)
+        drifts = {}
+        with tqdm(total=len(source.merges), unit="parameter", disable=None) as bar:
+            try:
+                for parameter in convert(source, target, workers, arguments.allow_drift):
+                    bar.set_postfix_str(parameter.name)
+                    bar.update()
+                    drifts[parameter.name] = parameter.drift
+            except OSError as error:
+                raise ConfigError(
+                    f"the conversion has stopped ({error}): once that is mended the same command goes on"
+                ) from error
+        for name, drift in drifts.items():
+            if drift:
+                print(
+                    f"{name}: the copies on tensor ranks differed by up to {drift:.2e}; their mean is taken"
+                )
+        finished = len(source.merges) - len(drifts)
+        before = f", {finished} of them by an interrupted conversion before" if finished else ""
+        print(f"{target}: {len(source.merges)} parameters{before}")
+
+
+def verify_digests(source: Source, workers: int) -> None:
+    """Reads all files of the source, with a progress bar; ConfigError names those that are damaged."""
+    damages = []
+    with tqdm(total=len(source.run["files"]), unit="file", disable=None) as bar:
+        for damage in damaged_files(source.folder, source.run["files"], workers):
+            bar.update()
+            damages += [damage] if damage else []
+    if damages:
+        raise ConfigError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
 
 
 if __name__ == "__main__":

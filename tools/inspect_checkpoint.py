@@ -5,8 +5,10 @@
     python tools/inspect_checkpoint.py checkpoints/global_step300 other/global_step300 --json
 
 A folder with checkpoints gives a row for each, and the newest complete one in full; a global_stepN folder
-that one. Two folders are compared: settings, and the largest difference of each parameter, whatever their
-layouts. The exit code is 1 if something is damaged or missing.
+that one. Sizes of files are compared with what was written; with --verify the digests too, of the one that is
+shown in full. Two folders are compared: settings, and the largest difference of each parameter's fp32 values
+and moments, whatever their layouts, one native and one universal too. The exit code is 1 if something is
+damaged or missing.
 """
 
 from __future__ import annotations
@@ -34,15 +36,20 @@ def build_parser() -> ToolParser:
         "folders", nargs="+", metavar="FOLDER", help="with checkpoints, or a global_stepN folder; one or two"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with every parameter by name")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read all of the checkpoint that is shown in full, and compare the digests",
+    )
     return parser
 
 
-def show_one(folder: Path, as_json: bool) -> bool:
+def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
     """Prints what is in `folder`; returns whether all is well."""
     from megatron.checkpoint.inspect import inspect_folder
     from megatron.checkpoint.tables import overview_text
 
-    overview = inspect_folder(folder)
+    overview = inspect_folder(folder, verify)
     _print(overview, as_json, overview_text)
     return overview.is_well
 
@@ -53,7 +60,7 @@ def show_two(folders: Sequence[Path], as_json: bool) -> None:
     from megatron.checkpoint.reading import read_checkpoint
     from megatron.checkpoint.tables import comparison_text
 
-    one, other = (read_checkpoint(folder) for folder in folders)
+    one, other = (read_checkpoint(folder, foreign=True) for folder in folders)
     comparison = compare_checkpoints(one, other)
     _print(comparison, as_json, comparison_text)
 
@@ -71,6 +78,8 @@ def run(argv: Sequence[str] | None) -> int:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder")
+    if arguments.verify and len(folders) == 2:
+        raise ConfigError("--verify goes with one folder: two are compared tensor by tensor")
 
     from megatron.training.processes import quiet_library_logs
 
@@ -78,7 +87,7 @@ def run(argv: Sequence[str] | None) -> int:
     if len(folders) == 2:
         show_two(folders, arguments.json)
         return 0
-    return 0 if show_one(folders[0], arguments.json) else DAMAGED_EXIT_CODE
+    return 0 if show_one(folders[0], arguments.json, arguments.verify) else DAMAGED_EXIT_CODE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

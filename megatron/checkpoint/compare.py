@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,24 +10,29 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.folders import Checkpoint
-from megatron.checkpoint.weights import LayerFiles, model_specs
+from megatron.checkpoint.states import open_states, specs_of
 
 ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """largest: largest absolute difference; None where the two cannot be subtracted, and `note` says why."""
+    """largest: by kind ('fp32', 'exp_avg', ...) the largest absolute difference; None where the two cannot be
+    subtracted, and `note` says why."""
 
     name: str
-    largest: float | None
+    largest: dict[str, float | None]
     note: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.note and not any(self.largest.values())
 
 
 @dataclass(frozen=True)
 class Comparison:
     """settings: dotted name in run.json -> the two values, for those that differ. parameters: all, in order;
-    those that are equal have the difference 0."""
+    those that are equal have the differences 0."""
 
     folders: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
@@ -34,8 +40,8 @@ class Comparison:
 
 
 def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
-    """The differences; weights are compared whole, so the two layouts may differ. A layer of each is in
-    memory at a time. Raises ConfigError for files that cannot be read."""
+    """The differences. Whole fp32 values and moments are compared: layout, precision and format may differ.
+    A parameter of each is in memory at a time. Raises ConfigError for files that cannot be read."""
     return Comparison(
         (str(one.folder), str(other.folder)),
         different_settings(one.run, other.run),
@@ -59,36 +65,32 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[ParameterDifference]:
-    sides = [_Wholes(one), _Wholes(other)]
-    for layer in sorted({*sides[0].layers, *sides[1].layers}):
-        first, second = (side.read(layer) for side in sides)
-        for name in first | second:
-            if name in first and name in second:
-                yield _difference(name, first[name], second[name])
+    sides = [open_states(one), open_states(other)]
+    # Another program's universal checkpoint may have padding that only the other of the two can tell.
+    rows = {name: spec.used_rows for side in (one, other) for name, spec in specs_of(side).items()}
+    for name in dict.fromkeys([*sides[0].names, *sides[1].names]):
+        if not all(name in side.names for side in sides):
+            yield ParameterDifference(
+                name, {}, f"only in {(one if name in sides[0].names else other).folder}"
+            )
+            continue
+        kinds = [side.kinds(name) for side in sides]
+        largest: dict[str, float | None] = {}
+        notes = []
+        for kind in dict.fromkeys([*kinds[0], *kinds[1]]):
+            if not all(kind in held for held in kinds):
+                where = (one if kind in kinds[0] else other).folder
+                largest[kind], note = None, f"{kind} only in {where}"
             else:
-                yield ParameterDifference(name, None, f"only in {(one if name in first else other).folder}")
+                largest[kind], note = _difference(
+                    *(side.read(name, kind)[: rows.get(name)] for side in sides)
+                )
+            notes += [note] if note else []
+        yield ParameterDifference(name, largest, "; ".join(dict.fromkeys(notes)))
 
 
-class _Wholes:
-    """Whole parameters of a checkpoint by layer, without the vocabulary's padding."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._specs = model_specs(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
-        self._files = LayerFiles(checkpoint.folder)
-        self.layers = self._files.layers
-
-    def read(self, layer: int) -> dict[str, Tensor]:
-        """Empty for a layer that this checkpoint does not have."""
-        if layer not in self.layers:
-            return {}
-        wholes = self._files.wholes(layer, self._specs)
-        return {name: whole[: self._specs[name].used_rows] for name, whole in wholes.items()}
-
-
-def _difference(name: str, one: Tensor, other: Tensor) -> ParameterDifference:
+def _difference(one: Tensor, other: Tensor) -> tuple[float | None, str]:
     if one.shape != other.shape:
-        return ParameterDifference(name, None, f"shapes {tuple(one.shape)} and {tuple(other.shape)}")
+        return None, f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
     largest = (one.float() - other.float()).abs().max().item()
-    if largest != largest or largest == float("inf"):
-        return ParameterDifference(name, None, "values that are not finite")
-    return ParameterDifference(name, largest)
+    return (largest, "") if math.isfinite(largest) else (None, "values that are not finite")

@@ -14,6 +14,8 @@ RUN_FILE = "run.json"
 LATEST_FILE = "latest"
 # A checkpoint that is being written is called this and its name.
 SAVING = "saving-"
+# In a universal checkpoint: a folder per parameter.
+PARAMETER_FOLDER = "zero"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,13 @@ class Checkpoint:
     run: dict[str, Any]
     passed_over: str = ""
     """Why a newer one was not taken, if so."""
+    remark: str = ""
+    """What it does not say, so that nothing could be compared with it."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it: it tells `state` and what it kept of its arguments, no config."""
+        return "config" not in self.run
 
     @property
     def config(self) -> Config:
@@ -53,8 +62,9 @@ class Checkpoint:
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint of `folder`: the one that `latest` names, or if that is incomplete or
-    missing the newest `global_step<N>` that is not; or `folder` itself if it is one. None if there is none.
+    """The newest complete checkpoint of `folder`: the one that `latest` names, or a newer one of the same
+    run; if that is incomplete or missing the newest `global_step<N>` that is not. Or `folder` itself if it is
+    a checkpoint. None if there is none.
 
     `damaged`: folders to pass over, and what was found to be wrong with them.
 
@@ -67,10 +77,12 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         return open_checkpoint(folder)
     latest = folder / LATEST_FILE
     named = latest.read_text().strip() if latest.is_file() else None
-    others = {path.name for path in folder.glob("global_step*") if path.is_dir()} - {named}
-    newest_first = sorted(others, key=step_of, reverse=True)
+    native = (path for path in folder.glob("global_step*") if path.is_dir() and not is_universal(path))
+    others = {path.name for path in native} - {named}
+    newest_first = sorted(others, key=lambda name: (step_of(name), name), reverse=True)
+    successors = [name for name in newest_first if named and _continues(folder / name, named)]
     passed_over = []
-    for name in [named, *newest_first] if named else newest_first:
+    for name in dict.fromkeys([*successors, named, *newest_first] if named else newest_first):
         try:
             if name in damaged:
                 raise ConfigError(f"checkpoint {folder / name}: {damaged[name]}")
@@ -81,10 +93,27 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         unfinished = [path.name for path in folder.glob(f"{SAVING}global_step*")]
         newer = sorted(name for name in unfinished if step_of(name) > checkpoint.state.iteration)
         passed_over += [f"{name} was never finished" for name in newer]
+        if name == named:
+            ahead = [other for other in others if step_of(other) > checkpoint.state.iteration]
+            passed_over += [f"{other} is incomplete or of another run" for other in sorted(ahead)]
         return replace(checkpoint, passed_over="; ".join(passed_over))
     if passed_over:
         raise ConfigError("; ".join(passed_over))
     return None
+
+
+def _continues(folder: Path, name: str) -> bool:
+    """Whether a checkpoint is of a run that came by the one called `name`, and is newer: the job was killed
+    before `latest` could name it."""
+    try:
+        return step_of(folder.name) > step_of(name) and name in open_checkpoint(folder).run.get("lineage", [])
+    except ConfigError:
+        return False
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a checkpoint's folder, finished or not, is of the universal format."""
+    return (folder / PARAMETER_FOLDER).is_dir()
 
 
 def step_of(name: str) -> int:
@@ -98,7 +127,8 @@ def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
     if checkpoint is None:
         return "starting from new weights" + (f" (--load {load} holds no checkpoint)" if load else "")
     why = f" ({checkpoint.passed_over})" if checkpoint.passed_over else ""
-    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}"
+    remark = f". {checkpoint.remark}" if checkpoint.remark else ""
+    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{remark}"
 
 
 def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:

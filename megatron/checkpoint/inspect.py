@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,28 +16,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, open_checkpoint
+from megatron.checkpoint.damage import compared_tensors, find_damage
+from megatron.checkpoint.folders import (
+    LATEST_FILE,
+    PARAMETER_FOLDER,
+    RUN_FILE,
+    SAVING,
+    Checkpoint,
+    is_universal,
+    open_checkpoint,
+    step_of,
+)
+from megatron.checkpoint.manifest import Files, first_misfit
+from megatron.checkpoint.optimizer_files import VALUES
 from megatron.checkpoint.reading import check_run_file
-from megatron.checkpoint.weights import LayerFiles, model_specs
-from megatron.config import Config, ConfigError
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.checkpoint.states import UniversalStates, specs_of
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, PARTIAL, SOURCE_FILE
+from megatron.checkpoint.universal_reading import find_universal
+from megatron.checkpoint.weights import LayerFiles
+from megatron.config import ConfigError
 from megatron.mpu.parameters import ParameterSpec
 
 FILE_KINDS = {
     "layers": "layer_*-model_states.pt",
     "model states": "mp_rank_*_model_states.pt",
     "optimizer": "*_optim_states.pt",
+    "fp32 values": f"{PARAMETER_FOLDER}/*/fp32.pt",
+    "moments and steps": f"{PARAMETER_FOLDER}/*/[!f]*.pt",
 }
 SHOWN_FILES = 3
 """Of a list of missing or surplus files."""
+NOT_COMPARED = "not compared: --verify reads all that has one"
 _STEP_FOLDER = re.compile(r"global_step\d+")
+_REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One global_step folder. Numbers are None where `run.json` does not say them; `problem` says why."""
+    """One folder. Numbers are None where it does not say them; `problem`: what is wrong, if something is.
+
+    kind: 'native', 'universal', or what a save or a conversion has left: 'being saved', 'replaced' (by one of
+    the same step), 'being converted'.
+    """
 
     name: str
+    kind: str
     is_latest: bool
     is_complete: bool
     iteration: int | None
@@ -68,12 +91,17 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Report:
-    """One checkpoint. Without a readable `run.json` only folder, files and problems are known."""
+    """One checkpoint. Where it does not say what it is, only folder, files and problems are known.
+
+    digests: how many were compared, or why none.
+    """
 
     folder: str
     is_complete: bool
     files: list[FileGroup]
     problems: list[str]
+    digests: str = ""
+    kind: str = ""
     state: dict[str, Any] = field(default_factory=dict)
     model: str = ""
     layout: dict[str, Any] = field(default_factory=dict)
@@ -85,11 +113,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Overview:
-    """A folder: what `latest` says, its checkpoints, and the newest complete one in full; of a folder that is
-    a checkpoint itself that one alone."""
+    """A folder: what `latest` and `latest_universal` say, its checkpoints, and the newest complete one in
+    full, a native one if there is any; of a folder that is a checkpoint itself that one alone."""
 
     folder: str
     latest: str | None
+    latest_universal: str | None
     checkpoints: list[Summary]
     problems: list[str]
     checkpoint: Report | None
@@ -100,74 +129,70 @@ class Overview:
         return self.checkpoint is not None and not self.problems and not self.checkpoint.problems
 
 
-def inspect_folder(folder: Path) -> Overview:
-    """What is in `folder`: checkpoints, of which the newest complete one is looked into, or just one."""
-    paths = [path for path in folder.glob("global_step*") if _STEP_FOLDER.fullmatch(path.name)]
+def inspect_folder(folder: Path, verify: bool = False) -> Overview:
+    """What is in `folder`: checkpoints, of which the newest complete one is looked into, or just one.
+
+    Sizes of files are compared in all of them. verify: the digests too, in the one that is looked into.
+    """
+    if _kind(folder):
+        return Overview(str(folder), None, None, [], [], inspect_checkpoint(folder, verify))
+    paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
     if not paths:
-        if not (_STEP_FOLDER.fullmatch(folder.name) or (folder / RUN_FILE).exists()):
-            raise ConfigError(
-                f"{folder}: there is no checkpoint, expected a folder with global_stepN folders, or one of "
-                "them"
-            )
-        return Overview(str(folder), None, [], [], inspect_checkpoint(folder))
-    latest = _latest_name(folder)
-    found = [_summary(path, path.name == latest) for path in sorted(paths, key=_step_of)]
+        raise ConfigError(
+            f"{folder}: there is no checkpoint, expected a folder with global_stepN folders, or one of them"
+        )
+    latest = {kind: _named_by(folder / file) for kind, file in _LATEST_FILES.items()}
+    paths.sort(key=lambda path: (step_of(path.name), path.name))
+    found = [_summary(path, path.name == latest.get(_kind(path))) for path in paths]
     problems = [f"{item.name}: {item.problem}" for item in found if item.problem]
-    if latest is None:
-        problems.append(f"there is no file `{LATEST_FILE}`")
-    elif latest not in [item.name for item in found]:
-        problems.append(f"`{LATEST_FILE}` names {latest}, which is not there")
-    complete = [item.name for item in found if item.is_complete]
-    newest = latest if latest in complete else complete[-1] if complete else None
-    report = inspect_checkpoint(folder / newest) if newest else None
-    return Overview(str(folder), latest, found, problems, report)
+    report = None
+    for kind, file in _LATEST_FILES.items():
+        complete = [item.name for item in found if item.kind == kind and item.is_complete]
+        if latest[kind] is None and complete:
+            problems.append(f"there is no file `{file}`")
+        elif latest[kind] is not None and latest[kind] not in [item.name for item in found]:
+            problems.append(f"`{file}` names {latest[kind]}, which is not there")
+        if complete and report is None:
+            newest = latest[kind] if latest[kind] in complete else complete[-1]
+            report = inspect_checkpoint(folder / newest, verify)
+    return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
 
 
-def inspect_checkpoint(folder: Path) -> Report:
-    """All that can be said of the checkpoint in `folder`."""
-    files = _file_groups(folder)
-    problems = list(_damaged_files(folder))
-    try:
-        checkpoint = open_checkpoint(folder, with_files=False)  # what is wrong with them is found below
-        check_run_file(checkpoint)
-    except ConfigError as error:
-        return Report(str(folder), False, files, [str(error), *problems])
-    run, config = checkpoint.run, checkpoint.config
-    problems += _surplus_and_missing(folder, config)
-    specs = model_specs(config, checkpoint.vocab_size, checkpoint.eod)
-    parameters, parameter_problems = _parameters(folder, specs)
-    count = sum(prod(parameter.shape) for parameter in parameters)
-    return Report(
-        str(folder),
-        True,
-        files,
-        problems + parameter_problems,
-        run["state"],
-        _model_line(config, checkpoint.vocab_size, count),
-        run["layout"],
-        run["stages"],
-        checkpoint.vocab_size,
-        checkpoint.eod,
-        parameters,
-    )
+# In the order in which one of them is looked into.
+_LATEST_FILES = {"native": LATEST_FILE, "universal": LATEST_UNIVERSAL_FILE}
 
 
-def _latest_name(folder: Path) -> str | None:
-    path = folder / LATEST_FILE
+def _kind(path: Path) -> str:
+    """As in `Summary`; '' for a folder that is no checkpoint."""
+    if path.name.startswith(SAVING):
+        return "being saved"
+    if path.name.endswith(PARTIAL) and (is_universal(path) or (path / SOURCE_FILE).is_file()):
+        return "being converted"
+    if path.name.endswith(_REPLACED) and step_of(path.name) >= 0:
+        return "replaced"
+    if is_universal(path):
+        return "universal"
+    return "native" if _STEP_FOLDER.fullmatch(path.name) or (path / RUN_FILE).is_file() else ""
+
+
+def _named_by(path: Path) -> str | None:
     return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
 def _summary(path: Path, is_latest: bool) -> Summary:
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-    state, problem = None, ""
+    kind, state, problem = _kind(path), None, ""
     try:
-        state = open_checkpoint(path, with_files=False).state
+        state = _open(path).state
+        if (path / RUN_FILE).exists():
+            open_checkpoint(path)  # compares the sizes
     except ConfigError as error:
-        problem = (
-            str(error) if (path / RUN_FILE).exists() else f"{RUN_FILE}, which is written last, is missing"
-        )
+        # What a save or a conversion has left is not expected to be complete.
+        if kind in _LATEST_FILES or state is not None:
+            problem = str(error).removeprefix(f"checkpoint {path}: ")
     return Summary(
         path.name,
+        kind,
         is_latest,
         state is not None,
         state.iteration if state else None,
@@ -179,8 +204,58 @@ def _summary(path: Path, is_latest: bool) -> Summary:
     )
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("global_step"))
+def _open(folder: Path) -> Checkpoint:
+    """What the checkpoint says of itself, whatever is wrong with its files."""
+    if (folder / RUN_FILE).exists():
+        return open_checkpoint(folder, with_files=False)
+    if is_universal(folder):
+        return find_universal(folder)
+    raise ConfigError(f"{RUN_FILE}, which is written last, is missing")
+
+
+def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
+    """All that can be said of the checkpoint in `folder`. verify: after reading all that has a digest."""
+    groups = _file_groups(folder)
+    try:
+        checkpoint = _open(folder)
+        if not checkpoint.is_foreign:
+            check_run_file(checkpoint)
+    except ConfigError as error:
+        return Report(str(folder), False, groups, [str(error), *_cut_files(folder)])
+    run = checkpoint.run
+    problems = list(_misfits(folder, run.get("files", {})))
+    if is_universal(folder):
+        parameters, more = _universal_parameters(checkpoint)
+    else:
+        parameters, more = _native_parameters(folder, specs_of(checkpoint))
+    digests, damages = _compare_digests(checkpoint, verify)
+    return Report(
+        folder=str(folder),
+        is_complete=True,
+        files=groups,
+        problems=problems + more + damages,
+        digests=digests,
+        kind=_kind(folder),
+        state=vars(checkpoint.state),
+        model=_model_line(checkpoint, sum(prod(parameter.shape) for parameter in parameters)),
+        layout=run.get("layout", {}),
+        stages=run.get("stages", {}),
+        vocab_size=run.get("vocab_size"),
+        eod=run.get("eod"),
+        parameters=parameters,
+    )
+
+
+def _compare_digests(checkpoint: Checkpoint, verify: bool) -> tuple[str, list[str]]:
+    """What was compared, in words, and what was found to be damaged."""
+    universal = is_universal(checkpoint.folder)
+    if universal and not compared_tensors(checkpoint):
+        return "there are none to compare", []
+    if not verify:
+        return NOT_COMPARED, []
+    count, damages = find_damage(checkpoint)
+    what = "tensors" if universal else "files"
+    return f"{count:,} {what} compared, {count - len(damages):,} equal", damages
 
 
 def _file_groups(folder: Path) -> list[FileGroup]:
@@ -194,49 +269,61 @@ def _file_groups(folder: Path) -> list[FileGroup]:
     ]
 
 
-def _damaged_files(folder: Path) -> Iterator[str]:
+def _misfits(folder: Path, files: Files) -> Iterator[str]:
+    """What is wrong with the names and sizes of files, compared with those in `run.json`."""
+    if not files:
+        return
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
+    if files.keys() - found:
+        yield f"missing: {_some(files.keys() - found)}"
+    if found - files.keys():
+        yield f"left over, not of this checkpoint: {_some(found - files.keys())}"
+    for name in sorted(files.keys() & found):
+        if misfit := first_misfit(folder, {name: files[name]}):
+            yield misfit
+
+
+def _cut_files(folder: Path) -> Iterator[str]:
     """Of files that were cut short: torch's format is a zip archive, whose directory stands at the end."""
     for path in sorted(folder.glob("*.pt")):
         if not zipfile.is_zipfile(path):
             yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are no file of torch"
 
 
-def _expected_files(config: Config) -> set[str]:
-    """DeepSpeed's names of the files that a run of `config` writes."""
-    parallel, last = config.parallel, FIRST_TRANSFORMER_LAYER + config.model.num_layers
-    tensor = parallel.tensor_model_parallel_size
-    # The embedding, the transformer layers, and after a function the final norm: the others have no weights.
-    layers = [1, *range(FIRST_TRANSFORMER_LAYER, last), last + 1]
-    ranks = range(tensor * parallel.pipeline_model_parallel_size)
-    names = {
-        f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer in layers for rank in range(tensor)
-    }
-    names |= {f"mp_rank_{rank:02d}_model_states.pt" for rank in ranks}
-    if parallel.zero_stage:
-        names |= {
-            f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
-            for rank in ranks
-            for replica in range(parallel.data_parallel_size)
-        }
-    return names
-
-
-def _surplus_and_missing(folder: Path, config: Config) -> Iterator[str]:
-    expected = _expected_files(config)
-    found = {path.name.removeprefix("bf16_") for path in folder.glob("*.pt")}
-    if expected - found:
-        yield f"missing: {_some(expected - found)}"
-    if found - expected:
-        yield f"left over, not of this run's layout: {_some(found - expected)}"
-
-
-def _some(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:SHOWN_FILES])
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    shown = ", ".join(names[:SHOWN_FILES])
     more = len(names) - SHOWN_FILES
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _parameters(folder: Path, specs: Mapping[str, ParameterSpec]) -> tuple[list[ParameterRecord], list[str]]:
+def _universal_parameters(checkpoint: Checkpoint) -> tuple[list[ParameterRecord], list[str]]:
+    """What the parameters' folders hold, and what is wrong with it."""
+    states, specs = UniversalStates(checkpoint), specs_of(checkpoint)
+    records: list[ParameterRecord] = []
+    problems: list[str] = []
+    for name in states.names:
+        try:
+            shapes = {kind: tuple(states.read(name, kind).shape) for kind in states.kinds(name)}
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        records.append(ParameterRecord(name, shapes[VALUES], "float32"))
+        problems += [
+            f"{kind} of {name} has the shape {shape}, its values {shapes[VALUES]}"
+            for kind, shape in shapes.items()
+            if shape != shapes[VALUES]
+        ]
+    if specs and (missing := [name for name in specs if name not in states.names]):
+        problems.append(f"parameters that no file holds: {_some(missing)}")
+    if specs and (surplus := [name for name in states.names if name not in specs]):
+        problems.append(f"parameters that the model does not have: {_some(surplus)}")
+    return records, problems
+
+
+def _native_parameters(
+    folder: Path, specs: Mapping[str, ParameterSpec]
+) -> tuple[list[ParameterRecord], list[str]]:
     """What the layer files hold, and what is wrong with it."""
     records: list[ParameterRecord] = []
     problems: list[str] = []
@@ -266,8 +353,10 @@ def _all_equal(copies: list[Tensor]) -> bool:
     return all(torch.equal(copies[0], copy) for copy in copies[1:])
 
 
-def _model_line(config: Config, vocab_size: int, num_parameters: int) -> str:
-    model = config.model
+def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
+    if checkpoint.is_foreign:
+        return f"of another program, {num_parameters:,} parameters, padding of the vocabulary included"
+    config, model = checkpoint.config, checkpoint.config.model
     variants = [
         f"{model.position_embedding_type} positions",
         *(["embedding norm"] if model.embed_layernorm else []),
@@ -277,5 +366,5 @@ def _model_line(config: Config, vocab_size: int, num_parameters: int) -> str:
     return (
         f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
         f"sequence {model.seq_length}, {', '.join(variants)}, {config.precision.name}, "
-        f"{vocab_size:,} tokens, {num_parameters:,} parameters"
+        f"{checkpoint.vocab_size:,} tokens, {num_parameters:,} parameters"
     )

@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 # File name -> {"bytes": size, "sha256": digest in hex}.
 Files = dict[str, dict[str, Any]]
 
@@ -17,8 +15,13 @@ Files = dict[str, dict[str, Any]]
 def describe_files(folder: Path) -> Files:
     """Size and digest of every file in the folder, each of which is on the disk after this. Collective: the
     ranks share the work, and all get the whole."""
-    names = sorted(path.name for path in folder.iterdir())
-    return _shared(names, lambda name: _describe(folder / name, to_disk=True))
+    import torch.distributed as dist
+
+    # One rank lists: on a shared file system another's listing may be older.
+    names: list[Any] = [sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    (names,) = names
+    return _shared(names, lambda name: describe_file(folder / name, to_disk=True))
 
 
 def first_misfit(folder: Path, files: Files) -> str | None:
@@ -35,8 +38,16 @@ def first_misfit(folder: Path, files: Files) -> str | None:
 
 def first_damaged(folder: Path, files: Files) -> str | None:
     """The first file that is not as it was written, in words. Reads all. Collective, as `describe_files`."""
-    found = _shared(sorted(files), lambda name: _describe(folder / name))
-    for name, now in found.items():
+
+    def describe(name: str) -> dict[str, Any]:
+        try:
+            return describe_file(folder / name)
+        except OSError as error:
+            return {"unreadable": str(error)}
+
+    for name, now in _shared(sorted(files), describe).items():
+        if "unreadable" in now:
+            return f"{name} cannot be read ({now['unreadable']})"
         if now != files[name]:
             return f"{name} is damaged: its digest is not the one that it was written with"
     return None
@@ -69,6 +80,9 @@ def _digest_of(record: dict[str, Any]) -> str:
 
 def _shared(names: list[str], describe: Any) -> Files:
     """describe(name) per name, each done by one rank; an OSError of one of them is raised on all."""
+    # Imported only now: tools that look at checkpoints have no use for torch, which takes seconds.
+    import torch.distributed as dist
+
     rank, size = dist.get_rank(), dist.get_world_size()
     own: Files | str
     try:
@@ -83,7 +97,8 @@ def _shared(names: list[str], describe: Any) -> Files:
     return {name: entry for part in parts for name, entry in sorted(part.items())}
 
 
-def _describe(path: Path, to_disk: bool = False) -> dict[str, Any]:
+def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:
+    """Size and digest of one file. to_disk: it is on the disk after this."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
         if to_disk:

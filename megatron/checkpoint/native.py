@@ -7,32 +7,49 @@ sample numbers, and the learning rate of progress, so there is no random state t
 """
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.certificate import Check, certify, check_certificate, table
+from megatron.checkpoint.compatibility import (
+    check_copies,
+    check_data,
+    check_foreign_schedule,
+    check_model,
+    check_schedule,
+    data_line,
+    schedule_line,
+)
+from megatron.checkpoint.digests import DigestsAsRead
 from megatron.checkpoint.folders import (
     LATEST_FILE,
     RUN_FILE,
     SAVING,
     Checkpoint,
     TrainingState,
+    describe_start,
     find_latest,
-    step_of,
+    is_universal,
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
-from megatron.checkpoint.universal import UniversalParameters, find_universal
-from megatron.config import Config, ConfigError
-from megatron.data.gpt_dataset import fingerprint_differences
+from megatron.checkpoint.rules import INFO_KEY, client_state, derive_info
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign, find_universal
+from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
+from megatron.optimizer.eight_bit import rule_record
+
+_LOG = logging.getLogger(__name__)
 
 
 class SaveError(OSError):
@@ -44,16 +61,57 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
 
-    Raises ConfigError for one that this run cannot go on from: another model, or other data.
+    Raises ConfigError for one that this run cannot go on from: another model, other data or another
+    learning-rate schedule, unless flags say that the latter are meant.
     """
     checkpoint = None
     if config.checkpoint.universal_checkpoint:
-        checkpoint = find_universal(config.checkpoint.load)
+        checkpoint = _find_universal_or_newer(config.checkpoint, damaged)
     elif config.checkpoint.load:
-        checkpoint = find_latest(config.checkpoint.load, damaged)
+        checkpoint = _find_native(Path(config.checkpoint.load), damaged)
     if checkpoint is not None:
+        check_copies(checkpoint, config)
+    if checkpoint is not None and checkpoint.is_foreign:
+        check_foreign(checkpoint, config, vocab_size)
+        check_foreign_schedule(checkpoint, config)
+    elif checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
-        check_data(checkpoint, fingerprint)
+        check_data(checkpoint, config, fingerprint)
+        check_schedule(checkpoint, config)
+    return checkpoint
+
+
+def _find_universal_or_newer(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint:
+    """The universal checkpoint, or what this run has saved since it began there: the same command, given
+    again, goes on."""
+    universal = find_universal(config.load)
+    if config.save is None or is_universal(Path(config.save)):
+        return universal
+    try:
+        own = find_latest(config.save, damaged)
+    except ConfigError as error:  # none of them is complete: the universal one is
+        return replace(universal, passed_over=str(error))
+    if own is None or own.run.get("origin") != _identity(universal):
+        return universal
+    reason = f"this run has saved it since it started from {universal.folder}"
+    return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells a universal checkpoint from others, wherever it lies."""
+    return {
+        "folder": checkpoint.folder.name,
+        "iteration": checkpoint.state.iteration,
+        "sha256": checkpoint.run.get("sha256"),
+    }
+
+
+def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    checkpoint = None if is_universal(load) else find_latest(load, damaged)
+    if checkpoint is None and (is_universal(load) or (load / LATEST_UNIVERSAL_FILE).is_file()):
+        raise ConfigError(
+            f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
+        )
     return checkpoint
 
 
@@ -65,7 +123,7 @@ def settle_on_checkpoint(
     damaged: dict[str, str] = {}
     while True:
         _check_agreement(checkpoint)
-        if checkpoint is None or config.checkpoint.universal_checkpoint:
+        if checkpoint is None or is_universal(checkpoint.folder):
             return checkpoint
         damage = first_damaged(checkpoint.folder, checkpoint.run["files"])
         if damage is None:
@@ -76,7 +134,8 @@ def settle_on_checkpoint(
 
 def _check_agreement(checkpoint: Checkpoint | None) -> None:
     """Raises ConfigError on every rank unless all of them have found the same checkpoint. Collective."""
-    found = checkpoint.folder.name if checkpoint else "none"
+    # The same name might be of another run, on a disk of the node's own.
+    found = f"{checkpoint.folder.name} {checkpoint.run.get('sha256', '')}" if checkpoint else "none"
     everywhere: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     if len(set(everywhere)) > 1:
@@ -95,46 +154,15 @@ def layout_record(config: Config) -> dict[str, Any]:
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "zero_stage": parallel.zero_stage,
+        "cpu_offload": parallel.cpu_offload,
         "precision": config.precision.name,
         "optimizer": config.optimizer.optimizer,
     }
 
 
-def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Refuses a checkpoint of another model, naming what differs."""
-    saved, now = _model_settings(checkpoint.config), _model_settings(config)
-    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size.
-    free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
-    differences = [
-        f"{key} was {saved.get(key)}, is {now[key]}"
-        for key in now
-        if key not in free and saved.get(key) != now[key]
-    ]
-    if checkpoint.vocab_size != vocab_size:
-        differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
-    if differences:
-        raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
-
-
-def _model_settings(config: Config) -> dict[str, Any]:
-    """What decides which function of the tokens the model is, wherever the flag stands."""
-    settings = config.to_dict()
-    documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    return {
-        **settings["model"],
-        "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
-        **{name: settings["data"][name] for name in documents},
-    }
-
-
-def check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Refuses to go on with other data: the position in it would mean nothing."""
-    differences = fingerprint_differences(checkpoint.run["data"], fingerprint)
-    if differences:
-        raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): "
-            f"give the flags that wrote it, or start anew in another --save folder"
-        )
+def _optimizer_state_record(config: Config) -> dict[str, Any]:
+    """How the run kept the moments; in the files they are fp32 always."""
+    return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
 
 
 def save_checkpoint(
@@ -152,33 +180,47 @@ def save_checkpoint(
     """
     folder, tag = Path(folder), f"global_step{state.iteration}"
     saving = folder / f"{SAVING}{tag}"
-    if engine.global_rank == 0:
-        shutil.rmtree(saving, ignore_errors=True)
-    dist.barrier()
+    parameters = _parameter_records(engine)
+    info = derive_info(parameters, vocab_size)
     try:
-        # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
-        engine.save_checkpoint(str(folder), tag=saving.name, save_latest=False)
+        if engine.global_rank == 0 and saving.exists():
+            shutil.rmtree(saving)  # what is left in there would be taken for a part of this checkpoint
         dist.barrier()
-        files, parameters = describe_files(saving), _parameter_records(engine)
+        # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
+        extra = client_state(info, engine.run_config, asdict(state))
+        engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
+        dist.barrier()
+        files = describe_files(saving)
+        certificate = certify(engine, vocab_size)
         if engine.global_rank == 0:
             run = {
                 "state": asdict(state),
                 "config": engine.run_config.to_dict(),
                 "layout": layout_record(engine.run_config),
+                "optimizer_state": _optimizer_state_record(engine.run_config),
                 "stages": engine.module.stages_record(),
                 "versions": {name: version(name) for name in ("torch", "deepspeed")},
                 "vocab_size": vocab_size,
                 "eod": eod,
                 "data": fingerprint,
                 "parameters": parameters,
+                "certificate": certificate,
+                INFO_KEY: info,
+                "origin": engine.checkpoint_origin,
+                "lineage": engine.checkpoint_lineage,
                 "files": files,
             }
             write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
             _put_in_place(saving, folder / tag)
             write_atomically(folder / LATEST_FILE, tag)
-            _remove_old(folder, folder / tag, engine.run_config.checkpoint.keep_last)
     except (OSError, RuntimeError) as error:
         raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
+    if engine.global_rank == 0:
+        before = [name for name in engine.checkpoint_lineage if name != tag and (folder / name).exists()]
+        _remove_old(folder, before, engine.run_config.checkpoint.keep_last)
+        engine.checkpoint_lineage = [*(name for name in before if (folder / name).exists()), tag]
+        if unequal := certificate["unequal_copies"]:
+            _LOG.warning("%s: copies on several ranks are not equal: %s", folder / tag, "; ".join(unequal))
     dist.barrier()
     return folder / tag
 
@@ -201,39 +243,67 @@ def _put_in_place(saving: Path, final: Path) -> None:
     _remove(replaced)
 
 
-def _remove_old(folder: Path, newest: Path, keep_last: int | None) -> None:
-    """Leaves the `keep_last` newest complete checkpoints, and of unfinished ones none."""
-    for path in folder.glob(f"{SAVING}global_step*"):
-        _remove(path)
-    if keep_last is not None:
-        complete = {path.parent for path in folder.glob(f"global_step*/{RUN_FILE}")} - {newest}
-        for path in sorted(complete, key=lambda path: step_of(path.name), reverse=True)[keep_last - 1 :]:
+def _remove_old(folder: Path, before: list[str], keep_last: int | None) -> None:
+    """Deletes unfinished checkpoints, and of those that this run has come by, oldest first, all but
+    keep_last - 1. Those of other runs, and what was found damaged, it leaves alone."""
+    too_old = before[: max(len(before) - keep_last + 1, 0)] if keep_last is not None else []
+    for path in [*folder.glob(f"{SAVING}global_step*"), *(folder / name for name in too_old)]:
+        try:
             _remove(path)
+        except OSError as error:
+            _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
 
 def _remove(folder: Path) -> None:
-    # First what makes it look complete: the rest takes time, in which the job may be killed.
-    (folder / RUN_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_symlink():
+        folder.unlink()  # what it points to is somebody's elsewhere
+    elif folder.exists():
+        # First what makes it look complete: the rest takes time, in which the job may be killed.
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
-def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint) -> TrainingState:
-    """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
-    saved them. Another kind of optimizer starts with fresh moments."""
-    saved, now = checkpoint.config, engine.run_config
-    parameters: SavedParameters | UniversalParameters
-    if now.checkpoint.universal_checkpoint:
-        parameters = UniversalParameters(checkpoint.folder)
-    else:
-        parameters = SavedParameters(checkpoint)
-    engine.optimizer.load_by_name(
-        parameters.read,
-        parameters.loss_scaler if saved.precision.name == now.precision.name else None,
-        with_moments=_moments_of(saved) == _moments_of(now),
-    )
+def start_from(
+    engine: GPTEngine,
+    checkpoint: Checkpoint | None,
+    fingerprint: dict[str, Any],
+    tell: Callable[[str], object],
+) -> TrainingState:
+    """Where the run begins: at the checkpoint, which is loaded, or with the new weights that are there.
+    Collective."""
+    tell(describe_start(checkpoint, engine.run_config.checkpoint.load))
+    if checkpoint is None:
+        return TrainingState()
+    tell(table(load_checkpoint(engine, checkpoint, fingerprint)))
+    if is_universal(checkpoint.folder):
+        engine.checkpoint_origin = _identity(checkpoint)
+        return checkpoint.state
+    engine.checkpoint_origin = checkpoint.run.get("origin")
+    save = engine.run_config.checkpoint.save
+    if save is not None and Path(save).resolve() == checkpoint.folder.parent.resolve():
+        engine.checkpoint_lineage = [*checkpoint.run.get("lineage", []), checkpoint.folder.name]
     return checkpoint.state
 
 
-def _moments_of(config: Config) -> str:
-    """What an optimizer keeps: adam and adamw keep the same."""
-    return "sgd" if config.optimizer.optimizer == "sgd" else "adam"
+def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
+    """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
+    saved them. Another kind of optimizer starts with fresh moments. Returns what was compared with what was
+    saved. Collective; ConfigError, on every rank, names what is not as it was saved."""
+    now = engine.run_config
+    parameters: SavedParameters | UniversalParameters
+    if is_universal(checkpoint.folder):
+        parameters = UniversalParameters(checkpoint)
+    else:
+        parameters = SavedParameters(checkpoint)
+    same_precision = not checkpoint.is_foreign and checkpoint.config.precision.name == now.precision.name
+    with_moments = parameters.kept_by == now.optimizer.moments_kind
+    as_read = DigestsAsRead()
+    engine.optimizer.load_by_name(
+        parameters.read, parameters.loss_scaler if same_precision else None, with_moments, as_read.add
+    )
+    return [
+        *check_certificate(engine, checkpoint, with_moments, as_read),
+        Check("data", data_line(checkpoint, fingerprint)),
+        Check("learning rate", schedule_line(checkpoint, now)),
+        Check("random streams", "made from seed, iteration and global coordinates: nothing to restore"),
+    ]

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest
+from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
 from megatron.config.data import TOKENIZER_FILES
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
@@ -10,15 +12,31 @@ from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
 
 
-def read_checkpoint(folder: str | Path) -> Checkpoint:
-    """The checkpoint in `folder`, or the one that `latest` in it names; ConfigError where there is none."""
-    checkpoint = find_latest(folder) if Path(folder).is_dir() else None
-    if checkpoint is None:
+def read_checkpoint(folder: str | Path, universal: bool = False, foreign: bool = False) -> Checkpoint:
+    """The checkpoint in `folder`, or the one that `latest` in it names, or where there is no native one, or
+    if `universal`, the one that `latest_universal` names; ConfigError where there is none.
+
+    foreign: take one of another program too, which has no config.
+    """
+    folder = Path(folder)
+    if universal or is_universal(folder):
+        checkpoint = find_universal(folder)
+    else:
+        native = find_latest(folder) if folder.is_dir() else None
+        if native is None and not (folder / LATEST_UNIVERSAL_FILE).is_file():
+            raise ConfigError(
+                f"{folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}` or "
+                f"`{LATEST_UNIVERSAL_FILE}`, or a global_stepN folder with {RUN_FILE}"
+            )
+        checkpoint = native or find_universal(folder)
+    if not checkpoint.is_foreign:
+        check_run_file(checkpoint)
+    elif not foreign:
         raise ConfigError(
-            f"{folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}`, or a "
-            f"global_stepN folder with {RUN_FILE}"
+            f"checkpoint {checkpoint.folder} was made by another program, which keeps neither the whole "
+            "configuration of the model nor its vocabulary: start pretrain_gpt.py from it, with the flags of "
+            "the model, --universal_checkpoint and --save, and give what that run saves"
         )
-    check_run_file(checkpoint)
     return checkpoint
 
 
@@ -35,10 +53,15 @@ def check_run_file(checkpoint: Checkpoint) -> None:
         ) from error
 
 
+def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
+    """By field of DataConfig, those of a tool's tokenizer flags that are given."""
+    names = {"tokenizer_type"}.union(*TOKENIZER_FILES.values())
+    return {name: getattr(flags, name) for name in sorted(names) if getattr(flags, name)}
+
+
 def tokenizer_flags(flags: TokenizerFlags, checkpoint: Checkpoint) -> TokenizerFlags:
     """The flags of a tool if any of them is given, else those of the run that wrote the checkpoint."""
-    names = {"tokenizer_type"}.union(*TOKENIZER_FILES.values())
-    return flags if any(getattr(flags, name) for name in names) else checkpoint.config.data
+    return flags if tokenizer_settings(flags) else checkpoint.config.data
 
 
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:

@@ -9,14 +9,19 @@ from typing import Any
 from megatron.checkpoint.compare import Comparison
 from megatron.checkpoint.inspect import Overview, ParameterRecord, Report, Summary
 
+# Of run.json: what differs between any two checkpoints, a line per file or parameter.
+_NOT_SHOWN = ("certificate.digests.", "files.", "parameters.", "sha256")
+
 
 def overview_text(overview: Overview) -> str:
-    """A row per global_step folder, what is wrong with them, then the newest complete one in full."""
+    """A row per folder, what is wrong with them, then the newest complete one in full."""
     parts = []
     if overview.checkpoints:
-        rows = [["folder", "iteration", "samples", "tokens", "files", "size", ""]]
+        rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
         rows += [_summary_row(item) for item in overview.checkpoints]
-        parts.append("\n".join([overview.folder, table(rows), *_problem_lines(overview.problems)]))
+        parts.append(
+            "\n".join([overview.folder, table(rows, left=(0, 1)), *_problem_lines(overview.problems)])
+        )
     if overview.checkpoint:
         parts.append(report_text(overview.checkpoint))
     return "\n\n".join(parts)
@@ -25,8 +30,10 @@ def overview_text(overview: Overview) -> str:
 def _summary_row(item: Summary) -> list[str]:
     numbers = (item.iteration, item.consumed_samples, item.consumed_tokens)
     remarks = ["latest"] * item.is_latest + ["incomplete"] * (not item.is_complete)
+    remarks += ["damaged"] * (item.is_complete and bool(item.problem))
     return [
         item.name,
+        item.kind,
         *("-" if number is None else f"{number:,}" for number in numbers),
         f"{item.num_files:,}",
         size_text(item.size_bytes),
@@ -38,13 +45,13 @@ def report_text(report: Report) -> str:
     """What one checkpoint is, its files, its parameters, then what is wrong."""
     lines = [report.folder]
     if report.is_complete:
-        lines += [
-            f"model      {report.model}",
-            f"state      {_pairs(report.state)}",
-            f"layout     {_pairs(report.layout)}",
-            f"stages     {_pairs(report.stages)}",
-            f"vocabulary {report.vocab_size:,} tokens, end of document {report.eod}",
-        ]
+        lines.append(f"model      {report.model}")
+        for title in ("state", "layout", "stages"):
+            if pairs := getattr(report, title):
+                lines.append(f"{title:<10} {_pairs(pairs)}")
+        if report.vocab_size is not None:
+            lines.append(f"vocabulary {report.vocab_size:,} tokens, end of document {report.eod}")
+        lines.append(f"digests    {report.digests}")
     files = [f"{group.num_files:,} {group.kind} ({size_text(group.size_bytes)})" for group in report.files]
     lines.append(f"files      {', '.join(files) or 'none'}")
     if report.parameters:
@@ -53,24 +60,36 @@ def report_text(report: Report) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The settings that differ, then the parameters that do."""
+    """The settings that differ, then by kind how many tensors are equal, then the parameters that differ."""
     lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
-    if comparison.settings:
+    shown = {name: pair for name, pair in comparison.settings.items() if not name.startswith(_NOT_SHOWN)}
+    if shown:
         settings = [["setting", "A", "B"]]
-        settings += [[name, str(one), str(other)] for name, (one, other) in comparison.settings.items()]
+        settings += [[name, str(one), str(other)] for name, (one, other) in shown.items()]
         lines.append(table(settings, left=(0, 1, 2)))
     else:
         lines.append("no setting differs")
-    differing = [item for item in comparison.parameters if item.largest != 0]
-    equal = len(comparison.parameters) - len(differing)
-    lines += ["", f"{equal:,} of {len(comparison.parameters):,} parameters are equal"]
+    parameters = comparison.parameters
+    differing = [item for item in parameters if not item.is_equal]
+    lines += ["", f"{len(parameters) - len(differing):,} of {len(parameters):,} parameters are equal"]
+    kinds = list(dict.fromkeys(kind for item in parameters for kind in item.largest))
     if differing:
-        rows = [["parameter", "layers", "largest difference"]]
+        rows = [["compared", "equal", "largest difference"]]
+        for kind in kinds:
+            found = [item.largest[kind] for item in parameters if kind in item.largest]
+            rows.append([kind, f"{found.count(0):,} of {len(found):,}", _largest(found)])
+        lines += [table(rows), ""]
+        rows = [["parameter", "layers", *kinds, ""]]
         for name, layers, items in _grouped((item.name, item.note, item) for item in differing):
-            largest = max((item.largest for item in items if item.largest is not None), default=None)
-            rows.append([name, layers, items[0].note if largest is None else f"{largest:.3e}"])
+            largest = [_largest([item.largest.get(kind) for item in items]) for kind in kinds]
+            rows.append([name, layers, *largest, items[0].note])
         lines.append(table(rows))
     return "\n".join(lines)
+
+
+def _largest(differences: Iterable[float | None]) -> str:
+    numbers = [number for number in differences if number is not None]
+    return f"{max(numbers):.3e}" if numbers else "-"
 
 
 def table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> str:

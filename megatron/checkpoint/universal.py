@@ -1,201 +1,291 @@
-"""Universal checkpoints: one file per parameter and moment, whole, in fp32, as DeepSpeed lays them out.
+"""Making universal checkpoints: a file per parameter and moment, whole, in fp32, laid out as DeepSpeed's.
 
     global_step5_universal/
         zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": whole tensor, "cat_dim": ...}
         zero/<parameter name>/step.pt                               the optimizer's step
-        run.json                                                    of the checkpoint that it was made from
+        zero/optimizer_state.pt                                     what the optimizer keeps for all of them
+        mp_rank_XX_model_states.pt                                  of the checkpoint that it was made from
+        run.json                                                    likewise, if this repo wrote that one
     latest_universal                                                the name of the folder
 
 The vocabulary is stored without its padding. `--load` opens native checkpoints of any layout by itself: this
-format is for exchange with other programs of the family.
+format is for exchange with other programs of the family. Hugging Face's models become such checkpoints too,
+without moments (`huggingface_import`).
+
+A conversion copies bytes from the places in the source where they lie, a block at a time, in threads:
+reading, checksums and writing let Python's other threads run. Nothing here needs torch, which takes seconds
+to import and hundreds of MB.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from functools import cache
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial as partial_function
-from math import prod
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from megatron.checkpoint.folders import RUN_FILE, Checkpoint, open_checkpoint
-from megatron.checkpoint.manifest import write_atomically
-from megatron.checkpoint.reshape import ParameterState, SavedParameters, recut
-from megatron.config import ConfigError
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import ParameterSpec
+from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE
+from megatron.checkpoint.manifest import seal, write_atomically
+from megatron.checkpoint.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
+from megatron.checkpoint.optimizer_files import VALUES, model_files
+from megatron.checkpoint.rules import Merge, rule_of
+from megatron.checkpoint.source import Source, identity
+from megatron.checkpoint.torch_files import Inert, StoredTensor, read_file, write_plain, write_tensor
+from megatron.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.mpu.parameters import ParameterSpec
 
 LATEST_UNIVERSAL_FILE = "latest_universal"
-PARAMETER_FOLDER = "zero"
-# In the folder of a parameter all of whose files are written, until the conversion is over.
-DONE_FILE = "done"
+OPTIMIZER_STATE_FILE = "optimizer_state.pt"
+STEP_FILE = "step.pt"
 # DeepSpeed's name of the file per name that the optimizer uses; the fp32 values are called the same.
-_MOMENT_FILES = {
-    "exp_avg": "exp_avg.pt",
-    "exp_avg_sq": "exp_avg_sq.pt",
-    "momentum_buffer": "momentum_buffer.pt",
-}
+MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
+# In optimizer_state.pt; DeepSpeed's own loader takes what is under 'loss_scaler' for an object of its class.
+LOSS_SCALE_KEY = "loss_scaler_state"
+# In a conversion that is not over: parameters being written, and which checkpoint it is a conversion of.
+UNFINISHED_FOLDER = "unfinished"
+SOURCE_FILE = "source.json"
+# An empty file in it per parameter of whose copies the mean was taken.
+AVERAGED_FOLDER = "averaged"
+# A conversion that is not over is called this after its name.
+PARTIAL = ".partial"
+# What optimizer_state.pt leaves out, for it is in the parameters' files.
+_PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-class UniversalParameters:
-    """fp32 values and moments of every parameter in a universal checkpoint, by global name."""
+@dataclass(frozen=True)
+class Converted:
+    """A parameter that is written. drift: largest difference between the tensor ranks' copies of it or of its
+    moments, of which the mean was taken."""
 
-    loss_scaler: dict | None = None
-    """The format keeps none: it begins anew."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def read(self, name: str, spec: ParameterSpec, tensor: TensorGroup) -> ParameterState:
-        """As `SavedParameters.read`."""
-        folder = self.folder / PARAMETER_FOLDER / name
-        moments = {
-            key: self._shard(folder / file, spec, tensor)
-            for key, file in _MOMENT_FILES.items()
-            if (folder / file).exists()
-        }
-        others = {"step": _load(folder / "step.pt")} if (folder / "step.pt").exists() else {}
-        return self._shard(folder / "fp32.pt", spec, tensor), moments, others
-
-    def _shard(self, path: Path, spec: ParameterSpec, tensor: TensorGroup) -> Tensor:
-        whole = _load(path)["param"]
-        if spec.shard_dim is None:
-            return whole.reshape(-1)
-        saved = replace(spec, whole_shape=tuple(whole.shape))
-        return recut(spec, tensor, saved, 1, lambda _rank: whole).reshape(-1)
+    name: str
+    drift: float = 0.0
 
 
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere inside torch
-        raise ConfigError(f"universal checkpoint file {path} cannot be read ({error})") from error
-
-
-def convert(source: Path, target: Path, workers: int = 1, allow_drift: bool = False) -> Iterator[str]:
-    """Makes the universal checkpoint `target` of the native one `source`; yields each parameter's name when
-    it is written. What an interrupted conversion has finished is not made again.
+def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = False) -> Iterator[Converted]:
+    """Makes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
+    What an interrupted conversion of the same checkpoint has finished is not made again; of one that was
+    interrupted at its very end, the end is done.
 
     allow_drift: where copies of a replicated parameter differ between tensor ranks, take their mean.
 
-    Raises ConfigError for a damaged source, too little disk space, and copies that differ.
+    Raises ConfigError for a damaged source, too little disk space or memory, and copies that differ.
     """
-    checkpoint = open_checkpoint(source)
-    specs = _whole_specs(checkpoint)
-    partial = target.with_name(target.name + ".partial")
     if target.exists():
-        raise ConfigError(f"--output_folder {target} exists: delete it, or give another")
-    _check_space(target.parent, specs)
-    partial.mkdir(parents=True, exist_ok=True)
-    todo = [name for name in specs if not (partial / PARAMETER_FOLDER / name / DONE_FILE).exists()]
-    write = partial_function(_write_parameter, source, partial, allow_drift)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(write, todo, [specs[name] for name in todo])
-    shutil.copyfile(source / RUN_FILE, partial / RUN_FILE)
+        if not _is_of(source, target):
+            raise ConfigError(f"--output_folder {target} exists: delete it, or give another")
+        _announce(target)
+        return
+    partial = target.with_name(target.name + PARTIAL)
+    _begin(source, partial)
+    todo = [m for m in source.merges.values() if not (partial / PARAMETER_FOLDER / m.name).is_dir()]
+    todo.sort(key=lambda merge: merge.bytes_per_state, reverse=True)
+    states = {merge.name: 1 + len(source.files.moments(merge.name)) for merge in todo}
+    check_space(partial, sum(merge.bytes_per_state * states[merge.name] for merge in todo), "--output_folder")
+    _check_memory(workers)
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(partial_function(_convert_parameter, source, partial, allow_drift), todo)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    _write_rest(source, partial)
     put_in_place(partial, target)
-
-
-def parameter_names(source: Path) -> list[str]:
-    """The names of all parameters in a native checkpoint."""
-    return list(_whole_specs(open_checkpoint(source)))
-
-
-def find_universal(folder: str | Path) -> Checkpoint:
-    """The universal checkpoint that `latest_universal` of the folder names, or the folder itself if it is
-    one; ConfigError where there is none."""
-    folder = Path(folder)
-    if not (folder / PARAMETER_FOLDER).is_dir():
-        latest = folder / LATEST_UNIVERSAL_FILE
-        if not latest.is_file():
-            raise ConfigError(
-                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
-                "tools/ds_to_universal.py, or drop the flag: --load opens native checkpoints on any layout"
-            )
-        folder = folder / latest.read_text().strip()
-    if not (folder / RUN_FILE).is_file():
-        raise ConfigError(
-            f"universal checkpoint {folder} has no {RUN_FILE}: only those that tools/ds_to_universal.py made "
-            "can be opened"
-        )
-    return open_checkpoint(folder, with_files=False)
-
-
-def _whole_specs(checkpoint: Checkpoint) -> dict[str, ParameterSpec]:
-    """The specs that the checkpoint tells, with the vocabulary as it is without padding."""
-    specs = {}
-    for name, fields in checkpoint.run["parameters"].items():
-        shape = tuple(fields["whole_shape"])
-        rows = fields["used_rows"]
-        whole = shape if rows is None else (rows, *shape[1:])
-        specs[name] = ParameterSpec(**{**fields, "whole_shape": whole})
-    return specs
-
-
-def _check_space(folder: Path, specs: dict[str, ParameterSpec]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    needed = sum(3 * 4 * prod(spec.whole_shape) for spec in specs.values())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConfigError(
-            f"--output_folder: {folder} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
-            "make space, or give another folder"
-        )
-
-
-@cache
-def _opened(source: Path) -> SavedParameters:
-    """Once per worker process: opening all files of a large checkpoint takes a while."""
-    torch.set_num_threads(1)
-    return SavedParameters(open_checkpoint(source))
-
-
-def _write_parameter(source: Path, partial: Path, allow_drift: bool, name: str, spec: ParameterSpec) -> str:
-    """Writes the files of one parameter; returns its name."""
-    saved = _opened(source)
-    state = saved.read(name, spec, TensorGroup())
-    if spec.shard_dim is None and (drift := saved.spread(name)) > 0:
-        if not allow_drift:
-            raise ConfigError(
-                f"checkpoint {source}: the copies of {name} on the tensor ranks differ by up to {drift:.2e}: "
-                "convert an older checkpoint, or take their mean with --allow-drift"
-            )
-        state = saved.mean(name)
-    write_parameter(partial, name, spec, state)
-    return name
-
-
-def write_parameter(folder: Path, name: str, spec: ParameterSpec, state: ParameterState) -> None:
-    """Writes the files of one whole parameter, without padding, into a universal checkpoint in the making."""
-    values, moments, others = state
-    folder = folder / PARAMETER_FOLDER / name
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {"fp32.pt": values, **{_MOMENT_FILES[key]: moment for key, moment in moments.items()}}
-    for file, tensor in files.items():
-        # Cloned: torch.save writes the whole storage that a slice lies in.
-        entry: dict[str, Any] = {
-            "param": tensor.view(spec.whole_shape).clone(),
-            "cat_dim": spec.shard_dim or 0,
-        }
-        if spec.used_rows is not None:
-            entry["vocab_tensor"] = True
-        torch.save(entry, folder / file)
-    if "step" in others:
-        torch.save(others["step"], folder / "step.pt")
-    (folder / DONE_FILE).touch()
 
 
 def put_in_place(partial: Path, target: Path) -> None:
     """Gives a finished universal checkpoint its name, and lets `latest_universal` tell it."""
-    for mark in (partial / PARAMETER_FOLDER).glob(f"*/{DONE_FILE}"):
-        mark.unlink()
+    shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
     os.rename(partial, target)
+    _announce(target)
+
+
+def _announce(target: Path) -> None:
+    """The last that is done. While `SOURCE_FILE` is there it may not have been."""
     write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
+    shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
+    (target / SOURCE_FILE).unlink(missing_ok=True)
+
+
+def _is_of(source: Source, target: Path) -> bool:
+    """Whether `target` is a finished conversion of this source that may not have been announced."""
+    mark = target / SOURCE_FILE
+    return mark.is_file() and mark.read_text() == identity(source)
+
+
+def check_space(folder: Path, needed: int, flag: str) -> None:
+    """ConfigError, with the flag that names the place, if the folder's disk has fewer bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"{flag}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
+            "make space, or give another folder"
+        )
+
+
+def write_parameter(
+    folder: Path, name: str, spec: ParameterSpec, state: tuple[Tensor, dict[str, Tensor], dict[str, Any]]
+) -> None:
+    """Writes the files of one whole parameter, without padding, into a universal checkpoint in the making.
+
+    state: on the CPU, fp32 values, moments by the optimizer's names, and the 'step' if there is one.
+    """
+    values, moments, others = state
+    shape = tuple(spec.whole_shape) if spec.used_rows is None else (spec.used_rows, *spec.whole_shape[1:])
+    merge = Merge(name, rule_of(name, asdict(spec)), shape, shape[0])
+    blocks = {key: [tensor.contiguous().numpy()] for key, tensor in {VALUES: values, **moments}.items()}
+    step = others.get("step")
+    _write_files(folder, merge, blocks, None if step is None else float(step))
+    _finish(folder, name)
+
+
+# --- one parameter ---
+
+
+def _convert_parameter(source: Source, partial: Path, allow_drift: bool, merge: Merge) -> Converted:
+    drift = Drift()
+    with ExitStack() as stack:
+        blocks = {}
+        for key in (VALUES, *source.files.moments(merge.name)):
+            pieces = [source.files.pieces(rank, merge.name, key) for rank in range(source.tensor_size)]
+            shards = [stack.enter_context(Shard(merge.name, parts)) for parts in pieces]
+            blocks[key] = whole_blocks(merge, shards, drift)
+        _write_files(partial, merge, blocks, _number(source.files.others(merge.name).get("step")))
+    if drift.largest and not allow_drift:
+        raise ConfigError(
+            f"checkpoint {source.folder}: the copies of {merge.name} on the tensor ranks differ by up to "
+            f"{drift.largest:.2e}: convert an older checkpoint, or take their mean with --allow-drift"
+        )
+    if drift.largest:
+        # Before it is finished: whoever goes on after an interruption does not see the copies again.
+        (partial / AVERAGED_FOLDER).mkdir(exist_ok=True)
+        (partial / AVERAGED_FOLDER / merge.name).touch()
+    _finish(partial, merge.name)
+    return Converted(merge.name, drift.largest)
+
+
+def _write_files(
+    folder: Path, merge: Merge, blocks: Mapping[str, Iterable[np.ndarray]], step: float | None
+) -> None:
+    """blocks: by state, the whole's elements in order."""
+    unfinished = folder / UNFINISHED_FOLDER / merge.name
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    names = {VALUES: "fp32.pt", **MOMENT_FILES}
+    for key, parts in blocks.items():
+        if key not in names:
+            raise ConfigError(
+                f"the optimizer's {key} of {merge.name} has no place in a universal checkpoint, which keeps "
+                f"{', '.join(names)}"
+            )
+        write_tensor(unfinished / names[key], merge.shape, parts, merge.entry())
+    if step is not None:
+        write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
+
+
+def _finish(folder: Path, name: str) -> None:
+    (folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
+    os.rename(folder / UNFINISHED_FOLDER / name, folder / PARAMETER_FOLDER / name)
+
+
+def _number(step: Any) -> float | None:
+    """The optimizer's step, which some keep as a number and some as a tensor."""
+    return step.item() if isinstance(step, StoredTensor) else step
+
+
+# --- around them ---
+
+
+def _begin(source: Source, partial: Path) -> None:
+    """Makes the folder, or finds it as an interrupted conversion has left it."""
+    partial.mkdir(parents=True, exist_ok=True)
+    mark = partial / SOURCE_FILE
+    if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
+        raise ConfigError(
+            f"{partial} is no interrupted conversion of a native checkpoint, for it has no {SOURCE_FILE}: "
+            "delete it, or give another --output_folder"
+        )
+    if mark.is_file() and mark.read_text() != identity(source):
+        raise ConfigError(
+            f"{partial} is an interrupted conversion of another checkpoint ({mark.read_text()}): finish "
+            "that, or delete the folder"
+        )
+    write_atomically(mark, identity(source))
+
+
+def _check_memory(workers: int) -> None:
+    """A worker holds a block of a parameter and as much of its shards, however large the parameter is."""
+    needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
+    if available is not None and available < needed:
+        raise ConfigError(
+            f"{workers} workers need {needed / 1e6:,.0f} MB of memory and {available / 1e6:,.0f} MB are "
+            "available: lower --num_extract_workers and --num_merge_workers"
+        )
+
+
+def _available_memory() -> int | None:
+    """Bytes; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None
+
+
+def _write_rest(source: Source, partial: Path) -> None:
+    """What is not of a single parameter: as DeepSpeed's converter leaves it, and `run.json`."""
+    common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
+    common["param_groups"] = source.files.common["base_optimizer_state"]["param_groups"]
+    common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
+    write_plain(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, _plain(common))
+    for path in model_files(source.folder):
+        if source.files.stage == 0:  # then the optimizer's state is in there too
+            write_plain(partial / path.name, _plain({**read_file(path), "optimizer": None}))
+        else:
+            shutil.copy2(path, partial / path.name)
+    if source.run is not None:
+        sizes = {
+            str(path.relative_to(partial)): {"bytes": path.stat().st_size}
+            for path in sorted(partial.rglob("*.pt"))
+            if UNFINISHED_FOLDER not in path.parts
+        }
+        unsealed = {key: value for key, value in source.run.items() if key != "sha256"}
+        folder = partial / AVERAGED_FOLDER
+        averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        if averaged and "certificate" in unsealed:
+            unsealed["certificate"] = _certificate_without(averaged, unsealed["certificate"])
+        run = seal({**unsealed, "files": sizes})
+        write_atomically(partial / RUN_FILE, json.dumps(run, indent=2) + "\n")
+
+
+def _certificate_without(averaged: set[str], certificate: dict[str, Any]) -> dict[str, Any]:
+    """What of a certificate still holds if the mean was taken of the copies of these parameters."""
+    digests = {
+        kind: {name: digest for name, digest in of_kind.items() if name not in averaged}
+        for kind, of_kind in certificate["digests"].items()
+    }
+    return {**certificate, "digests": digests, "probe": None}
+
+
+def _plain(value: Any) -> Any:
+    """In types that any program can read: None in place of tensors and of objects of other programs' classes,
+    but for the arguments, which all of them expect as a Namespace."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(entry) for entry in value)
+    if isinstance(value, Inert) and value.origin == "argparse.Namespace":
+        return Namespace(**{key: _plain(entry) for key, entry in vars(value).items() if key != "made_from"})
+    return None if isinstance(value, (Inert, StoredTensor)) else value

@@ -1,4 +1,4 @@
-"""Whole weights out of a native checkpoint of any layout, for one process."""
+"""Whole weights out of a checkpoint, native of any layout or universal, for one process."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,17 +7,33 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.config import Config, ConfigError
+from megatron.checkpoint.folders import PARAMETER_FOLDER, is_universal
+from megatron.checkpoint.torch_files import load_file
+from megatron.checkpoint.universal_reading import fits, read_whole
+from megatron.config import ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
-from megatron.model.single_process import WholeGPT
 from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
+def whole_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter in a checkpoint's `folder`: a native one's layer files, in
+    their type, or a universal one's values in fp32. Padding of the vocabulary is as it lies there.
+
+    Raises ConfigError for files that cannot be read, and naming what is missing or of another shape.
+    """
+    return _universal_wholes(folder, specs) if is_universal(folder) else LayerFiles(folder).all_wholes(specs)
+
+
+def _universal_wholes(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+    for name, spec in specs.items():
+        yield name, read_whole(folder / PARAMETER_FOLDER / name / "fp32.pt", spec)
+
+
 class LayerFiles:
-    """The weights in a checkpoint folder: DeepSpeed writes a file per layer and tensor rank. The layer's
-    number does not depend on the stages."""
+    """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and tensor rank. The
+    layer's number does not depend on the stages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,7 +55,7 @@ class LayerFiles:
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
         """By parameter name in the whole model, the shards of all tensor ranks in order; read when used."""
         paths = self._paths[layer]
-        states = [_read(path) for path in paths]
+        states = [load_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
             if state.keys() != states[0].keys():
                 raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
@@ -63,7 +79,7 @@ class LayerFiles:
                 shape = tuple(wholes[name].shape)
             except RuntimeError:  # torch cannot join them
                 shape = tuple(shards[0].shape)
-            if not _fits(shape, spec):
+            if not fits(shape, spec):
                 raise ConfigError(
                     f"{self.folder}: the {len(shards)} files of layer {layer} make {name} a tensor of shape "
                     f"{shape}, expected {spec.whole_shape}: they are not the files of one run"
@@ -84,39 +100,16 @@ class LayerFiles:
             )
 
 
-def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
-    """What the parameters of the model are, by name; nothing is allocated."""
-    with torch.device("meta"):
-        model = WholeGPT(config, vocab_size, eod)
-    return {name: spec_of(parameter) for name, parameter in model.named_parameters()}
-
-
 def load_whole_weights(module: nn.Module, folder: Path) -> None:
-    """Fills `module`, a single-process model, from the layer files of a checkpoint `folder`.
+    """Fills `module`, a single-process model, from the `folder` of a checkpoint.
 
-    Each parameter's spec says how its shards form the whole. The vocabulary's padding, which depends on the
-    tensor-parallel size, is cut or filled with zeros. Raises ConfigError naming what is missing.
+    The vocabulary's padding, which depends on the tensor-parallel size, is cut or filled with zeros. Raises
+    ConfigError naming what is missing.
     """
     parameters = dict(module.named_parameters())
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
-    for name, whole in LayerFiles(folder).all_wholes(specs):
+    for name, whole in whole_weights(folder, specs):
         _copy_rows(parameters[name], whole)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere inside torch
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"checkpoint file {path} cannot be read ({reason}): take an older checkpoint"
-        ) from error
-
-
-def _fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
-    if spec.used_rows is None:
-        return shape == spec.whole_shape
-    return shape[1:] == spec.whole_shape[1:] and shape[0] >= spec.used_rows
 
 
 def _parameter_prefix(layer_index: int) -> str:

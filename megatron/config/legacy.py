@@ -44,10 +44,6 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
 
 # Refused. The reason says what to do until the flag is there.
 STILL_TO_COME: tuple[OldFlag, ...] = (
-    OldFlag(
-        ("--use-bnb-optimizer",), "8-bit Adam is not supported yet: drop it, --optimizer adam then decides"
-    ),
-    OldFlag(("--partition-activations",), "partitioned activations are not supported yet: drop the flag"),
     OldFlag(("--mup",), "muP is not supported yet: drop all --mup flags for the standard parametrisation"),
     *(
         OldFlag(
@@ -78,15 +74,6 @@ STILL_TO_COME: tuple[OldFlag, ...] = (
         ("--sync-tp-duplicated-parameters",),
         "averaging of duplicated parameters is not supported yet: drop the flag, their gradients are equal "
         "here",
-    ),
-    OldFlag(
-        ("--override-lr-scheduler",),
-        "changing the learning-rate schedule of a resumed run is not supported yet: drop the flag",
-    ),
-    OldFlag(
-        ("--use-checkpoint-lr-scheduler",),
-        "taking the learning-rate schedule from a checkpoint is not supported yet: give the same --lr flags "
-        "again",
     ),
 )
 

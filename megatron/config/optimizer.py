@@ -29,6 +29,18 @@ class OptimizerConfig(Section):
     )
     clip_grad: float = flag(1.0, at_least=0, help="largest norm of the whole gradient; 0: no clipping")
     use_apex: bool = flag(False, group="training", help="use NVIDIA apex's fused layer norm and Adam")
+    use_bnb_optimizer: bool = flag(
+        False,
+        aliases=("--use_bnb_optimizer",),
+        group="training",
+        help="keep Adam's moments in 8 bits, with bitsandbytes (pip install bitsandbytes); those of the word "
+        "embedding, norms, biases and parameters of fewer than 4096 elements stay in 32",
+    )
+
+    @property
+    def moments_kind(self) -> str:
+        """What is kept per parameter, 'sgd' or 'adam': adam and adamw keep the same, with 8 bits too."""
+        return "sgd" if self.optimizer == "sgd" else "adam"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +65,12 @@ class ScheduleConfig(Section):
     lr_warmup_samples: int = flag(0, at_least=0, help="samples of linear warm-up")
     lr_warmup_fraction: float | None = flag(
         None, at_least=0, below=1, help="warm-up as a fraction of the length of the decay"
+    )
+    override_lr_scheduler: bool = flag(
+        False, help="resume with the learning-rate schedule of the flags where the checkpoint's is another"
+    )
+    use_checkpoint_lr_scheduler: bool = flag(
+        False, help="resume with the checkpoint's learning-rate schedule where the flags say another"
     )
 
 

@@ -24,7 +24,15 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="--load holds a universal checkpoint, made by tools/ds_to_universal.py",
+        help="--load holds a universal checkpoint: of tools/ds_to_universal.py, "
+        "tools/convert_huggingface.py, DeepSpeed or BLOOM",
+    )
+    override_data: bool = flag(
+        False, help="resume though the data are not those of the checkpoint, at the same number of samples"
+    )
+    allow_drift: bool = flag(
+        False,
+        help="resume though copies of a parameter on several ranks were not equal; the first rank's is taken",
     )
     keep_last: int | None = flag(
         None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"

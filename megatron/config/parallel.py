@@ -39,8 +39,22 @@ class ParallelConfig(Section):
         help="order of forward and backward passes; dualpipev: each rank holds two stages, the first and the "
         "last one share rank 0, which shortens the pipeline's idle ends",
     )
+    sequence_parallel: bool = flag(
+        False,
+        help="cut norms, dropout and residuals along the sequence over the processes that share a layer: "
+        "less memory for activations, the same numbers",
+    )
     zero_stage: int = flag(
-        0, at_least=0, at_most=3, help="0: every replica holds all optimizer state; 1: shared"
+        0,
+        at_least=0,
+        at_most=3,
+        help="0: every replica holds all optimizer state; 1: the replicas share it; 2: and the gradients of "
+        "transformer layers; 3: and their weights (2 and 3 without a pipeline)",
+    )
+    cpu_offload: bool = flag(
+        False,
+        help="keep the optimizer's fp32 weights and moments in the memory of the host, whose processor takes "
+        "the step (OMP_NUM_THREADS says on how many cores)",
     )
     distributed_backend: str | None = flag(
         None, choices=("nccl", "gloo"), help="transport of torch.distributed (default: what suits the device)"

@@ -64,9 +64,40 @@ class TrainingConfig(Section):
     )
     no_train: bool = flag(False, help="evaluate only")
     checkpoint_activations: bool = flag(
-        False, help="recompute activations in the backward pass, to save memory"
+        False,
+        help="keep only the inputs of transformer layers, and recompute the rest in the backward pass: the "
+        "same as --recompute-granularity full",
     )
-    checkpoint_num_layers: int = flag(1, at_least=1, help="layers that are recomputed together")
+    checkpoint_num_layers: int = flag(
+        1, at_least=1, help="layers that --checkpoint-activations recomputes together, of one kept input"
+    )
+    recompute_granularity: str | None = flag(
+        None,
+        choices=("selective", "full"),
+        help="what the backward pass recomputes. full: whole transformer layers, as --checkpoint-activations "
+        "does; selective: softmax and dropout of attention only, which are most of a layer's memory with "
+        "--attention-dropout",
+    )
+    partition_activations: bool = flag(
+        False,
+        help="of the inputs that --checkpoint-activations keeps, each of the processes that share a layer "
+        "keeps its part (through DeepSpeed)",
+    )
+    checkpoint_in_cpu: bool = flag(
+        False,
+        help="the inputs that --checkpoint-activations keeps wait in the CPU's memory (through DeepSpeed)",
+    )
+    compile: bool = flag(
+        False,
+        help="compile transformer layers with torch.compile (needs a C++ compiler); the first step, and the "
+        "first evaluation, then take up to a minute longer, less where PyTorch's cache knows the layers",
+    )
+    loss_implementation: str = flag(
+        "fused",
+        choices=("fused", "plain"),
+        help="fused: head and loss a chunk of tokens at a time, so that the logits are never there as a "
+        "whole; plain: all logits at once, to compare with",
+    )
     dry_run: bool = flag(
         False, help="check all flags, print layout, batches and stages, and exit; data is not read"
     )
@@ -78,3 +109,13 @@ class TrainingConfig(Section):
         help="JSON with further settings of DeepSpeed; must not contradict the flags, except for the loss "
         "scale, where the file wins",
     )
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Of each group of transformer layers only the input is kept."""
+        return self.checkpoint_activations or self.recompute_granularity == "full"
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Softmax and dropout of attention are not kept, all else of a transformer layer is."""
+        return self.recompute_granularity == "selective"

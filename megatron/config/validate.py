@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.split import parse_split
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
@@ -24,14 +27,20 @@ def validate(config: Config) -> None:
     _check_batches(config)
     _check_pipeline(config)
     _check_length(config)
+    _check_recomputation(config)
     _check_schedule(config)
     _check_precision(config)
+    _check_optimizer(config.optimizer)
     _check_output(config)
     _check_data(config)
     if not config.training.dry_run:
         _check_files(config.data)
         if config.optimizer.use_apex:
             _check_apex()
+        if config.optimizer.use_bnb_optimizer:
+            _check_bitsandbytes()
+        if config.training.compile:
+            _check_compiler()
 
 
 def remarks(config: Config) -> tuple[str, ...]:
@@ -52,6 +61,17 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if config.parallel.tensor_model_parallel_size == 1:
+        circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a sequence with"
+        yield config.parallel, ("sequence_parallel",), circumstance
+        circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a layer's input with"
+        yield training, ("partition_activations",), circumstance
+    if training.recomputes_attention and model.attention_dropout == 0:
+        circumstance = (
+            "with --attention-dropout 0: the fused attention then in use keeps no scores, and only these "
+            "does 'selective' recompute (full saves memory)"
+        )
+        yield training, ("recompute_granularity",), circumstance
     if schedule.lr_decay_style == "constant":
         names = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         yield schedule, names, "with --lr-decay-style constant"
@@ -73,6 +93,11 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     for kind, names in TOKENIZER_FILES.items():
         if data.tokenizer_type != kind:
             yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
+    if config.checkpoint.save is None:
+        yield config.checkpoint, ("keep_last",), "without --save"
+    if config.checkpoint.load is None:
+        yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
+        yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
     if logging.tensorboard_dir is None:
         names = (
             "tensorboard_queue_size",
@@ -96,13 +121,21 @@ def _check_layout(config: Config) -> None:
             f"{tensor} x --pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple "
             "of that (--world-size with --dry-run), or change one of the two"
         )
+    if parallel.sequence_parallel and config.model.seq_length % tensor:
+        raise ConfigError(
+            f"--sequence-parallel cuts the --seq-length {config.model.seq_length} over "
+            f"--tensor-model-parallel-size {tensor} processes, which do not divide it: change one of them"
+        )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(
             f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: a pipeline "
             "sums its gradients over micro-batches and cannot share them out, use --zero-stage 1"
         )
-    if parallel.zero_stage >= 2:
-        raise ConfigError(f"--zero-stage {parallel.zero_stage} is not supported yet: use --zero-stage 1 or 0")
+    if parallel.cpu_offload and config.optimizer.use_apex:
+        raise ConfigError(
+            "--cpu-offload with --use-apex: apex's Adam runs on GPUs only, and the step would be the CPU's: "
+            "drop one of the two"
+        )
 
 
 def _check_model(config: Config) -> None:
@@ -200,15 +233,41 @@ def _check_length(config: Config) -> None:
             f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
             "raise it, or lower --global-batch-size"
         )
-    if training.checkpoint_num_layers != 1 and not training.checkpoint_activations:
+
+
+def _check_recomputation(config: Config) -> None:
+    training = config.training
+    if training.checkpoint_activations and training.recomputes_attention:
         raise ConfigError(
-            f"--checkpoint-num-layers {training.checkpoint_num_layers} without --checkpoint-activations "
-            "recomputes nothing: add the latter, or drop the former"
+            "--checkpoint-activations with --recompute-granularity selective: the first recomputes whole "
+            "layers, the second attention only; drop one of them"
+        )
+    if not training.recomputes_layers:
+        settings = {
+            f"--checkpoint-num-layers {training.checkpoint_num_layers}": training.checkpoint_num_layers != 1,
+            "--partition-activations": training.partition_activations,
+            "--checkpoint-in-cpu": training.checkpoint_in_cpu,
+        }
+        for option, given in settings.items():
+            if given:
+                raise ConfigError(
+                    f"{option} without --checkpoint-activations: no layer's input is kept to be recomputed "
+                    "from; add the latter, or drop the former"
+                )
+    if training.partition_activations and config.parallel.sequence_parallel:
+        raise ConfigError(
+            "--partition-activations with --sequence-parallel: of a cut sequence each process has its own "
+            "part already, drop the former"
         )
 
 
 def _check_schedule(config: Config) -> None:
     schedule, training = config.schedule, config.training
+    if schedule.override_lr_scheduler and schedule.use_checkpoint_lr_scheduler:
+        raise ConfigError(
+            "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other: the first "
+            "takes the schedule of the flags, the second the checkpoint's; drop one"
+        )
     by_iters = training.train_iters is not None
     decay_unit = "iters" if by_iters else "samples"
     # A decay by tokens counts its warm-up in samples, in a run of either kind.
@@ -282,6 +341,20 @@ def _check_precision(config: Config) -> None:
         raise ConfigError(
             f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale "
             f"{precision.initial_loss_scale:g}: lower the former"
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if not optimizer.use_bnb_optimizer:
+        return
+    if optimizer.optimizer == "sgd":
+        raise ConfigError(
+            "--use-bnb-optimizer with --optimizer sgd: only Adam's moments are kept in 8 bits, use adam or "
+            "adamw, or drop the flag"
+        )
+    if optimizer.use_apex:
+        raise ConfigError(
+            "--use-bnb-optimizer with --use-apex: both bring an Adam of their own, drop one of the two"
         )
 
 
@@ -359,4 +432,22 @@ def _check_apex() -> None:
         found = "another package of that name is" if spec else "it is not"
         raise ConfigError(
             f"--use-apex needs NVIDIA's apex, and {found} installed: install NVIDIA's, or drop the flag"
+        )
+
+
+def _check_bitsandbytes() -> None:
+    # Looked for only: importing it takes seconds.
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
+            "drop the flag"
+        )
+
+
+def _check_compiler() -> None:
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if not any(which(name) for name in compilers):
+        raise ConfigError(
+            f"--compile needs a C++ compiler, and none of {', '.join(compilers)} is installed: install g++, "
+            "or drop the flag"
         )

@@ -40,7 +40,8 @@ _REFUSED_SECTIONS = {
     "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
     "scheduler": "the --lr flags make the schedule, remove it from the file",
     "amp": "--fp16 or --bf16 choose the number format, remove it from the file",
-    "activation_checkpointing": "--checkpoint-activations decides on recomputation, remove it from the file",
+    "activation_checkpointing": "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu "
+    "decide on recomputation, remove it from the file",
     "communication_data_type": "gradients are always reduced in fp32, remove it from the file",
     "sparse_gradients": "the embedding's gradient is dense, remove it from the file",
     "prescale_gradients": "gradients are averaged in fp32, remove it from the file",
@@ -138,17 +139,22 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _is_left_out(config) else _load(path)
-    # DualPipeV cannot send an activation cut over the tensor ranks, which 1F1B does.
+    # 1F1B sends an activation that all tensor ranks hold in parts, one per rank. DualPipeV cannot, and of a
+    # cut sequence each rank has its own part already.
     whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
-    pipeline = whole if config.parallel.pipeline_schedule == "dualpipev" else {}
+    parallel = config.parallel
+    pipeline = whole if parallel.pipeline_schedule == "dualpipev" or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
+        # This timer waits for the device in every forward pass, and nothing reads it.
+        "timers": {"throughput": {"enabled": False}},
         **_passed_on(settings),
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        # Its pipeline refuses more than 1, which decides on the files; the rest is this repo's optimizer's.
+        "zero_optimization": {"stage": min(config.parallel.zero_stage, 1)},
         "zero_allow_untested_optimizer": True,
         **pipeline,
     }
@@ -208,14 +214,26 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
                 f"the DeepSpeed config's data_types.{name} is {value}, but gradients are always summed in "
                 "fp32: remove it from the file"
             )
-    for name, value in _section(settings, "zero_optimization").items():
-        if name in ("offload_optimizer", "offload_param", "cpu_offload") and value and not _unset(value):
+    for name in ("offload_optimizer", "offload_param"):
+        device = _offload_device(settings, name)
+        if device not in (None, "none", "cpu") or (name == "offload_param" and device == "cpu"):
             raise ConfigError(
-                f"the DeepSpeed config's zero_optimization.{name} is not supported: remove it from the file"
+                f"the DeepSpeed config's zero_optimization.{name} to {device} is not supported: remove it "
+                "from the file (--cpu-offload keeps the optimizer's state on the CPU)"
             )
     for name, value in _section(settings, "fp16").items():
         if name not in ("enabled", *_FP16_KEYS) and value and not _unset(value):
             raise ConfigError(f"the DeepSpeed config's fp16.{name} is not supported: remove it from the file")
+
+
+def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
+    """Where `name` of the file's zero_optimization sends something; None where it does not say."""
+    zero = _section(settings, "zero_optimization")
+    if name == "offload_optimizer" and not _unset(zero.get("cpu_offload")):
+        return "cpu" if zero["cpu_offload"] else "none"  # what it was called before
+    section = zero.get(name)
+    device = section.get("device", "none") if isinstance(section, dict) else section
+    return None if _unset(device) or device is False else device
 
 
 def _check_passed_on(settings: Mapping[str, Any]) -> None:
@@ -269,6 +287,12 @@ def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
             _section(settings, "zero_optimization").get("stage"),
             "--zero-stage",
             parallel.zero_stage,
+        ),
+        (
+            "zero_optimization.offload_optimizer to cpu",
+            {"cpu": True, "none": False}.get(_offload_device(settings, "offload_optimizer")),
+            "--cpu-offload",
+            parallel.cpu_offload,
         ),
         ("fp16.enabled", _section(settings, "fp16").get("enabled"), "--fp16", config.precision.fp16),
         (f"{bf16}.enabled", _section(settings, bf16).get("enabled"), "--bf16", config.precision.bf16),

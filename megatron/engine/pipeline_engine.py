@@ -1,11 +1,15 @@
 """The engine of a run: DeepSpeed's pipeline, told which samples each micro-batch holds."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.config import DeepSpeedConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.data.loader import MicroBatch
@@ -15,7 +19,7 @@ from megatron.engine.workarounds import SameNumbersDualPipeVEngine, SameNumbersP
 from megatron.model.gpt_model import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.mixed_precision import Groups, MixedPrecisionOptimizer
+from megatron.optimizer.mixed_precision import Groups, MixedPrecisionOptimizer, Sharing
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 
 
@@ -30,23 +34,38 @@ class GPTEngine(SameNumbersPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tensor_group = tensor
+        # For the next checkpoint to tell: the universal one that the run began with, and the names of the
+        # native ones that it has come by, oldest first.
+        self.checkpoint_origin: dict[str, Any] | None = None
+        self.checkpoint_lineage: list[str] = []
         # For each of the stages of this rank, of which only dualpipev has a second.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
-        groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
+        optimizer = config.optimizer
+        groups = parameter_groups(
+            model.named_parameters(),
+            optimizer.weight_decay,
+            optimizer.use_bnb_optimizer,
+            self._units_of(model),
+        )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
             args=None,
             model=model,
-            optimizer=make_optimizer(groups, config.optimizer),
+            optimizer=make_optimizer(groups, optimizer),
             model_parameters=list(model.parameters()),
             mpu=model.mpu(),
             config=settings,
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
 
+    def _units_of(self, model: GPTModelPipe) -> dict[str, nn.Module]:
+        """The layers whose gradients, and perhaps weights, the replicas share out; none without replicas."""
+        shared = self.run_config.parallel.zero_stage >= 2 and self.layout.data > 1
+        return model.transformer_layers() if shared else {}
+
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         grid = self.module.mpu()
-        layout = self.layout
+        layout, parallel = self.layout, self.run_config.parallel
         groups = Groups(
             data=grid.get_data_parallel_group(),
             data_size=layout.data,
@@ -63,7 +82,7 @@ class GPTEngine(SameNumbersPipelineEngine):
             self.tensor_group,
             [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
             LossScaler(self.run_config.precision),
-            self.run_config.parallel.zero_stage,
+            Sharing(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
         )
 
@@ -97,6 +116,33 @@ class GPTEngine(SameNumbersPipelineEngine):
         self._let_go_of_activations()
         return loss
 
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
+        """Writes the layer files, on DeepSpeed's call while it saves. Where no rank has all weights, they are
+        made whole a layer at a time, with the help of all replicas; the first one writes, or with DeepSpeed's
+        parallel_write they take turns."""
+        if not self.optimizer.shares_weights:
+            return super().module_state_dict(exclude_frozen_parameters)
+        self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
+        for position, layer in enumerate(self.module.forward_funcs):
+            if not isinstance(layer, nn.Module):
+                continue
+            takes_turns = self.module.checkpoint_parallel_write_pipeline
+            writer = position % self.layout.data if takes_turns else 0
+            with self.optimizer.whole_weights(layer):
+                if self.layout.data_rank == writer:
+                    state = clone_tensors_for_torch_save(layer.state_dict())
+                    path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
+                    self.checkpoint_engine.save(state_dict=state, path=path)
+
+    def _next_batch(self) -> MicroBatch:
+        """The next micro-batch, on its way to the device: a copy from pinned memory is not waited for."""
+        tokens, labels_and_mask = super()._next_batch()
+
+        def send(x: Tensor) -> Tensor:
+            return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
+
+        return send(tokens), tuple(send(x) for x in labels_and_mask)
+
     def _let_go_of_activations(self) -> None:
         """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep
         them, and with them, through hooks that Python's collector cannot see, the engine itself for ever."""
@@ -108,7 +154,9 @@ class GPTEngine(SameNumbersPipelineEngine):
         if self.module.training:
             # Every schedule runs the forward passes of a stage in the order of the samples.
             self.module.stream.samples = next(self._samples_to_come[phase])
-        super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+        logits_wanted = self.eval_return_logits or not self._compute_loss
+        with nullcontext() if logits_wanted else self.module.loss_follows():
+            super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
 
 
 class GPTDualPipeVEngine(GPTEngine, SameNumbersDualPipeVEngine):

@@ -30,6 +30,10 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
 10. `DualPipeVEngine` finds a micro-batch's second slot by the training step's number of micro-batches, also
    in an evaluation with another number: labels land in the wrong slots.
    tests/distributed/test_stages.py, the evaluations with dualpipev
+11. Activation checkpoints that are to wait in the CPU's memory are emptied where that is the device already:
+   the copy is none (`model/recompute.py` keeps them without DeepSpeed). tests/distributed/test_recompute.py
+12. `ThroughputTimer` waits for the device in each micro-batch's forward pass; `deepspeed_config.py` turns it
+   off. tests/unit/config/test_deepspeed_config.py
 """
 
 from typing import Any

@@ -5,12 +5,19 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.model.position import AttentionMasks, RotaryEmbedding, positions_within_segments
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream, dropout
+
+
+def _fused_kernel_dtype(query: Tensor) -> torch.dtype:
+    """In which precision PyTorch's fused attention is fastest: its 16-bit backward kernel for CPUs takes 1.6
+    times as long as the fp32 one."""
+    return torch.float32 if query.device.type == "cpu" else query.dtype
 
 
 class ParallelSelfAttention(nn.Module):
@@ -30,8 +37,12 @@ class ParallelSelfAttention(nn.Module):
         rotary: RotaryEmbedding | None,
         positions_restart: bool,
         output_init_std: float,
+        cut_sequence: bool,
+        recompute: bool,
     ) -> None:
-        """`positions_restart`: rotary positions count from the start of each document."""
+        """`positions_restart`: rotary positions count from the start of each document. `cut_sequence`: input
+        and output are this tensor rank's part of the sequence. `recompute`: where attention is spelt out,
+        its scores are made again in the backward pass."""
         super().__init__()
         self.head_dim = config.kv_channels
         self.heads = config.num_attention_heads // tensor.size
@@ -42,28 +53,52 @@ class ParallelSelfAttention(nn.Module):
         self.masks = masks
         self.rotary = rotary
         self.positions_restart = positions_restart
+        self.recompute = recompute
         width = config.num_attention_heads * self.head_dim
         self.query_key_value = ColumnParallelLinear(
-            config.hidden_size, 3 * width, tensor, init_std=config.init_method_std
+            config.hidden_size,
+            3 * width,
+            tensor,
+            init_std=config.init_method_std,
+            cut_sequence=cut_sequence,
         )
-        self.dense = RowParallelLinear(width, config.hidden_size, tensor, init_std=output_init_std)
+        self.dense = RowParallelLinear(
+            width, config.hidden_size, tensor, init_std=output_init_std, cut_sequence=cut_sequence
+        )
 
     def forward(self, hidden: Tensor, segments: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], segments [batch, seq] or None -> [seq, batch, hidden]."""
-        seq, batch, _ = hidden.shape
-        projected = self.query_key_value(hidden).view(seq, batch, self.heads, 3, self.head_dim)
+        projected = self.query_key_value(hidden)
+        seq, batch, _ = projected.shape
+        projected = projected.view(seq, batch, self.heads, 3, self.head_dim)
         query, key, value = projected.unbind(dim=3)
         if self.rotary is not None:
             positions = positions_within_segments(segments) if self.positions_restart else None
             query, key = self.rotary.rotate(query, key, positions)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
-        bias = self.masks.bias(seq, query.dtype, query.device, segments)
-        if self.training and self.dropout_rate > 0:
-            context = self._attend_with_dropout(query, key, value, bias)
+        spelt_out = self.training and self.dropout_rate > 0
+        dtype = query.dtype if spelt_out else _fused_kernel_dtype(query)
+        bias = self.masks.bias(seq, dtype, query.device, segments)
+        if spelt_out:
+            context = self._attend_apart(query, key, value, bias)
         else:
-            context = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
+            wide = (x.to(dtype) for x in (query, key, value))
+            context = F.scaled_dot_product_attention(*wide, bias, is_causal=bias is None).to(query.dtype)
         context = context.permute(2, 0, 1, 3).reshape(seq, batch, self.heads * self.head_dim)
         return self.dense(context)
+
+    @torch.compiler.disable  # dropout's masks are hashed in Python
+    def _attend_apart(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """`_attend_with_dropout`, of which nothing of size [seq, seq] is kept if it is to be recomputed."""
+        if not self.recompute:
+            return self._attend_with_dropout(query, key, value, bias)
+        samples = self.stream.samples
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with self.stream.samples_in_use(samples):
+                return self._attend_with_dropout(query, key, value, bias)
+
+        return checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
 
     def _attend_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """Attention spelt out: a fused kernel draws its dropout from (rank, kernel layout), which would make

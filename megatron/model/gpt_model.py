@@ -11,11 +11,14 @@ L is the number of transformer layers:
     L+4          MixedFusedLayerNorm
     L+5          EmbeddingPipe                  tied again: the LM head
     L+6          float16_to_fp32 (function)     with fp16 and bf16
+
+With --loss-implementation fused the layers from the head on run as one step with the loss, which needs no
+whole logits; where logits are asked for, they run as they stand here.
 """
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -23,17 +26,19 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.embedding import EmbeddingPipe, lm_head
 from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.recompute import LayerRecomputation
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import initialize_parameters, spec_of
 from megatron.mpu.random import DropoutStream
+from megatron.pipeline.methods import embedding_and_head
 
 FIRST_TRANSFORMER_LAYER = 3
 TIED_EMBEDDING = "embed"
@@ -46,16 +51,29 @@ def _to_float16(tokens: Tensor) -> Tensor:
     return tokens
 
 
-def to_sequence_first(payload: Payload) -> Payload:
-    """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers."""
-    hidden, segments = split_payload(payload)
-    hidden = hidden.transpose(0, 1).contiguous()
-    return hidden if segments is None else (hidden, segments)
+def _to_sequence_first(context: LayerContext) -> Callable[[Payload], Payload]:
+    def to_sequence_first(payload: Payload) -> Payload:
+        """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers; with
+        --sequence-parallel this rank's [seq / TP, batch, hidden]."""
+        hidden, segments = split_payload(payload)
+        hidden = hidden.transpose(0, 1)
+        if context.cut_sequence:
+            hidden = scatter_to_tensor_region(hidden, context.tensor, dim=0)
+        hidden = hidden.contiguous()
+        return hidden if segments is None else (hidden, segments)
+
+    return to_sequence_first
 
 
-def to_batch_first(payload: Payload) -> Tensor:
-    """[seq, batch, hidden] -> [batch, seq, hidden]; the segments end here."""
-    return split_payload(payload)[0].transpose(0, 1).contiguous()
+def _to_batch_first(context: LayerContext) -> Callable[[Payload], Tensor]:
+    def to_batch_first(payload: Payload) -> Tensor:
+        """Back to [batch, seq, hidden]; the segments end here."""
+        hidden, _ = split_payload(payload)
+        if context.cut_sequence:
+            hidden = gather_from_tensor_region(hidden, context.tensor, dim=0)
+        return hidden.transpose(0, 1).contiguous()
+
+    return to_batch_first
 
 
 def float16_to_fp32(logits: Tensor) -> Tensor:
@@ -83,6 +101,24 @@ class CrossEntropy:
         )
         return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
 
+    def of_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        """The same of the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
+
+        Where the weight has a `main_grad`, as the run's optimizer gives it, its gradient goes there, in fp32.
+        """
+        labels, mask = labels_and_mask
+        # As factors of a plain sum: the gradients made in the forward pass are right then.
+        token_weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1.0) * len(mask))
+        return vocab_parallel_linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            self.tensor,
+            self.vocab_size,
+            token_weights=token_weights,
+            main_grad=getattr(weight, "main_grad", None),
+        ).sum()
+
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
     """The fixed list above, for this rank's place in the tensor-parallel group."""
@@ -94,12 +130,12 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
     layers: list[LayerSpec | Callable] = [
         _to_float16,
         TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, **tied),
-        to_sequence_first,
+        _to_sequence_first(context),
     ]
     for index in range(FIRST_TRANSFORMER_LAYER, FIRST_TRANSFORMER_LAYER + model.num_layers):
         layers.append(LayerSpec(ParallelTransformerLayerPipe, context, index))
     layers += [
-        to_batch_first,
+        _to_batch_first(context),
         LayerSpec(MixedFusedLayerNorm, model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex),
         TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied),
     ]
@@ -152,19 +188,28 @@ class GPTModelPipe(PipelineModule):
     ) -> None:
         self.config = config
         self.stage_bounds = list(bounds)
+        self.cross_entropy = CrossEntropy(tensor, vocab_size)
+        self._head_in_loss = False
         self.stream = DropoutStream(config.training.seed)
         context = LayerContext(config, tensor, self.stream)
-        self.recomputed_together = (
-            config.training.checkpoint_num_layers if config.training.checkpoint_activations else 0
-        )
+        training = config.training
+        self.recomputed_together = training.checkpoint_num_layers if training.recomputes_layers else 0
+        layers = pipeline_layers(context, vocab_size, eod)
+        self._check_head(layers)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
-            super().__init__(
-                layers=pipeline_layers(context, vocab_size, eod),
-                topology=layout.topology,
-                loss_fn=CrossEntropy(tensor, vocab_size),
-            )
-        initialize_parameters(self, config.training.seed, tensor)
+            super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
+        self.recomputation = LayerRecomputation(training, tensor, self.stream)
+        initialize_parameters(self, training.seed, tensor)
         self.to(PARAMETER_DTYPES[config.precision.name])
+        if training.compile:
+            for layer in self.modules():
+                if isinstance(layer, ParallelTransformerLayerPipe):
+                    layer.compile(dynamic=False)  # in place: its parameters keep their names
+
+    def transformer_layers(self) -> dict[str, nn.Module]:
+        """This rank's, by the first part of their parameters' names."""
+        layers = self.forward_funcs
+        return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
     def stages_record(self) -> dict[str, Any]:
         """Which layers each stage holds, for a checkpoint to tell."""
@@ -174,6 +219,41 @@ class GPTModelPipe(PipelineModule):
             "pipeline_schedule": parallel.pipeline_schedule,
             "bounds": self.stage_bounds,
         }
+
+    def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
+        """The methods of `--partition-method` never cut behind the head; bounds made by hand may."""
+        _, head = embedding_and_head(layer_names(layers))
+        if self.stage_bounds[-2] > head:
+            raise ValueError(
+                f"the last stage begins with layer {self.stage_bounds[-2]}, behind the head, layer {head}: "
+                "expected it to hold the head, since logits do not travel between stages"
+            )
+
+    @contextlib.contextmanager
+    def loss_follows(self) -> Iterator[None]:
+        """Within this context outputs of `forward` are for `loss` alone: with --loss-implementation fused
+        they are not logits but the head's input, and `loss` runs the head."""
+        self._head_in_loss = self.config.training.loss_implementation == "fused"
+        try:
+            yield
+        finally:
+            self._head_in_loss = False
+
+    def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        """Scalar fp32 of what `forward` has returned on the last stage."""
+        if not self._head_in_loss:
+            return self.cross_entropy(outputs, labels_and_mask)
+        weight = self.tied_modules[TIED_EMBEDDING].word_embeddings.weight
+        return self.cross_entropy.of_hidden(outputs, weight, labels_and_mask)
+
+    def functions_before_loss(self) -> list[Callable]:
+        """This stage's layers, without those that `loss` runs."""
+        functions = list(self.forward_funcs)
+        if self._head_in_loss:
+            for position, function in enumerate(functions):
+                if getattr(function, "func", None) is lm_head:
+                    return functions[:position]
+        return functions
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Takes the bounds that were decided before any process group existed."""
@@ -187,17 +267,18 @@ class GPTModelPipe(PipelineModule):
             super()._synchronize_tied_weights()
 
     def forward(self, inputs: Payload) -> Payload:
-        """Runs this stage's layers; with --checkpoint-activations transformer layers, N by N, are recomputed.
+        """Runs this stage's layers, on the last stage to the logits or, where `loss_follows`, to the head's
+        input; with --checkpoint-activations transformer layers, N by N, are recomputed.
 
         DeepSpeed's own would count its blocks from the stage's first function and leave out each block that
         holds anything but transformer layers.
         """
-        functions = self.forward_funcs
+        functions = self.functions_before_loss()
         position = 0
         while position < len(functions):
             end = self._end_of_recomputed_run(position)
             if end > position:
-                inputs = self._recompute(_chain(functions[position:end]), inputs)
+                inputs = self.recomputation.run(_chain(functions[position:end]), inputs)
             else:
                 end = position + 1
                 inputs = functions[position](inputs)
@@ -214,17 +295,6 @@ class GPTModelPipe(PipelineModule):
         ):
             end += 1
         return end
-
-    def _recompute(self, function: Callable, inputs: Payload) -> Payload:
-        """Runs `function` without keeping its activations. The dropout masks of the second run are those of
-        the first, since they depend on the samples, which are put back for it."""
-        samples = self.stream.samples
-
-        def run(payload: Payload) -> Payload:
-            with self.stream.samples_in_use(samples):
-                return function(payload)
-
-        return checkpoint(run, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):

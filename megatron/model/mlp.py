@@ -31,7 +31,10 @@ class ParallelMLP(nn.Module):
     activation acts on the gate.
     """
 
-    def __init__(self, config: ModelConfig, tensor: TensorGroup, output_init_std: float) -> None:
+    def __init__(
+        self, config: ModelConfig, tensor: TensorGroup, output_init_std: float, cut_sequence: bool
+    ) -> None:
+        """`cut_sequence`: input and output are this tensor rank's part of the sequence."""
         super().__init__()
         self.gate = GATES[config.glu_activation] if config.glu_activation else None
         blocks = 2 if self.gate else 1
@@ -41,9 +44,14 @@ class ParallelMLP(nn.Module):
             tensor,
             init_std=config.init_method_std,
             blocks=blocks,
+            cut_sequence=cut_sequence,
         )
         self.dense_4h_to_h = RowParallelLinear(
-            config.ffn_hidden_size, config.hidden_size, tensor, init_std=output_init_std
+            config.ffn_hidden_size,
+            config.hidden_size,
+            tensor,
+            init_std=output_init_std,
+            cut_sequence=cut_sequence,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ sample, computed once from the tokens and passed along the pipeline beside the h
 """
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -43,10 +44,12 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class AttentionMasks:
-    """The additive attention bias that the layers of one stage share, made once per shape and kept.
+    """The additive attention bias that the layers of one stage share.
 
-    Plain causal attention needs none (None: the kernel's own causal path). ALiBi adds a bias per head,
-    document boundaries forbid what lies in another document.
+    Plain causal attention needs none (None: the kernel's own causal path). ALiBi adds a bias per head, made
+    once per shape and kept; document boundaries forbid what lies in another document, which is made once per
+    micro-batch: autograd keeps a bias, and so all layers keep the same. Both are contiguous and in the
+    query's dtype, which PyTorch's memory-efficient kernel on GPUs asks for.
     """
 
     def __init__(self, alibi_slopes: list[float] | None, within_documents: bool) -> None:
@@ -54,6 +57,7 @@ class AttentionMasks:
         self.slopes = alibi_slopes
         self.within_documents = within_documents
         self._kept: dict[tuple, Tensor] = {}
+        self._of_documents: tuple[weakref.ref, Tensor] | None = None
 
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, segments: Tensor | None
@@ -61,13 +65,29 @@ class AttentionMasks:
         """Bias that broadcasts to [batch, heads, seq, seq], -inf where attention is forbidden; or None."""
         if self.slopes is None and not self.within_documents:
             return None
-        causal = self._causal(seq, dtype, device)
+        return self._kept_or_made(seq, dtype, device, segments)
+
+    @torch.compiler.disable  # what it keeps is made outside of any compiled graph
+    def _kept_or_made(
+        self, seq: int, dtype: torch.dtype, device: torch.device, segments: Tensor | None
+    ) -> Tensor:
         if not self.within_documents:
-            return causal
+            return self._causal(seq, dtype, device)
         if segments is None:
             raise ValueError("document boundaries are asked for, but no segments came with the hidden states")
+        if self._of_documents is not None:
+            of_segments, bias = self._of_documents
+            if of_segments() is segments and bias.dtype == dtype:
+                return bias
         other_document = segments[:, None, :, None] != segments[:, None, None, :]
-        return causal.masked_fill(other_document, -math.inf)
+        bias = self._causal(seq, dtype, device).masked_fill(other_document, -math.inf)
+        # The last micro-batch's alone, and only while its segments are in use.
+        self._of_documents = (weakref.ref(segments, self._forget), bias)
+        return bias
+
+    def _forget(self, segments: weakref.ref) -> None:
+        if self._of_documents is not None and self._of_documents[0] is segments:
+            self._of_documents = None
 
     def _causal(self, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (seq, dtype, device)
@@ -97,6 +117,7 @@ class RotaryEmbedding:
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
 
+    @torch.compiler.disable  # what it keeps is made outside of any compiled graph
     def _angles(
         self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -104,11 +125,13 @@ class RotaryEmbedding:
         key = (seq, dtype, device)
         if positions is None and key in self._kept:
             return self._kept[key]
+        # Kept there: a copy to the device in every layer would wait for it.
+        self.inverse_frequency = self.inverse_frequency.to(device)
         if positions is None:
-            angles = torch.arange(seq, dtype=torch.float32)[:, None, None, None] * self.inverse_frequency
-            angles = angles.to(device)
+            places = torch.arange(seq, dtype=torch.float32, device=device)
+            angles = places[:, None, None, None] * self.inverse_frequency
         else:
-            angles = positions.t()[:, :, None, None] * self.inverse_frequency.to(device)
+            angles = positions.t()[:, :, None, None] * self.inverse_frequency
         angles = torch.cat((angles, angles), dim=-1)
         table = angles.cos().to(dtype), angles.sin().to(dtype)
         if positions is None:

@@ -13,6 +13,7 @@ from megatron.model.gpt_model import pipeline_layers
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.random import DropoutStream
 
 
@@ -64,3 +65,10 @@ class WholeGPT(nn.Module):
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """tokens [seq] -> fp32 logits [vocab_size] of the token that follows them."""
         return self(tokens.unsqueeze(0), last_only=True)[0, -1].float()
+
+
+def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
+    """What the parameters of the model are, by name; nothing is allocated."""
+    with torch.device("meta"):
+        model = WholeGPT(config, vocab_size, eod)
+    return {name: spec_of(parameter) for name, parameter in model.named_parameters()}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
@@ -12,6 +13,7 @@ from megatron.model.mlp import ParallelMLP
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.position import AttentionMasks, RotaryEmbedding, alibi_slopes
 from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import mark_partial_gradient, spec_of
 from megatron.mpu.random import DropoutStream, dropout
 
 # Between layers and between stages travels the hidden state, or a pair of it and the document segments.
@@ -49,6 +51,11 @@ class LayerContext:
         return RotaryEmbedding(self.config.model.kv_channels)
 
     @property
+    def cut_sequence(self) -> bool:
+        """Between its parallel blocks a transformer layer works on this rank's part of the sequence."""
+        return self.config.parallel.sequence_parallel and self.tensor.size > 1
+
+    @property
     def rotary_positions_restart(self) -> bool:
         """Rotary positions count from the start of each document."""
         return self.rotary is not None and self.config.data.reset_position_ids
@@ -60,7 +67,8 @@ class LayerContext:
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Pre-norm transformer layer: payload -> payload, hidden [seq, batch, hidden].
+    """Pre-norm transformer layer: payload -> payload, hidden [seq, batch, hidden], or with
+    --sequence-parallel this tensor rank's [seq / TP, batch, hidden].
 
     x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); with
     `--apply-residual-connection-post-layernorm` the residual is the normalised x.
@@ -83,16 +91,23 @@ class ParallelTransformerLayerPipe(nn.Module):
             context.rotary,
             context.rotary_positions_restart,
             output_init_std,
+            context.cut_sequence,
+            context.config.training.recomputes_attention,
         )
         self.post_attention_layernorm = MixedFusedLayerNorm(
             model.hidden_size, model.layernorm_epsilon, use_apex
         )
-        self.mlp = ParallelMLP(model, context.tensor, output_init_std)
+        self.mlp = ParallelMLP(model, context.tensor, output_init_std, context.cut_sequence)
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout_rate = model.hidden_dropout
         self.layer_index = layer_index
         self.tensor = context.tensor
         self.stream = context.stream
+        self.cut_sequence = context.cut_sequence
+        if self.cut_sequence:
+            for parameter in self.parameters():
+                if spec_of(parameter).shard_dim is None:
+                    mark_partial_gradient(parameter)
 
     def forward(self, payload: Payload) -> Payload:
         hidden, segments = split_payload(payload)
@@ -107,5 +122,17 @@ class ParallelTransformerLayerPipe(nn.Module):
     def _dropout(self, output: Tensor, block: str) -> Tensor:
         if not self.training or self.dropout_rate == 0:
             return output
+        return self._drop(output, block)
+
+    @torch.compiler.disable  # masks are hashed in Python, of the layer's name, which no other layer has
+    def _drop(self, output: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
-        return dropout(output, self.dropout_rate, self.stream, place, batch_dim=1, tensor=self.tensor)
+        return dropout(
+            output,
+            self.dropout_rate,
+            self.stream,
+            place,
+            batch_dim=1,
+            shard_dim=0 if self.cut_sequence else None,
+            tensor=self.tensor,
+        )

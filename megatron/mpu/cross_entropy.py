@@ -1,4 +1,5 @@
-"""Cross entropy over a vocabulary that is cut over the tensor ranks."""
+"""Cross entropy over a vocabulary that is cut over the tensor ranks: of given logits, or fused with the
+product that makes them, so that they are never there as a whole."""
 
 from __future__ import annotations
 
@@ -10,6 +11,17 @@ from torch.autograd.function import once_differentiable
 
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.mappings import sum_in_place
+
+MIB = 2**20
+# The logits of a chunk of tokens take this much at most, whatever the vocabulary.
+LOGITS_BYTES = 128 * MIB
+# More tokens in a chunk, by bytes per value, gain nothing: beside its products, of which fp32 ones take
+# longer, the pass over the weight's fp32 gradient that each chunk makes is short. A CPU's caches would lose.
+CHUNK_TOKENS = {4: 256, 2: 1024}
+# What a softmax is worked out in at once: a part of a core's cache. Elsewhere operations should be few.
+CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
+# A part of the 16-bit product that is added to the weight's gradient.
+CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
 
 
 def vocab_parallel_cross_entropy(
@@ -31,6 +43,60 @@ def vocab_parallel_cross_entropy(
     No rank sees more than its own columns: per token, three numbers are exchanged. Backward can run once.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tensor, vocab_size, overwrite_logits)
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    tensor: TensorGroup,
+    vocab_size: int,
+    *,
+    token_weights: torch.Tensor | None = None,
+    z_loss_weight: float = 0.0,
+    main_grad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Per-token loss in fp32, shape [...], of the logits hidden @ weight.T, the same on all tensor ranks.
+
+    hidden: [..., h], the same on all tensor ranks, fp32, bf16 or fp16.
+    weight: [V / size, h], this rank's rows of the padded output embedding, of hidden's dtype.
+    labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
+    vocab_size: the true size; rows from there on take no part and get a gradient of zero.
+    token_weights: [...], factors of the losses: a mask, or a token's share of a mean. They are constants.
+    z_loss_weight: the loss of a token grows by this times log(Z)^2, Z the sum of its exp(logits), which keeps
+        logits small (Chowdhery et al. 2022, "PaLM", section 5).
+    main_grad: fp32, like weight. The weight's gradient is then added to it in fp32, in the backward pass, and
+        autograd gets none.
+
+    The logits exist a chunk of tokens at a time. The forward pass turns each chunk into its gradients, those
+    of a plain sum of the result, and the backward pass scales them: three matrix products in all. Whatever
+    else follows, the gradients are exact; if it has another factor for each token, two more products make
+    the weight's anew. So factors known beforehand belong into token_weights. Where no gradient is asked
+    for, only losses are made. Over the tensor ranks, three numbers per token and the gradient of hidden are
+    exchanged. Backward can run once. Raises ValueError for shapes and dtypes that do not fit.
+    """
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}: "
+            "expected [..., h], [rows, h] and [...]"
+        )
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: expected one dtype")
+    if token_weights is not None and token_weights.shape != labels.shape:
+        raise ValueError(
+            f"token_weights {tuple(token_weights.shape)} and labels {tuple(labels.shape)}: expected one shape"
+        )
+    return _VocabParallelLinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels,
+        None if token_weights is None else token_weights.detach().reshape(-1).float(),
+        main_grad,
+        tensor,
+        vocab_size,
+        z_loss_weight,
+        torch.is_grad_enabled(),  # a Function cannot see it: inside it is always off
+    )
 
 
 def _local_probabilities(
@@ -108,3 +174,250 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         gradient.mul_((scale * grad_loss).unsqueeze(-1))
         gradient.scatter_add_(-1, target, (-grad_loss.float() * own_label).unsqueeze(-1))
         return gradient.to(ctx.logits_dtype), None, None, None, None
+
+
+class _LogitChunks:
+    """This rank's columns of the logits, a chunk of tokens at a time, in one buffer that is used again.
+
+    A chunk's gradient with respect to the loss of its tokens takes the place of its logits. In fp32 that
+    happens in the chunk itself, 16-bit logits pass through fp32 a few rows at a time, which stay in a cache.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        tensor: TensorGroup,
+        vocab_size: int,
+        z_loss_weight: float,
+    ) -> None:
+        tokens, columns = hidden.shape[0], weight.shape[0]
+        self.hidden, self.weight, self.tensor, self.z_loss_weight = hidden, weight, tensor, z_loss_weight
+        first = tensor.rank * columns
+        self.used = min(max(vocab_size - first, 0), columns)
+        self.own_label = (labels >= first) & (labels < first + self.used)
+        self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
+        size = hidden.element_size()
+        per_chunk = max(min(CHUNK_TOKENS[size], LOGITS_BYTES // (columns * size), tokens), 1)
+        self.chunks = [slice(i, min(i + per_chunk, tokens)) for i in range(0, tokens, per_chunk)]
+        self.buffer = hidden.new_empty(per_chunk, columns)
+        on_cpu = hidden.device.type == "cpu"
+        self.product_bytes = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
+        self.rows = max(min((CPU_WORK_BYTES if on_cpu else WORK_BYTES) // (columns * 4), per_chunk), 1)
+        self.work = None if size == 4 else hidden.new_empty(self.rows, columns, dtype=torch.float32)
+        # fp16 has no room for what a large vocabulary makes of it: probabilities of 1e-6 lose digits, sums
+        # over a chunk overflow. Powers of two, which cost no digit, keep both in its range.
+        fp16 = hidden.dtype == torch.float16
+        self.gradient_scale = 64.0 if fp16 else 1.0
+        self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if fp16 else 1.0
+        self.minus_label = self.own_label.unsqueeze(-1) * -self.gradient_scale
+        self.product: torch.Tensor | None = None
+
+    def losses(
+        self, chunk: slice, with_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the chunk's tokens, over the whole vocabulary, fp32: the losses, the largest logit, and the sum
+        of exp(logit - largest), all [n]; and, with_gradient, gradient_scale times the gradient, [n, columns].
+        """
+        logits = self._make_logits(chunk)
+        alone = self.tensor.size == 1
+        target_logit = logits.gather(-1, self.target[chunk]).squeeze(-1).float()
+        target_logit.masked_fill_(~self.own_label[chunk], 0.0)
+        # The clamp is for ranks that hold nothing but padding: exp(-inf - largest) is 0 then, not NaN.
+        largest = local = logits.amax(-1).float().clamp_(min=torch.finfo(torch.float32).min)
+        exp_sum = torch.empty_like(local)
+        for rows in self._row_blocks(logits):
+            exponentials = self._exponentials(logits[rows], local[rows])
+            torch.sum(exponentials, -1, out=exp_sum[rows])
+            if with_gradient and alone:
+                factor = self._factor(local[rows], exp_sum[rows])
+                self._write_gradient(logits, chunk, rows, exponentials, factor)
+        if not alone:
+            largest, exp_sum, target_logit = self._over_ranks(local, exp_sum, target_logit)
+        if with_gradient and not alone:
+            factor = self._factor(largest, exp_sum) * torch.exp(local - largest)
+            for rows in self._row_blocks(logits):
+                in_place = self.work is None
+                exponentials = logits[rows] if in_place else self._exponentials(logits[rows], local[rows])
+                self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
+        log_sum = exp_sum.log()
+        losses = (largest - target_logit).add_(log_sum)
+        if self.z_loss_weight:
+            losses.add_((largest + log_sum).square(), alpha=self.z_loss_weight)
+        return losses, largest, exp_sum, logits
+
+    def gradient(self, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
+        """The gradient that `losses` has made before, again from what it returned."""
+        logits = self._make_logits(chunk)
+        factor = self._factor(largest, exp_sum)
+        for rows in self._row_blocks(logits):
+            exponentials = self._exponentials(logits[rows], largest[rows])
+            self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
+        return logits
+
+    def add_to_weight_gradient(
+        self, total: torch.Tensor, chunk: slice, gradient: torch.Tensor, relative: torch.Tensor | None
+    ) -> None:
+        """total, fp32, += gradient.T @ (relative * hidden) * hidden_scale; relative: [tokens], at most 1."""
+        hidden = self.hidden[chunk]
+        if relative is not None:
+            hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)
+        elif self.hidden_scale != 1.0:
+            hidden = hidden * self.hidden_scale
+        if total.dtype == hidden.dtype:
+            total.addmm_(gradient.t(), hidden)
+            return
+        # A product of 16-bit matrices is one, so it is made in parts and these are added up in fp32.
+        columns, width = total.shape
+        per_part = max(min(self.product_bytes // (width * hidden.element_size()), columns), 1)
+        if self.product is None:
+            self.product = hidden.new_empty(per_part, width)
+        for first in range(0, columns, per_part):
+            part = slice(first, min(first + per_part, columns))
+            product = self.product[: part.stop - first]
+            torch.mm(gradient[:, part].t(), hidden, out=product)
+            total[part].add_(product)
+
+    def _make_logits(self, chunk: slice) -> torch.Tensor:
+        logits = self.buffer[: chunk.stop - chunk.start]
+        torch.mm(self.hidden[chunk], self.weight.t(), out=logits)
+        if self.used < logits.shape[-1]:
+            logits[:, self.used :] = -torch.inf
+        return logits
+
+    def _row_blocks(self, logits: torch.Tensor) -> list[slice]:
+        count = logits.shape[0]
+        return [slice(i, min(i + self.rows, count)) for i in range(0, count, self.rows)]
+
+    def _exponentials(self, logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        """exp(logits - largest), [rows, columns] fp32; fp32 logits are overwritten."""
+        work = logits if self.work is None else self.work[: logits.shape[0]].copy_(logits)
+        return work.sub_(largest.unsqueeze(-1)).exp_()
+
+    def _over_ranks(
+        self, largest: torch.Tensor, exp_sum: torch.Tensor, target_logit: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = torch.stack((largest, exp_sum, target_logit))
+        of_ranks = [torch.empty_like(own) for _ in range(self.tensor.size)]
+        dist.all_gather(of_ranks, own, group=self.tensor.group)
+        all_largest, all_sums, all_targets = torch.stack(of_ranks, dim=1)
+        largest = all_largest.amax(0)
+        return largest, (all_sums * torch.exp(all_largest - largest)).sum(0), all_targets.sum(0)
+
+    def _factor(self, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
+        """What makes gradient_scale times the gradient of exp(logit - largest), but for the label: the loss
+        log(Z) + w log(Z)^2 - logit[label] has the gradient softmax * (1 + 2 w log(Z)) - [label]."""
+        factor = self.gradient_scale / exp_sum
+        if self.z_loss_weight:
+            factor.mul_(1.0 + 2.0 * self.z_loss_weight * (largest + exp_sum.log()))
+        return factor
+
+    def _write_gradient(
+        self,
+        logits: torch.Tensor,
+        chunk: slice,
+        rows: slice,
+        exponentials: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> None:
+        exponentials.mul_(factor.unsqueeze(-1))
+        exponentials.scatter_add_(-1, self.target[chunk][rows], self.minus_label[chunk][rows])
+        if self.work is not None:
+            logits[rows].copy_(exponentials)
+
+
+class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        token_weights: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        tensor: TensorGroup,
+        vocab_size: int,
+        z_loss_weight: float,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
+        flat_labels = labels.reshape(-1)
+        chunks = _LogitChunks(hidden, weight, flat_labels, tensor, vocab_size, z_loss_weight)
+        losses, largest, exp_sum = hidden.new_empty(3, *flat_labels.shape, dtype=torch.float32)
+        grad_hidden = (
+            torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
+        )
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        relative, largest_weight = _relative(token_weights)
+        pending = []
+        for chunk in chunks.chunks:
+            losses[chunk], largest[chunk], exp_sum[chunk], gradient = chunks.losses(
+                chunk, needs_hidden or needs_weight
+            )
+            if grad_hidden is not None:
+                part = torch.mm(gradient, weight, out=grad_hidden[chunk])
+                if tensor.size > 1:
+                    pending.append(dist.all_reduce(part, group=tensor.group, async_op=True))
+            if grad_weight is not None:
+                chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative)
+        for work in pending:
+            work.wait()
+
+        ctx.save_for_backward(hidden, weight, flat_labels, token_weights, largest, exp_sum)
+        ctx.gradients, ctx.main_grad = (grad_hidden, grad_weight), main_grad
+        ctx.largest_weight = largest_weight
+        ctx.chunk_settings = (tensor, vocab_size, z_loss_weight)
+        ctx.scales = (chunks.gradient_scale, chunks.gradient_scale * chunks.hidden_scale)
+        losses.masked_fill_((flat_labels < 0) | (flat_labels >= vocab_size), torch.nan)
+        return (losses if token_weights is None else losses * token_weights).view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "second backward pass through vocab_parallel_linear_cross_entropy: the first one used its "
+                "memory"
+            )
+        hidden, weight, labels, token_weights, largest, exp_sum = ctx.saved_tensors
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+        hidden_made_for, weight_made_for = ctx.scales
+        per_token = grad_losses.reshape(-1)
+        if token_weights is not None:
+            per_token = per_token * token_weights
+        if grad_hidden is not None:
+            grad_hidden.mul_((per_token / hidden_made_for).unsqueeze(-1))
+        if grad_weight is not None:
+            if _is_uniform(grad_losses):
+                factor = ctx.largest_weight * grad_losses.reshape(-1)[:1]
+            else:
+                relative, factor = _relative(per_token)
+                chunks = _LogitChunks(hidden, weight, labels, *ctx.chunk_settings)
+                grad_weight.zero_()
+                for chunk in chunks.chunks:
+                    gradient = chunks.gradient(chunk, largest[chunk], exp_sum[chunk])
+                    chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative)
+            factor = factor / weight_made_for
+            if ctx.main_grad is None:
+                grad_weight = grad_weight.mul_(factor).to(weight.dtype)
+            else:
+                ctx.main_grad.addcmul_(grad_weight, factor)
+                grad_weight = None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+def _relative(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:
+    """The weights as parts of the largest of them, and that, [1]. fp16 has room for the former."""
+    if weights is None or not weights.numel():
+        return weights, 1.0
+    largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
+    return weights / largest, largest
+
+
+def _is_uniform(gradient: torch.Tensor) -> bool:
+    """Whether all elements are equal. Those of a sum's gradient are one number, expanded, which is seen
+    without waiting for the device."""
+    if all(stride == 0 or size == 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
+        return True
+    return bool((gradient == gradient.reshape(-1)[:1]).all())

@@ -15,7 +15,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.layout import TensorGroup
-from megatron.mpu.mappings import sum_in_place
+from megatron.mpu.mappings import (
+    all_of_sequence,
+    part_of_summed_sequence,
+    sum_and_scatter_sequence,
+    sum_in_place,
+)
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
 
 
@@ -47,6 +52,7 @@ class ColumnParallelLinear(nn.Module):
     """A replicated [..., n_in] -> [..., n_out / size], this rank's part of the outputs.
 
     blocks: the outputs are this many equal blocks, of each of which a rank holds a part (a gated MLP has 2).
+    cut_sequence: the input is this rank's [seq / size, ..., n_in], and is gathered; the output is whole.
     """
 
     def __init__(
@@ -58,9 +64,11 @@ class ColumnParallelLinear(nn.Module):
         init_std: float,
         bias: bool = True,
         blocks: int = 1,
+        cut_sequence: bool = False,
     ) -> None:
         super().__init__()
         self.tensor = tensor
+        self.cut_sequence = cut_sequence
         self.weight = new_parameter(
             ParameterSpec((n_out, n_in), shard_dim=0, blocks=blocks, init_std=init_std), tensor
         )
@@ -71,39 +79,73 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _column_linear(x, self.weight, self.bias, self.tensor)
+        return _column_linear(x, self.weight, self.bias, self.tensor, self.cut_sequence)
 
 
 class RowParallelLinear(nn.Module):
-    """[..., n_in / size], this rank's part of the inputs -> [..., n_out], the same on all tensor ranks."""
+    """[..., n_in / size], this rank's part of the inputs -> [..., n_out], the same on all tensor ranks.
+
+    cut_sequence: the output is this rank's [seq / size, ..., n_out] of the whole.
+    """
 
     def __init__(
-        self, n_in: int, n_out: int, tensor: TensorGroup, *, init_std: float, bias: bool = True
+        self,
+        n_in: int,
+        n_out: int,
+        tensor: TensorGroup,
+        *,
+        init_std: float,
+        bias: bool = True,
+        cut_sequence: bool = False,
     ) -> None:
         super().__init__()
         self.tensor = tensor
+        self.cut_sequence = cut_sequence
         self.weight = new_parameter(ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std), tensor)
         self.bias = new_parameter(ParameterSpec((n_out,), weight_decay=False), tensor) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tensor.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = _SumOwned.apply(F.linear(x, self.weight), self.tensor)
+        y = _sum_over_ranks(F.linear(x, self.weight), self.tensor, self.cut_sequence)
         # After the sum, so that it is added once.
         return y if self.bias is None else y + self.bias
 
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
     """Replicated [..., hidden] and this rank's rows of the embedding -> its logits [..., vocab / size]."""
-    return _column_linear(hidden, weight, None, tensor)
+    return _column_linear(hidden, weight, None, tensor, cut_sequence=False)
 
 
 def _column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tensor: TensorGroup,
+    cut_sequence: bool,
 ) -> torch.Tensor:
     if tensor.size == 1:
         return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tensor)
+    return _column_linear_over_ranks(x, weight, bias, tensor, cut_sequence)
+
+
+# Collectives stay outside of compiled graphs, where they overlap with products as written here.
+@torch.compiler.disable
+def _column_linear_over_ranks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tensor: TensorGroup,
+    cut_sequence: bool,
+) -> torch.Tensor:
+    function = _SequenceColumnLinear if cut_sequence else _ColumnLinear
+    return function.apply(x, weight, bias, tensor)
+
+
+@torch.compiler.disable
+def _sum_over_ranks(y: torch.Tensor, tensor: TensorGroup, cut_sequence: bool) -> torch.Tensor:
+    """The sum of each rank's `y`, which nothing else may use; of a cut sequence this rank's part of it."""
+    return sum_and_scatter_sequence(y, tensor) if cut_sequence else _SumOwned.apply(y, tensor)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -133,6 +175,42 @@ class _ColumnLinear(torch.autograd.Function):
             grad_bias = grad_rows.sum(0)
         if pending is not None:
             pending.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _SequenceColumnLinear(torch.autograd.Function):
+    """F.linear of an input whose sequence is cut over the ranks.
+
+    Only this rank's part of the input is kept. The backward pass gathers it again while it computes the
+    input's gradient, and sums and cuts that while it computes the weight's (Korthikanti et al., 2022).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tensor = tensor
+        whole, pending = all_of_sequence(x, tensor)
+        pending.wait()
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        whole, gathered = all_of_sequence(x, ctx.tensor)
+        grad_whole = grad.matmul(weight)
+        gathered.wait()
+        grad_x, summed = part_of_summed_sequence(grad_whole, ctx.tensor)
+        grad_weight = grad_bias = None
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        if needs_weight:
+            grad_weight = grad_rows.t().matmul(whole.view(-1, whole.shape[-1]))
+        if needs_bias:
+            grad_bias = grad_rows.sum(0)
+        summed.wait()
         return grad_x, grad_weight, grad_bias, None
 
 

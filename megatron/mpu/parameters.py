@@ -122,6 +122,16 @@ def is_counted_here(parameter: torch.Tensor, tensor: TensorGroup) -> bool:
     return spec_of(parameter).shard_dim is not None or tensor.rank == 0
 
 
+def mark_partial_gradient(parameter: torch.Tensor) -> None:
+    """Says that each tensor rank computes a part of this replicated parameter's gradient, to be summed."""
+    parameter.has_partial_gradient = True  # type: ignore[attr-defined]
+
+
+def has_partial_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the gradients of the tensor ranks have to be summed: see `mark_partial_gradient`."""
+    return getattr(parameter, "has_partial_gradient", False)
+
+
 def initialize_parameters(module: nn.Module, seed: int, tensor: TensorGroup) -> None:
     """Fill every parameter of `module`, in place, with values that depend on the seed and its full name only.
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.layout import TensorGroup
@@ -128,9 +129,11 @@ def _row_keys(
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
         stride *= x.shape[dim] * (tensor.size if is_cut else 1)
-    sample_keys = torch.tensor(stream.sample_keys(salt), dtype=torch.int64).to(x.device)
+    # A copy from pinned memory is not waited for.
+    sample_keys = get_accelerator().pin_memory(torch.tensor(stream.sample_keys(salt), dtype=torch.int64))
+    sample_keys = sample_keys.to(x.device, non_blocking=True)
     sample_keys = sample_keys.view([-1 if d == batch_dim else 1 for d in range(last)])
-    return _mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
+    return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
@@ -151,7 +154,7 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def _mix64(x: torch.Tensor) -> torch.Tensor:
+def mix64(x: torch.Tensor) -> torch.Tensor:
     """A one-to-one map of 64 bits that spreads every bit (the finisher of SplitMix64); int64 in and out."""
     x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)

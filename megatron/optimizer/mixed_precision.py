@@ -1,4 +1,4 @@
-"""One optimizer around Adam or SGD for every precision and for ZeRO stages 0 and 1.
+"""One optimizer around Adam or SGD for every precision and ZeRO stage, its state on the device or the host.
 
 DeepSpeed wraps an optimizer in one of five classes, by precision and stage. They differ in how gradients
 accumulate, in what the norm counts and in the first step (see `megatron.engine.workarounds`), so a run's
@@ -7,15 +7,18 @@ numbers would depend on its layout. Here is one path for all:
 - gradients accumulate in one flat fp32 buffer per parameter group, whatever the parameters' precision;
 - copies of a tied weight are summed over their stages, then everything over data-parallel ranks, in fp32;
 - the norm counts each parameter of the model once;
-- fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all.
+- fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all;
+  so are the gradients of transformer layers with ZeRO-2, and with ZeRO-3 their weights (`sharded_units`).
 
-The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them.
+The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them. Moments of 8 bits are
+saved in fp32: any optimizer of the Adam family opens them, on any layout.
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,19 +28,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
+from megatron.config import ConfigError
 from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import ParameterSpec, is_counted_here, spec_of
+from megatron.mpu.parameters import ParameterSpec, has_partial_gradient, is_counted_here, spec_of
+from megatron.optimizer.eight_bit import new_moment
+from megatron.optimizer.flat_group import FlatGroup, is_host_memory
 from megatron.optimizer.loss_scale import LossScaler
-
-# DeepSpeed aligns the flat buffer of a group to this many elements per partition.
-ALIGNMENT = 2
-# fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
-# are summed in fp32 within chunks of this many elements and in fp64 between them.
-NORM_CHUNK = 4096
+from megatron.optimizer.quantized import QuantizedMoment
+from megatron.optimizer.sharded_units import ShardedUnit
 
 # For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
-# and in fp32, and what else the optimizer keeps.
-SavedState = Callable[[str, ParameterSpec, TensorGroup], tuple[Tensor, dict[str, Tensor], dict[str, Any]]]
+# and in fp32, and what else the optimizer keeps. A moment may be read only when it is asked for.
+SavedState = Callable[[str, ParameterSpec, TensorGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
 
 
 class NonFiniteError(RuntimeError):
@@ -57,41 +59,33 @@ class Groups:
     """This rank in words, for error messages: rank, stage, tensor and data coordinates."""
 
 
-class _FlatGroup:
-    """The parameters of one optimizer group as views of flat buffers, cut into equal partitions."""
+@dataclass(frozen=True)
+class OwnedState:
+    """The elements of one parameter that a rank owns."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], partitions: int, partition: int) -> None:
-        self.parameters = list(parameters)
-        unit = ALIGNMENT * partitions
-        used = sum(p.numel() for p in self.parameters)
-        length = math.ceil(used / unit) * unit
-        first = self.parameters[0]
-        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
-        self.size = length // partitions
-        self.start = partition * self.size
-        self.padding = length - used if partition == partitions - 1 else 0
-        offset = 0
-        for parameter in self.parameters:
-            view = self.weights[offset : offset + parameter.numel()].view_as(parameter)
-            view.copy_(parameter.data)
-            parameter.data = view
-            parameter.main_grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
-            parameter.flat_offset = offset
-            offset += parameter.numel()
-        self.local_weights = self.weights[self.start : self.start + self.size]
-        self.local_gradients = self.gradients[self.start : self.start + self.size]
-        self.partitions = list(self.weights.split(self.size)) if self.size else []
-        # In fp32 the weights are their own master copy: no second one, nothing to copy after a step.
-        self.shares_master = first.dtype == torch.float32
-        master = self.local_weights if self.shares_master else self.local_weights.float()
-        self.master = nn.Parameter(master.detach())
+    name: str
+    spec: ParameterSpec
+    tensor: TensorGroup
+    start: int
+    """Place of the first of them in the rank's flat shard."""
+    values: dict[str, Tensor]
+    """'fp32': the values themselves; by the optimizer's names, the moments. Flat, of one length, fp32."""
+    step: float | None
+    """Updates that the optimizer has counted, if it does."""
+    quantized: bool
+    """Whether the moments have 8 bits."""
 
-    def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """(start, length) within the local partition of what this rank owns of the parameter, if anything."""
-        begin = max(parameter.flat_offset, self.start)
-        end = min(parameter.flat_offset + parameter.numel(), self.start + self.size)
-        return (begin - self.start, end - begin) if begin < end else None
+
+@dataclass(frozen=True)
+class Sharing:
+    """What the replicas share out among them, and where the optimizer's state lies."""
+
+    zero_stage: int
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
+    """From ZeRO-2 on, where there are replicas: by the name that parameter groups have under 'unit', the
+    modules whose gradients, and with ZeRO-3 weights, are shared out."""
+    cpu_offload: bool = False
+    """Whether master weights and moments are kept, and stepped, in the host's memory."""
 
 
 class MixedPrecisionOptimizer:
@@ -105,7 +99,7 @@ class MixedPrecisionOptimizer:
         tensor: TensorGroup,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
-        zero_stage: int,
+        sharing: Sharing,
         clip_grad: float,
     ) -> None:
         """`names`: global name per parameter; `tied`: parameters with copies on other stages, and the group
@@ -117,28 +111,47 @@ class MixedPrecisionOptimizer:
         self.tied = list(tied)
         self.scaler = scaler
         self.clip_grad = clip_grad
-        self.partition_count = groups.data_size if zero_stage == 1 else 1
-        partition = groups.data_rank if zero_stage == 1 else 0
-        if zero_stage == 1:
+        self.partition_count = groups.data_size if sharing.zero_stage >= 1 else 1
+        if sharing.zero_stage >= 1:
             # By this name DeepSpeed's engine knows that each data-parallel rank has a part to save.
             self.dp_process_group = groups.data
+        # NVIDIA apex's Adam counts its updates in the groups, torch's in the state.
+        self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.overflow = False
         self.grad_norm = 0.0
         self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        self.flat = [_FlatGroup(g["params"], self.partition_count, partition) for g in optimizer.param_groups]
+        self.flat = [self._flat_group(group, sharing) for group in optimizer.param_groups]
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
+        self._partial = [(flat, p) for flat in self.flat for p in flat.parameters if has_partial_gradient(p)]
         counted = [is_counted_here(p, tensor) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
-        for parameter in self.parameters:
+        shared = [flat.shares_gradients for flat in self.flat for _ in flat.parameters]
+        self._shared = torch.tensor(shared, dtype=torch.bool, device=self._device())
+        self._units = [
+            ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
+            for unit, module in sharing.units.items()
+        ]
+        for parameter in (p for flat in self.flat if not flat.shares_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad  # autograd accumulates straight into the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+
+    def _flat_group(self, group: dict[str, Any], sharing: Sharing) -> FlatGroup:
+        in_unit = group.get("unit") in sharing.units
+        return FlatGroup(
+            group,
+            self.partition_count,
+            self.groups.data_rank if self.partition_count > 1 else 0,
+            shares_gradients=in_unit,
+            shares_weights=in_unit and sharing.zero_stage == 3,
+            master_on_host=sharing.cpu_offload and not is_host_memory(group["params"][0].device),
+        )
 
     # --- what DeepSpeed's engine asks of an optimizer ---
 
@@ -158,7 +171,7 @@ class MixedPrecisionOptimizer:
     def zero_grad(self) -> None:
         """Empties the accumulated gradients."""
         for flat in self.flat:
-            flat.gradients.zero_()
+            flat.zero_gradients()
 
     # --- the step ---
 
@@ -169,20 +182,34 @@ class MixedPrecisionOptimizer:
         """
         self._loss = loss
         if self.flat:
+            # The first group is of no unit: its gradients are whole, and summed after this.
             self.flat[0].gradients[:1].add_(loss * 0.0)
 
     def reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied copies over their stages. Called once all micro-batches are through, on
+        """Sums the gradients of tied copies over their stages, and what the tensor ranks have computed of one
+        gradient each. Called once all micro-batches are through, on
         every stage: what each rank has computed by itself is measured here, to name a culprit later."""
-        self._norms_before_reduction = self._parameter_norms()
+        for unit in self._units:
+            unit.finish()
+        self._norms_before_reduction = self._stacked(
+            [n for flat in self.flat for n in flat.norms_before_sums()]
+        )
         for parameter, group in self.tied:
             dist.all_reduce(parameter.main_grad, group=group)
+        parts = [flat.gradient_here(parameter) for flat, parameter in self._partial]
+        if sum(part.numel() for part in parts):
+            # Many short vectors: one message. Tensor ranks own the same parts of what each of them has whole.
+            summed = torch.cat(parts)
+            dist.all_reduce(summed, group=self.tensor.group)
+            for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total)
 
     def reduce_gradients(self) -> None:
-        """Sums all gradients over the data-parallel ranks."""
+        """Sums all gradients over the data-parallel ranks; those that are shared out have been summed."""
         if self.groups.data_size > 1:
             for flat in self.flat:
-                dist.all_reduce(flat.gradients, group=self.groups.data)
+                if not flat.shares_gradients:
+                    dist.all_reduce(flat.gradients, group=self.groups.data)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -204,35 +231,50 @@ class MixedPrecisionOptimizer:
         if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
-            if factor != 1.0:
-                flat.local_gradients.mul_(factor)
-            flat.master.grad = flat.local_gradients
+            flat.give_gradient_to_master(factor)
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
         self._spread_weights()
 
     def _spread_weights(self) -> None:
-        """Copies this rank's master weights into the model and gathers the other partitions'."""
+        """Copies this rank's master weights into the model and gathers the other partitions', unless each
+        layer does so before it runs."""
         for flat in self.flat:
-            if not flat.shares_master:
-                flat.local_weights.copy_(flat.master)
-            if self.partition_count > 1:
-                # gloo may not gather into the buffer that it sends from
-                dist.all_gather(flat.partitions, flat.local_weights.clone(), group=self.groups.data)
+            flat.take_over_master()
+            if self.partition_count > 1 and not flat.shares_weights:
+                flat.gather_weights(self.groups.data).wait()
 
-    def _parameter_norms(self) -> Tensor:
-        """Norm of each parameter's accumulated gradient, [parameters] fp64."""
-        if not self.parameters:
-            return torch.zeros(0, dtype=torch.float64, device=self._device())
-        return torch.stack([accurate_norm(p.main_grad) for p in self.parameters])
+    @property
+    def shares_weights(self) -> bool:
+        """Whether between steps some weights are on no rank as a whole."""
+        return any(flat.shares_weights for flat in self.flat)
+
+    @contextmanager
+    def whole_weights(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Within this context the weights of `module` can be read on this rank, by default those of all
+        modules. Collective."""
+        with ExitStack() as stack:
+            for unit in self._units:
+                if module is None or unit.module is module:
+                    stack.enter_context(unit.whole_weights())
+            yield
+
+    def _stacked(self, norms: list[Tensor]) -> Tensor:
+        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=self._device())
 
     def _global_norm(self) -> float:
         """Norm over the whole model, each parameter counted once."""
-        reduced = self.groups.data_size > 1 or self.tied
-        norms = self._parameter_norms() if reduced else self._norms_before_reduction
+        norms = self._norms_before_reduction
+        if self.groups.data_size > 1 or self.tied or self._partial:
+            norms = self._stacked([norm for flat in self.flat for norm in flat.norms_here()])
+        squares = norms.square()
+        if self._units:
+            of_parts = squares * self._shared
+            dist.all_reduce(of_parts, group=self.groups.data)
+            squares = torch.where(self._shared, of_parts, squares)
         # Copies that do not count must be finite all the same.
-        square = norms[self._counted].square().sum() + norms.sum() * 0.0
+        square = squares[self._counted].sum() + squares.sum() * 0.0
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         return math.sqrt(square.item()) if square.isfinite() else float("inf")
@@ -256,71 +298,189 @@ class MixedPrecisionOptimizer:
         more = f"; and on {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
         return f"the gradient is not finite, the step was not taken. First bad parameter: {where}{more}"
 
+    # --- moments ---
+
+    def moments_of(self, flat: FlatGroup) -> dict[str, Tensor | QuantizedMoment]:
+        """What is kept per element of the group's partition, by the optimizer's names; {} before a step."""
+        return {
+            key: value
+            for key, value in self.optimizer.state.get(flat.master, {}).items()
+            if isinstance(value, QuantizedMoment) or (isinstance(value, Tensor) and value.dim() == 1)
+        }
+
+    def moment_fragments(self, flat: FlatGroup, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """fp32 moments, by the optimizer's names, of what this rank owns of a parameter of the group: flat,
+        as long as `flat.fragment(parameter)`. {} where it owns nothing and before the first step.
+
+        Views of the state, or if `flat.quantized` copies, dequantised.
+        """
+        fragment = flat.fragment(parameter)
+        if fragment is None:
+            return {}
+        return {key: _read(moment, *fragment) for key, moment in self.moments_of(flat).items()}
+
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
+
+    def owned_state(self) -> Iterator[OwnedState]:
+        """What this rank's partitions hold, a parameter at a time."""
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
+            for parameter, start, length in flat.fragments():
+                values = {"fp32": flat.master.detach()[start : start + length]}
+                values |= self.moment_fragments(flat, parameter)
+                yield self._owned(flat, parameter, values, None if step is None else float(step))
+
+    def _owned(
+        self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
+    ) -> OwnedState:
+        return OwnedState(
+            name=self.names[parameter],
+            spec=spec_of(parameter),
+            tensor=self.tensor,
+            start=max(flat.start - parameter.flat_offset, 0),
+            values=values,
+            step=step,
+            quantized=flat.quantized,
+        )
 
     def state_dict(self) -> dict:
         """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
-        mappings = []
-        for flat in self.flat:
+        base = self.optimizer.state_dict()
+        mappings, masters, paddings = [], [], []
+        for index, flat in enumerate(self.flat):
+            master, padding = flat.master.detach(), flat.padding
             addresses = OrderedDict()
-            for parameter in flat.parameters:
-                fragment = flat.fragment(parameter)
-                if fragment is not None:
-                    addresses[self.names[parameter]] = fragment_address(start=fragment[0], numel=fragment[1])
+            packed = 0
+            for parameter, start, length in flat.fragments():
+                # Without the gaps between quantised parameters, which DeepSpeed's tools know nothing of.
+                start = packed if flat.quantized else start
+                addresses[self.names[parameter]] = fragment_address(start=start, numel=length)
+                packed += length
+            if self._steps_in_groups and index in base["state"]:
+                base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
+            if flat.quantized:
+                padding = 0
+                moments = self.moments_of(flat)
+                if moments:
+                    packed_moments = {key: _packed(flat, moment) for key, moment in moments.items()}
+                    base["state"][index] = {**base["state"][index], **packed_moments}
+                master = _packed(flat, master)
             mappings.append(addresses)
+            masters.append(master)
+            paddings.append(padding)
         return {
             "clip_grad": self.clip_grad,
-            "base_optimizer_state": self.optimizer.state_dict(),
-            "single_partition_of_fp32_groups": [flat.master.detach() for flat in self.flat],
-            "group_paddings": [flat.padding for flat in self.flat],
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": masters,
+            "group_paddings": paddings,
             "partition_count": [self.partition_count] * len(self.flat),
             "ds_version": deepspeed_version,
             "param_slice_mappings": mappings,
             "loss_scaler": self.scaler.state_dict(),
         }
 
+    def _load_moment(
+        self,
+        flat: FlatGroup,
+        parameter: nn.Parameter,
+        key: str,
+        elements: Tensor,
+        before_rounding: Callable[[OwnedState], None],
+    ) -> None:
+        state = self.optimizer.state[flat.master]
+        if key not in state:
+            state[key] = new_moment(key, flat.master, flat.moment_bits)
+        if flat.quantized:
+            before_rounding(self._owned(flat, parameter, {key: elements}))
+        (start, _) = flat.fragment(parameter)
+        if not _write(state[key], start, elements):
+            raise RuntimeError(f"{key} of {self.names[parameter]} was not quantised to within one step")
+
+    def _load_others(self, flat: FlatGroup, index: int, name: str, others: dict[str, Any]) -> None:
+        """What is kept once for the whole group: the step, wherever the optimizer looks for it."""
+        group = self.param_groups[index]
+        kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
+        # A fused kernel reads its step on the device, others on the CPU.
+        device = flat.master.device if group.get("fused") else "cpu"
+        for key, value in others.items():
+            if self._steps_in_groups and key == "step":
+                value = int(value)
+            elif isinstance(value, Tensor):
+                value = value.to(device, copy=True)
+            first = self._first_others.setdefault((index, key), value)
+            if float(value) != float(first):
+                raise ConfigError(
+                    f"the checkpoint says that {name} has made {float(value):g} updates and others "
+                    f"beside it {float(first):g}: it is not of one step"
+                )
+            kept[key] = value
+
     @torch.no_grad()
-    def load_by_name(self, saved: SavedState, loss_scaler: dict | None, with_moments: bool) -> None:
+    def load_by_name(
+        self,
+        saved: SavedState,
+        loss_scaler: dict | None,
+        with_moments: bool,
+        before_rounding: Callable[[OwnedState], None] = lambda part: None,
+    ) -> None:
         """Restores values and moments from a checkpoint of any layout, and spreads the weights. Collective.
 
         loss_scaler: its state, None to begin anew. Without `with_moments` the optimizer begins anew as well.
+        before_rounding: gets each moment that will have 8 bits, as it was read. Raises ConfigError where the
+        checkpoint's parameters have made unequal numbers of updates.
         """
         self.optimizer.state.clear()
-        for flat in self.flat:
-            for parameter in flat.parameters:
-                fragment = flat.fragment(parameter)
-                if fragment is None:
-                    continue
-                start, length = fragment
+        self._first_others: dict[tuple[int, str], Any] = {}
+        for index, flat in enumerate(self.flat):
+            for parameter, start, length in flat.fragments():
                 offset = max(flat.start - parameter.flat_offset, 0)
-                master, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
-                flat.master.data[start : start + length].copy_(master[offset : offset + length])
-                if not with_moments:
-                    continue
-                state = self.optimizer.state[flat.master]
-                for key, values in moments.items():
-                    if key not in state:
-                        state[key] = torch.zeros_like(flat.master)
-                    state[key][start : start + length].copy_(values[offset : offset + length])
-                for key, value in others.items():
-                    state[key] = value.clone() if isinstance(value, Tensor) else value
+                values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
+                flat.master.data[start : start + length].copy_(values[offset : offset + length])
+                del values  # a moment is read when it is asked for: one at a time is in memory
+                if with_moments:
+                    for key in moments:
+                        self._load_moment(
+                            flat, parameter, key, moments[key][offset : offset + length], before_rounding
+                        )
+                    self._load_others(flat, index, self.names[parameter], others)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()
 
 
+def _read(moment: Tensor | QuantizedMoment, start: int, length: int) -> Tensor:
+    if isinstance(moment, QuantizedMoment):
+        return moment.read(start, length)
+    return moment[start : start + length]
+
+
+def _write(moment: Tensor | QuantizedMoment, start: int, elements: Tensor) -> bool:
+    """Whether the elements are there now, as exactly as the moment is kept."""
+    if isinstance(moment, QuantizedMoment):
+        moment.write(start, elements)
+        return moment.is_within_one_step(start, elements)
+    moment[start : start + elements.numel()].copy_(elements)
+    return True
+
+
+def _packed(flat: FlatGroup, values: Tensor | QuantizedMoment) -> Tensor:
+    """The parameters' elements of a partition one after the other, in fp32; a view where they are already so.
+    Copies are on the CPU: the device need not hold more than one parameter's at a time."""
+    fragments = flat.fragments()
+    lengths = [length for _, _, length in fragments]
+    if isinstance(values, Tensor) and fragments[-1:] and sum(fragments[-1][1:]) == sum(lengths):
+        return values[: sum(lengths)]
+    result = torch.empty(sum(lengths), dtype=torch.float32)
+    for (_, start, length), part in zip(fragments, result.split(lengths), strict=True):
+        part.copy_(_read(values, start, length))
+    return result
+
+
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and lets go of it."""
-    parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and lets go of it.
 
-
-def accurate_norm(values: Tensor) -> Tensor:
-    """2-norm of an fp32 tensor to about 1e-8 relative, as an fp64 scalar, at the speed of reading it once."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-    square = torch.linalg.vector_norm(flat[whole:]).double().square()
-    if whole:
-        chunks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), dim=1)
-        square = square + chunks.double().square().sum()
-    return square.sqrt()
+    There is none where all of it has come in fp32 already: the head's, from the fused loss.
+    """
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -10,10 +10,14 @@ from torch import nn
 
 from megatron.config import ConfigError, OptimizerConfig
 from megatron.mpu.parameters import spec_of
+from megatron.optimizer.eight_bit import EightBitAdam, moment_bits
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    eight_bit: bool = False,
+    units: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Two groups: what decays (matrices, embeddings) and what does not (biases, norms), as the specs say.
 
@@ -21,25 +25,52 @@ def parameter_groups(
     every rank, in this order, even if one is empty (a stage with only the embedding). A parameter that comes
     twice (tied weights) is taken once, under its first name; frozen parameters are left out. ValueError if a
     parameter has no spec.
+
+    eight_bit: before these two comes a group of the decayed ones whose moments have 8 bits, and each group
+    says its 'moment_bits'. Parameters of a group lie in one flat buffer, where a parameter's own size is no
+    longer seen, so a group is the place for what depends on it.
+
+    units: first parts of names ('3' in '3.mlp.dense_h_to_4h.weight') whose parameters lie in groups of their
+    own, which come after the others and say their 'unit'.
     """
+    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units}
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in named_parameters:
+        by_unit.get(name.partition(".")[0], others).append((name, parameter))
+    groups = _groups_by_kind(others, weight_decay, eight_bit)
+    for unit, of_unit in by_unit.items():
+        groups += [{**group, "unit": unit} for group in _groups_by_kind(of_unit, weight_decay, eight_bit)]
+    return groups
+
+
+def _groups_by_kind(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, eight_bit: bool
+) -> list[dict[str, Any]]:
     decayed: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay}
     plain: dict[str, Any] = {"params": [], "names": [], "weight_decay": 0.0}
+    quantized: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay, "moment_bits": 8}
     seen: set[int] = set()
     for name, parameter in named_parameters:
         if not parameter.requires_grad or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        group = decayed if spec_of(parameter).weight_decay else plain
+        spec = spec_of(parameter)
+        group = decayed if spec.weight_decay else plain
+        if eight_bit and moment_bits(name, spec) == 8:
+            group = quantized
         group["params"].append(parameter)
         group["names"].append(name)
-    return [decayed, plain]
+    if not eight_bit:
+        return [decayed, plain]
+    return [quantized, {**decayed, "moment_bits": 32}, {**plain, "moment_bits": 32}]
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over `groups`, whose other keys it keeps.
 
     Every group starts with 'lr' 0: the loop sets the schedule's rate before each step. 'adam' and 'adamw' are
-    the same, with decoupled weight decay, as in Megatron. ConfigError if --use-apex cannot be done.
+    the same, with decoupled weight decay, as in Megatron. ConfigError if --use-apex or --use-bnb-optimizer
+    cannot be done.
     """
     groups = [dict(group) for group in groups]
     if config.optimizer == "sgd":
@@ -54,6 +85,8 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     }
     if config.use_apex:
         return _apex_adam(groups, settings)
+    if config.use_bnb_optimizer:
+        return _eight_bit_adam(groups, settings)
     # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices <= {"cpu", "cuda", "xpu", "mps"}
@@ -73,3 +106,14 @@ def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
         return FusedAdam(groups, adam_w_mode=True, **settings)
     except (RuntimeError, ImportError) as error:
         raise ConfigError(f"--use-apex: apex's FusedAdam cannot be used here ({error}): {advice}") from None
+
+
+def _eight_bit_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """bitsandbytes' 8-bit Adam; ConfigError where bitsandbytes cannot be imported."""
+    try:
+        return EightBitAdam(groups, **settings)
+    except ImportError as error:
+        raise ConfigError(
+            f"--use-bnb-optimizer: bitsandbytes cannot be imported ({error}): pip install bitsandbytes, or "
+            "drop the flag"
+        ) from None

@@ -24,18 +24,21 @@ def iteration_flops(
     padded_vocab_size: int,
     batch_size: int,
     recompute: bool,
+    recompute_attention: bool = False,
     gated_mlp: bool = False,
 ) -> float:
     """Hardware FLOPs of one step over `batch_size` samples, summed over all devices.
 
     recompute: every layer's activations are computed twice (--checkpoint-activations).
+    recompute_attention: the product of query and key is (--recompute-granularity selective).
     """
     passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
     coefficient = 32 if gated_mlp else 24
     matrices = coefficient * passes * batch_size * seq_length * num_layers * hidden_size**2
     attention = seq_length / (6 * hidden_size)
     head = padded_vocab_size / (16 * num_layers * hidden_size)
-    return matrices * (1 + attention + head)
+    scores = 2 * batch_size * seq_length**2 * num_layers * hidden_size if recompute_attention else 0
+    return matrices * (1 + attention + head) + scores
 
 
 def transformer_layer_flops(config: Config) -> float:
@@ -45,8 +48,14 @@ def transformer_layer_flops(config: Config) -> float:
     width = model.num_attention_heads * model.kv_channels
     matrices = 4 * width + (3 if model.glu_activation else 2) * model.ffn_hidden_size
     forward = 2 * tokens * (matrices * model.hidden_size + 2 * model.seq_length * width)
-    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if config.training.checkpoint_activations else 0)
-    return passes * forward / config.parallel.tensor_model_parallel_size
+    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if config.training.recomputes_layers else 0)
+    scores = 2 * tokens * model.seq_length * width if recomputes_scores(config) else 0
+    return (passes * forward + scores) / config.parallel.tensor_model_parallel_size
+
+
+def recomputes_scores(config: Config) -> bool:
+    """Attention's scores are made twice: there are none to keep where attention has no dropout."""
+    return config.training.recomputes_attention and config.model.attention_dropout > 0
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:

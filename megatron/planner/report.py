@@ -44,7 +44,7 @@ def _layout_lines(config: Config) -> str:
     micro_batches = micro_batches_per_step(config)
     lines = [
         f"layout     {parallel.world_size} processes = tensor {tensor} x pipeline {stages} x data {data}, "
-        f"ZeRO stage {parallel.zero_stage}",
+        f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x data {data}",
         _pipeline_line(parallel.pipeline_schedule, micro_batches, stages),

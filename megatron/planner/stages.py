@@ -111,11 +111,16 @@ def layer_table(
     layer_flops[head] = flops.head_flops(config, padded)
     activation_bytes[first] = memory.embedding_activation_bytes(config)
     activation_bytes[head] = memory.head_activation_bytes(config, padded)
-    per_parameter = memory.state_bytes_per_parameter(config)
+    per_parameter = dict.fromkeys(names, memory.state_bytes_per_parameter(config))
+    # Its matrices; what stays in 32 bits with 8-bit Adam, norms and biases, is a thousandth of it.
+    moment_bytes = memory.EIGHT_BIT if config.optimizer.use_bnb_optimizer else memory.FP32
+    per_parameter[TRANSFORMER_LAYER] = memory.state_bytes_per_parameter(
+        config, moment_bytes, in_transformer_layer=True
+    )
     held = list(parameters)
     if config.parallel.num_stages == 1 or config.parallel.pipeline_schedule == "dualpipev":
         held[head] = 0  # the same rank has the embedding, which is the same matrix
-    state_bytes = [count * per_parameter for count in held]
+    state_bytes = [count * per_parameter[name] for name, count in zip(names, held, strict=True)]
     return LayerTable(names, held, layer_flops, state_bytes, activation_bytes, _per_layer(names, seconds))
 
 

@@ -26,10 +26,11 @@ from megatron.config import Config, ConfigError
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
-from megatron.model.transformer import LayerContext
+from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
 from megatron.mpu.layout import ParallelLayout, TensorGroup
 from megatron.mpu.random import DropoutStream
 from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER
+from megatron.planner.flops import recomputes_scores
 from megatron.planner.stages import layer_kinds
 
 WARM_UP, REPEATS = 2, 7
@@ -116,7 +117,11 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "tensor_model_parallel_size": tensor_size,
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
-        "checkpoint_activations": config.training.checkpoint_activations,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "compile": config.training.compile,
+        "recomputes_layers": config.training.recomputes_layers,
+        "recomputes_scores": recomputes_scores(config),
+        "loss_implementation": config.training.loss_implementation,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
@@ -131,29 +136,46 @@ def _measure(config: Config, tensor: TensorGroup, vocab_size: int, eod: int | No
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
     payload: Any = tokens
+    loss, labels = CrossEntropy(tensor, vocab_size), (tokens, torch.ones(shape, device=device))
+    head = f"{EMBEDDING}@last"
+    fused = config.training.loss_implementation == "fused"
     for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
         if kind in seconds:
             continue  # alike in shape: what it would pass on is like what it was given
-        function = _build(layer, config, device)
-        if kind == TRANSFORMER_LAYER and config.training.checkpoint_activations:
+        if fused and head in seconds:
+            seconds[kind] = 0.0  # the step that is head and loss does its work
+            continue
+        if fused and kind == head:
+            function = _build(
+                layer, config, device, lambda m, x: loss.of_hidden(x, m.word_embeddings.weight, labels)
+            )
+        else:
+            function = _build(layer, config, device)
+        if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:
             function = _recomputed(function)
         seconds[kind], payload = _time(function, payload)
-    loss = CrossEntropy(tensor, vocab_size)
-    labels = (tokens, torch.ones(shape, device=device))
-    loss_seconds, _ = _time(lambda logits: loss(logits, labels), payload)
-    seconds[f"{EMBEDDING}@last"] += loss_seconds
+    if not fused:
+        seconds[head] += _time(lambda logits: loss(logits, labels), payload)[0]
     return seconds
 
 
-def _build(layer: LayerSpec | Callable, config: Config, device: torch.device) -> Callable:
-    """The layer with small random weights; an exact start would take time and change nothing."""
+def _build(
+    layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
+) -> Callable:
+    """The layer with small random weights; an exact start would take time and change nothing.
+
+    forward: what is done with the layer's module and its input, if not what the layer says.
+    """
     if not isinstance(layer, LayerSpec):
         return layer
     module = layer.build().to(device=device, dtype=PARAMETER_DTYPES[config.precision.name])
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
-    forward = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
+    if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
+        module.compile(dynamic=False)
+    if forward is None and isinstance(layer, TiedLayerSpec):
+        forward = layer.forward_fn
     return (lambda payload: forward(module, payload)) if forward else module
 
 

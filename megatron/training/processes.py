@@ -64,6 +64,15 @@ def join_world(config: Config) -> int:
     return dist.get_rank()
 
 
+def device_notes(config: Config) -> list[str]:
+    """What to say of flags that this device leaves without effect, one sentence each."""
+    from deepspeed.accelerator import get_accelerator
+
+    if config.parallel.cpu_offload and get_accelerator().device_name() == "cpu":
+        return ["--cpu-offload has nothing to move: the model computes on the CPU, in the host's memory"]
+    return []
+
+
 def leave_world() -> None:
     """Ends the process group, after everyone has arrived."""
     dist.barrier()

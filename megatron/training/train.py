@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
-from megatron.planner.flops import iteration_flops
+from megatron.planner.flops import iteration_flops, recomputes_scores
 from megatron.training.data import RunData, RunLength
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
+from megatron.training.first_steps import FirstSteps
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
 from megatron.training.signals import ExitConditions
 
@@ -43,6 +44,10 @@ class Trainer:
     exits: ExitConditions
     save: Callable[[TrainingState], Path]
     """Writes a checkpoint of the given state; returns its folder."""
+    first_steps: FirstSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_steps = FirstSteps(self.config, self.engine.layout)
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
@@ -96,6 +101,8 @@ class Trainer:
                 seconds=time.perf_counter() - started,
             )
         )
+        for text in self.first_steps.texts(optimizer, progress.iteration == self.length.iterations):
+            self.metrics.print(text)
         return TrainingState(
             progress.iteration,
             progress.consumed_samples,
@@ -109,8 +116,12 @@ class Trainer:
         try:
             folder = self.save(state)
         except SaveError as error:
-            raise RunStopped(f"{error}: free some space, and the run resumes", everywhere=False) from error
+            raise RunStopped(
+                f"{error}: once that is mended, the run resumes from the checkpoint before", everywhere=False
+            ) from error
         seconds = time.perf_counter() - started
+        if self.engine.global_rank != 0:
+            return  # on a shared file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
@@ -158,7 +169,8 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
             seq_length=model.seq_length,
             padded_vocab_size=padded_vocab_size(vocab_size, model, parallel.tensor_model_parallel_size),
             batch_size=1,
-            recompute=config.training.checkpoint_activations,
+            recompute=config.training.recomputes_layers,
+            recompute_attention=recomputes_scores(config),
             gated_mlp=model.glu_activation is not None,
         ),
         tokens_per_sample=model.seq_length,

@@ -237,13 +237,14 @@ def weights_of(engine: GPTEngine) -> RankWeights:
     from megatron.mpu.parameters import spec_of
 
     layout, parameters = engine.layout, dict(engine.module.named_parameters())
-    return RankWeights(
-        layout.tensor_rank,
-        layout.data_rank,
-        layout.pipeline_stage,
-        {name: spec_of(p) for name, p in parameters.items()},
-        {name: p.detach().clone() for name, p in parameters.items()},
-    )
+    with engine.optimizer.whole_weights():
+        return RankWeights(
+            layout.tensor_rank,
+            layout.data_rank,
+            layout.pipeline_stage,
+            {name: spec_of(p) for name, p in parameters.items()},
+            {name: p.detach().clone() for name, p in parameters.items()},
+        )
 
 
 def whole_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:

@@ -71,6 +71,28 @@ def test_bf16_and_fp16_follow_the_fp32_loss(row):
         assert norm_error < 0.05, "a wrong scale, which Adam would forgive"
 
 
+def loss_rows():
+    """Layouts by which head and loss differ: the vocabulary cut, the head apart from the embedding."""
+    return [
+        Row(),
+        Row(tp=4, pp=2, micro_batch=2),
+        Row(pp=2, dp=2, zero=1, micro_batch=2, recompute=True, positions="alibi"),
+        Row(tp=2, pp=2, precision="bf16"),
+        Row(tp=2, micro_batch=2, precision="fp16"),
+    ]
+
+
+@pytest.mark.parametrize("row", loss_rows(), ids=str)
+def test_the_plain_loss_trains_as_the_fused_one_does(row):
+    plain = {"training": {"loss_implementation": "plain"}}
+    fused = run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S)[0]
+    for history in run_world(row.world_size, train_with, row, SHORT, plain, timeout=TIMEOUT_S):
+        loss_error, norm_error = relative_errors(history, fused)
+        exact = row.precision == "fp32"
+        assert loss_error <= (FP32_BOUND if exact else LOW_PRECISION_BOUND)
+        assert norm_error <= (FP32_BOUND if exact else 0.05)
+
+
 @cache
 def dropout_reference(row):
     """The single-process fp32 history with dropout."""

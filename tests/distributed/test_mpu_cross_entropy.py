@@ -1,8 +1,11 @@
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu import cross_entropy
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout
 from tests.distributed.pool import run_world
 
@@ -51,3 +54,90 @@ def test_a_label_outside_the_vocabulary_makes_its_loss_nan_on_every_rank():
     logits, labels = torch.randn(4, 8), torch.tensor([0, 5, 6, 9])
     for loss, _ in run_world(2, loss_and_gradient, logits, labels, torch.ones(4), 6, False):
         assert loss.isnan().tolist() == [False, False, True, True]
+
+
+# --- fused with the head ---
+
+HIDDEN, ROWS, TOKENS = 40, 512, 70
+
+
+def fused_loss_and_gradients(hidden, weight, labels, upstream, token_weights, vocab_size, z_loss_weight):
+    """Of this rank's rows of the weight, in several chunks; hidden's gradient is that of all ranks."""
+    size = dist.get_world_size()
+    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
+    own = weight.chunk(size)[tensor.rank].clone().requires_grad_()
+    hidden = hidden.clone().requires_grad_()
+    with mock.patch.object(cross_entropy, "CHUNK_TOKENS", {2: 32, 4: 32}):
+        losses = vocab_parallel_linear_cross_entropy(
+            hidden,
+            own,
+            labels,
+            tensor,
+            vocab_size,
+            token_weights=token_weights,
+            z_loss_weight=z_loss_weight,
+        )
+        losses.backward(upstream)
+    return losses.detach(), hidden.grad, own.grad
+
+
+def fused_cases(cases):
+    return [fused_loss_and_gradients(*inputs) for inputs in cases]
+
+
+def fused_over(size, cases):
+    """(losses, gradient of hidden, that of the whole weight) of each case, with that many tensor ranks."""
+    found = []
+    for of_ranks in zip(*run_world(size, fused_cases, cases), strict=True):
+        for losses, grad_hidden, _ in of_ranks:
+            assert torch.equal(losses, of_ranks[0][0]) and torch.equal(grad_hidden, of_ranks[0][1])
+        found.append((*of_ranks[0][:2], torch.cat([grad_weight for _, _, grad_weight in of_ranks])))
+    return found
+
+
+def fused_reference(hidden, weight, labels, upstream, token_weights, vocab_size, z_loss_weight):
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = (hidden @ weight.t())[:, :vocab_size]
+    log_sum = logits.logsumexp(-1)
+    losses = log_sum - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss_weight * log_sum**2
+    losses = losses * token_weights
+    losses.backward(upstream.double())
+    return losses.detach(), hidden.grad, weight.grad
+
+
+def error(found, expected):
+    """The largest relative error of losses and gradients, as norms."""
+    pairs = zip(found, expected, strict=True)
+    return max(((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs)
+
+
+@pytest.mark.parametrize("vocab_size", [512, 300])
+def test_the_fused_loss_does_not_depend_on_how_the_vocabulary_is_cut(vocab_size):
+    generator = torch.Generator().manual_seed(4)
+    hidden = 0.3 * torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(ROWS, HIDDEN, generator=generator)
+    labels = torch.randint(0, vocab_size, (TOKENS,), generator=generator)
+    token_weights = torch.rand(TOKENS, generator=generator)
+    uneven = torch.randn(TOKENS, generator=generator)
+    cases, bounds = [], []
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        for upstream, z_loss_weight in ((torch.ones(TOKENS), 0.0), (uneven, 0.01)):
+            narrow = (hidden.to(dtype), weight.to(dtype), labels)
+            cases.append((*narrow, upstream, token_weights, vocab_size, z_loss_weight))
+            bounds.append(bound)
+    expected = [fused_reference(*inputs) for inputs in cases]
+    alone = fused_over(1, cases)
+    for size in (1, 2, 4):
+        for found, wanted, single, bound in zip(
+            fused_over(size, cases), expected, alone, bounds, strict=True
+        ):
+            assert error(found, wanted) <= bound
+            assert error(found, single) <= bound
+            assert found[2][vocab_size:].abs().sum() == 0
+
+
+def test_a_label_outside_the_vocabulary_makes_the_fused_loss_nan_on_every_rank():
+    hidden, weight, labels = torch.randn(4, 6), torch.randn(8, 6), torch.tensor([0, 5, 6, 9])
+    arguments = (hidden, weight, labels, torch.ones(4), torch.ones(4), 6, 0.0)
+    for losses, _, _ in run_world(2, fused_loss_and_gradients, *arguments):
+        assert losses.isnan().tolist() == [False, False, True, True]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.mpu.parameters import merge_shards
-from megatron.optimizer.mixed_precision import NORM_CHUNK, NonFiniteError, accurate_norm
+from megatron.optimizer.flat_group import NORM_CHUNK, accurate_norm
+from megatron.optimizer.mixed_precision import NonFiniteError
 from tests.distributed.layouts import (
     FP32_BOUND,
     RATE,
@@ -246,7 +247,7 @@ def loop_over_overflows():
         SimpleNamespace(iterations=20),
         BatchSchedule.from_config(config.batch),
         SimpleNamespace(rate=lambda progress: RATE),
-        SimpleNamespace(log_step=records.append),
+        SimpleNamespace(log_step=records.append, print=lambda text: None),
         None,
         None,
     )

@@ -1,9 +1,11 @@
 """--checkpoint-activations recomputes each transformer layer, however the layers are grouped and cut."""
 
 import pytest
+from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.model.transformer import ParallelTransformerLayerPipe
-from tests.distributed.layouts import Row, build_engine, config_of, train
+from tests.distributed.layouts import FP32_BOUND, SEQ, Row, build_engine, config_of, relative_errors, train
 from tests.distributed.pool import run_world
 
 
@@ -38,3 +40,90 @@ def test_each_layer_runs_twice_in_groups_of_any_size(together):
 def test_each_layer_runs_twice_on_every_stage():
     results = run_world(2, forwards_per_layer, Row(pp=2, recompute=True, micro_batch=4), 2)
     assert [counts for counts, _ in results] == [[2, 2], [2, 2]]
+
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+THROUGH_DEEPSPEED = {"partition_activations": True, "checkpoint_in_cpu": True}
+DOCUMENTS = {"data": {"reset_attention_mask": True}}
+STEPS = 6
+
+
+def kept_scores_and_history(row, changes):
+    """How many matrices of scores autograd keeps in a step, and the numbers of 6 steps."""
+    engine = build_engine(config_of(row, model=DROPOUT, **changes))
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        history = train(engine, range(1))
+    scores = [shape for shape in kept if len(shape) == 4 and shape[2:] == (SEQ, SEQ)]
+    return len(scores), history + train(engine, range(1, STEPS))
+
+
+@pytest.mark.parametrize("row", [Row(micro_batch=2), Row(tp=2, pp=2, micro_batch=2, positions="alibi")])
+def test_selective_recomputation_keeps_no_scores_and_changes_no_number(row):
+    changes = {"training": {"recompute_granularity": "selective"}}
+    for plain, selective in zip(
+        run_world(row.world_size, kept_scores_and_history, row, {}),
+        run_world(row.world_size, kept_scores_and_history, row, changes),
+        strict=True,
+    ):
+        assert plain[0] > 0 and selective[0] == 0
+        assert max(relative_errors(selective[1], plain[1])) < 1e-6
+
+
+def history_and_parts(row, changes):
+    """6 steps, and the sizes of what DeepSpeed kept of the layers' inputs in the first of them."""
+    engine = build_engine(config_of(row, **changes))
+    sizes, keep = set(), deepspeed_checkpointing.extract_tensors
+
+    def note(all_objects):
+        sizes.update(
+            thing.saved_data.numel()
+            for thing in all_objects
+            if getattr(thing, "saved_data", None) is not None
+        )
+        return keep(all_objects)
+
+    deepspeed_checkpointing.extract_tensors = note
+    history = train(engine, range(1))
+    deepspeed_checkpointing.extract_tensors = keep
+    return sizes, history + train(engine, range(1, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "changes"),
+    [
+        (Row(tp=2, recompute=True), ("partition_activations",), {}),
+        (Row(tp=2, recompute=True, micro_batch=2), tuple(THROUGH_DEEPSPEED), DOCUMENTS),
+        (
+            Row(tp=2, pp=2, recompute=True),
+            tuple(THROUGH_DEEPSPEED),
+            {"training": {"checkpoint_num_layers": 2}},
+        ),
+        (Row(dp=2, zero=1, recompute=True, positions="rotary"), ("checkpoint_in_cpu",), DOCUMENTS),
+        (Row(pp=2, recompute=True), ("checkpoint_in_cpu",), {"parallel": {"pipeline_schedule": "dualpipev"}}),
+    ],
+    ids=str,
+)
+def test_parts_and_copies_of_the_inputs_give_the_same_numbers(row, flags, changes):
+    """DeepSpeed keeps the tensor rank's part, and the layers are recomputed from the whole again."""
+    training = changes.get("training", {}) | dict.fromkeys(flags, True)
+    model = {"model": DROPOUT}
+    data = {"data": changes["data"]} if "data" in changes else {}
+    reference = run_world(
+        1, history_of, Row(positions=row.positions, micro_batch=row.micro_batch), model | data
+    )
+    results = run_world(row.world_size, history_and_parts, row, model | changes | {"training": training})
+    part = row.micro_batch * SEQ * 32 // row.tp
+    for sizes, history in results:
+        # Without a part to take, the inputs stay as they are: they are in the CPU's memory.
+        assert sizes == ({part} if row.tp > 1 else set())
+        assert max(relative_errors(history, reference[0])) < FP32_BOUND
+
+
+def history_of(row, changes):
+    return train(build_engine(config_of(row, **changes)), range(STEPS))

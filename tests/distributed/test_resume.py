@@ -1,7 +1,7 @@
 """An interrupted run continues as if it had not been; what it cannot go on from is refused by name."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from megatron.checkpoint.native import (
     load_checkpoint,
     save_checkpoint,
     settle_on_checkpoint,
+    start_from,
 )
-from megatron.checkpoint.universal import convert
 from megatron.config import ConfigError
 from tests.distributed.layouts import (
     EOD,
@@ -82,8 +82,9 @@ def save_and_go_on(row, optimizer, folder):
 def resume_and_go_on(row, optimizer, folder):
     engine = build_engine(config_for(row, optimizer))
     train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
-    state = load_checkpoint(engine, find_latest(folder))
-    return state, outcome(engine, range(3, 6))
+    checkpoint = find_latest(folder)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return checkpoint.state, outcome(engine, range(3, 6))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def resume_with(row, parallel, folder):
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])
-    load_checkpoint(engine, checkpoint)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
     return train(engine, range(3, 6))
 
 
@@ -158,160 +159,12 @@ def test_the_checkpoint_tells_its_stages(tmp_path):
     }
 
 
-# --- other layouts ---
-
-STEPS_BEFORE, STEPS_AFTER = 5, 5
-# (TP, PP, DP), ZeRO stage, micro-batch: each saves, and each opens what every other one saved.
-SHAPES = {
-    "1 process": Row(micro_batch=2),
-    "tp2 pp2": Row(tp=2, pp=2, zero=1),
-    "pp4 dp2": Row(pp=4, dp=2, zero=1),
-    "tp4 dp2": Row(tp=4, dp=2, zero=1, micro_batch=2),
-    "tp2 pp2 dp2": Row(tp=2, pp=2, dp=2, micro_batch=2),
-}
-
-
-def save_midway(row, folder, changes):
-    engine = build_engine(config_of(row, **changes))
-    train(engine, range(STEPS_BEFORE))
-    save_checkpoint(engine, folder, state_after(STEPS_BEFORE), VOCAB, EOD, FINGERPRINT)
-
-
-def resume_midway(row, folder, changes):
-    options = {"load": str(folder), **changes.get("checkpoint", {})}
-    config = config_of(row, **{**changes, "checkpoint": options})
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
-    engine = build_engine(config)
-    train(engine, [9])  # other weights and moments: all must be replaced
-    state = load_checkpoint(engine, checkpoint)
-    return state, train(engine, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
-
-
-def uninterrupted(changes):
-    row = Row(micro_batch=2)
-    return run_world(1, train_with_changes, row, STEPS_BEFORE + STEPS_AFTER, changes)[0][STEPS_BEFORE:]
-
-
-def train_with_changes(row, steps, changes):
-    return train(build_engine(config_of(row, **changes)), range(steps))
-
-
-@pytest.mark.parametrize("saver", SHAPES)
-def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
-    """The vocabulary of 101 is padded to 104, 112 and 128 rows on 1, 2 and 4 tensor ranks."""
-    changes = {
-        "model": {"hidden_dropout": 0.1, "glu_activation": "swiglu", "make_vocab_size_divisible_by": 8}
-    }
-    expected = uninterrupted(changes)
-    run_world(SHAPES[saver].world_size, save_midway, SHAPES[saver], tmp_path, changes)
-    for row in SHAPES.values():
-        for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
-            assert state == state_after(STEPS_BEFORE)
-            loss_error, norm_error = relative_errors(history, expected)
-            assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
-    changes = {"model": {"glu_activation": "swiglu"}, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
-    expected = uninterrupted(changes)
-    saver = SHAPES["tp2 pp2 dp2"]
-    run_world(saver.world_size, save_midway, saver, tmp_path / "native", changes)
-    source, target = tmp_path / "native" / "global_step5", tmp_path / "global_step5_universal"
-    names = list(convert(source, target, workers=2))
-    assert sorted(names) == sorted(path.name for path in (target / "zero").iterdir())
-    assert (tmp_path / "latest_universal").read_text() == target.name
-    word_embedding = torch.load(target / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt")
-    assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
-    with pytest.raises(ConfigError, match="exists"):
-        next(convert(source, target))
-    changes["checkpoint"] = {"universal_checkpoint": True}
-    for shape in ("1 process", "pp4 dp2", "tp4 dp2"):
-        row = SHAPES[shape]
-        for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
-            assert state == state_after(STEPS_BEFORE)
-            loss_error, norm_error = relative_errors(history, expected)
-            assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
-
-
-def test_a_folder_without_a_universal_checkpoint_is_refused(saved):
-    with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
-        find(saved, **{"checkpoint": {"universal_checkpoint": True, "load": str(saved)}})
-
-
-def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
-    run_world(2, save_midway, Row(tp=2), tmp_path, {})
-    source, target = tmp_path / "global_step5", tmp_path / "universal"
-    conversion = convert(source, target)
-    first = next(conversion)
-    conversion.close()
-    assert not target.exists()
-    written = target.with_name("universal.partial") / "zero" / first / "fp32.pt"
-    before = written.stat().st_mtime_ns
-    rest = list(convert(source, target))
-    assert first not in rest and rest
-    assert (target / "zero" / first / "fp32.pt").stat().st_mtime_ns == before
-    assert not list(target.rglob("done"))
-
-
-def change_a_copy(folder):
-    """Makes tensor rank 1's copy of the final norm's weight differ, and the manifest agree with it."""
-    path = folder / "mp_rank_01_model_states.pt"
-    state = torch.load(path, weights_only=False)
-    (group, address) = next(
-        (group, mapping["8.weight"])
-        for group, mapping in enumerate(state["optimizer"]["param_slice_mappings"])
-        if "8.weight" in mapping
-    )
-    state["optimizer"]["single_partition_of_fp32_groups"][group][address.start] += 0.5
-    torch.save(state, path)
-    run = json.loads((folder / "run.json").read_text())
-    run["files"][path.name]["bytes"] = path.stat().st_size
-    del run["sha256"]
-    (folder / "run.json").write_text(json.dumps(seal(run)))
-
-
-def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path):
-    run_world(2, save_midway, Row(tp=2), tmp_path, {})
-    source, target = tmp_path / "global_step5", tmp_path / "universal"
-    change_a_copy(source)
-    with pytest.raises(ConfigError, match=r"copies of 8\.weight .* 5\.00e-01.*--allow-drift"):
-        list(convert(source, target))
-    list(convert(source, target, allow_drift=True))
-    mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
-    assert mean.item() == pytest.approx(1.25, abs=0.05)
-
-
-@pytest.mark.parametrize("pipeline", [1, 2, 4])
-def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(pipeline, tmp_path):
-    """BigScience saw 1.9439 on 12 stages and 2.0429 on 72, for one checkpoint."""
-    run_world(2, save_midway, Row(tp=2), tmp_path, {})
-    row = Row(pp=pipeline)
-    ((_, history), *_) = run_world(row.world_size, resume_midway, row, tmp_path, {})
-    assert history[0][0] == pytest.approx(uninterrupted({})[0][0], rel=1e-6)
-
-
-@pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")])
-def test_a_resume_may_change_the_precision(before, after, tmp_path):
-    save_row, row = Row(tp=2, zero=1, precision=before), Row(pp=2, precision=after)
-    run_world(2, save_midway, save_row, tmp_path, {})
-    ((_, history), *_) = run_world(2, resume_midway, row, tmp_path, {})
-    assert relative_errors(history, uninterrupted({}))[0] <= 2e-3
-
-
-def test_another_kind_of_optimizer_takes_the_weights_and_begins_anew(tmp_path):
-    run_world(1, save_midway, Row(), tmp_path, {})
-    sgd = {"optimizer": {"optimizer": "sgd", "clip_grad": 1.0}}
-    ((_, history),) = run_world(1, resume_midway, Row(), tmp_path, sgd)
-    assert history[0] == pytest.approx(uninterrupted({})[0], rel=FP32_BOUND)
-
-
 # --- what is refused ---
 
 
 def save_untrained(row, folder):
     engine = build_engine(config_of(row))
-    save_checkpoint(engine, folder, TrainingState(), VOCAB, EOD, FINGERPRINT)
+    save_checkpoint(engine, folder, state_after(1), VOCAB, EOD, FINGERPRINT)
     return weights_of(engine)
 
 
@@ -329,7 +182,7 @@ def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
 
 def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
     checkpoint = find(saved)
-    assert checkpoint.folder == saved / "global_step0" and checkpoint.state == TrainingState()
+    assert checkpoint.folder == saved / "global_step1" and checkpoint.state == state_after(1)
     assert (checkpoint.vocab_size, checkpoint.eod) == (VOCAB, EOD)
     assert checkpoint.config == config_of(Row())
     assert find(tmp_path_factory.mktemp("empty")) is None
@@ -350,6 +203,16 @@ def test_another_model_is_refused_by_name(saved, change, named):
         find(saved, model=change)
 
 
+def test_padding_and_the_length_of_relative_positions_may_change(saved, tmp_path_factory):
+    assert find(saved, model={"make_vocab_size_divisible_by": 64, "pad_vocab_size_to": 192}) is not None
+    alibi = tmp_path_factory.mktemp("alibi")
+    run_world(1, save_untrained, Row(positions="alibi"), alibi)
+    shorter = {"seq_length": 16, "max_position_embeddings": 16}
+    assert find(alibi, Row(positions="alibi"), model=shorter) is not None
+    with pytest.raises(ConfigError, match="max_position_embeddings was 32, is 16"):
+        find(saved, model=shorter)
+
+
 def test_another_vocabulary_is_refused_by_name(saved):
     with pytest.raises(ConfigError, match="had 101 tokens, has 102"):
         find(saved, vocab=102)
@@ -361,10 +224,32 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
     assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
 
 
+def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
+    """Its weights came from elsewhere: how they are trained on is this run's own."""
+    path = saved / "global_step1" / "run.json"
+    run = json.loads(path.read_text())
+    del run["sha256"]
+    path.write_text(json.dumps(seal({**run, "state": asdict(TrainingState()), "data": {}})))
+    assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
+    with pytest.raises(ConfigError, match="num_layers was 4, is 3"):
+        find(saved, model={"num_layers": 3})
+
+
+def test_a_universal_checkpoint_is_not_taken_for_a_native_one(saved):
+    (saved / "global_step1").rename(saved / "global_step9_universal")
+    (saved / "global_step9_universal" / "zero").mkdir()
+    (saved / "latest").unlink()
+    assert find(saved) is None
+    (saved / "latest_universal").write_text("global_step9_universal")
+    for folder in (saved, saved / "global_step9_universal"):
+        with pytest.raises(ConfigError, match="holds a universal checkpoint .*: add --universal_checkpoint"):
+            find(folder)
+
+
 def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
     (saved / "latest").write_text("global_step7")
     checkpoint = find(saved)
-    assert checkpoint.folder == saved / "global_step0" and "global_step7" in checkpoint.passed_over
+    assert checkpoint.folder == saved / "global_step1" and "global_step7" in checkpoint.passed_over
 
 
 # --- complete or invisible ---
@@ -411,8 +296,47 @@ def test_a_flipped_byte_is_named_and_the_checkpoint_before_taken(pattern, tmp_pa
 @pytest.mark.parametrize("keep_last, kept", [(None, {"global_step1", "global_step2"}), (1, {"global_step2"})])
 def test_old_checkpoints_are_kept_as_asked(keep_last, kept, tmp_path):
     (tmp_path / "saving-global_step1").mkdir()
+    universal = tmp_path / "global_step0_universal"
+    (universal / "zero").mkdir(parents=True)
+    (universal / "run.json").touch()
     run_world(2, save_twice, Row(pp=2), tmp_path, keep_last)
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == kept
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {*kept, universal.name}
+
+
+def go_on(row, folder, steps, keep_last):
+    """Starts from what is in the folder, and saves at the given steps."""
+    options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
+    config = config_of(row, checkpoint=options)
+    checkpoint = settle_on_checkpoint(find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    for step in steps:
+        save_checkpoint(engine, folder, state_after(step), VOCAB, EOD, FINGERPRINT)
+    return start.iteration
+
+
+def test_only_what_this_run_has_come_by_is_deleted(tmp_path):
+    """Not the branch that was left behind when `latest` was set back, nor what a link points to."""
+    run_world(1, go_on, Row(), tmp_path, (1, 2, 3, 4), None)
+    (tmp_path / "latest").write_text("global_step1")
+    elsewhere = tmp_path / "archive"
+    (tmp_path / "global_step1").rename(elsewhere)
+    (tmp_path / "global_step1").symlink_to(elsewhere)
+    for name in ("global_step2", "global_step3", "global_step4"):
+        run = json.loads((tmp_path / name / "run.json").read_text())
+        del run["sha256"]
+        (tmp_path / name / "run.json").write_text(json.dumps(seal({**run, "lineage": []})))
+    assert run_world(1, go_on, Row(), tmp_path, (5, 6), 1) == [1]
+    assert (elsewhere / "run.json").is_file() and not (tmp_path / "global_step1").exists()
+    left = {path.name for path in tmp_path.glob("global_step*")}
+    assert left == {"global_step2", "global_step3", "global_step4", "global_step6"}
+
+
+def test_a_newer_checkpoint_of_the_same_run_is_taken_though_latest_does_not_name_it(tmp_path):
+    """As after a kill between the renaming of the folder and of `latest`."""
+    run_world(1, go_on, Row(), tmp_path, (1, 2), None)
+    (tmp_path / "latest").write_text("global_step1")
+    assert run_world(1, go_on, Row(), tmp_path, (), None) == [2]
 
 
 def fail_to_save(row, folder, limit):
@@ -502,7 +426,7 @@ def load_into_another_model(folder, changes):
     ],
 )
 def test_weights_of_another_model_are_refused_by_name(saved, changes, named):
-    (message,) = run_world(1, load_into_another_model, saved / "global_step0", changes)
+    (message,) = run_world(1, load_into_another_model, saved / "global_step1", changes)
     assert named in message
 
 

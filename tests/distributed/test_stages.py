@@ -124,7 +124,8 @@ def test_all_ranks_cut_by_the_same_measured_times(schedule):
     assert all(rank == found[0] for rank in found)
     times, bounds = found[0]
     assert set(times) >= {"EmbeddingPipe@first", "EmbeddingPipe@last", "ParallelTransformerLayerPipe"}
-    assert all(value > 0 for value in times.values())
+    # The fused loss leaves float16_to_fp32 nothing to do.
+    assert all(value > 0 for kind, value in times.items() if kind != "float16_to_fp32")
     assert all(first < last for first, last in pairwise(bounds))
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint.reading import read_checkpoint
+from megatron.config import parse_args
+from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.end_to_end.command import pretrain
+from tests.end_to_end.conftest import VOCAB_SIZE
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
+from tests.unit.checkpoint.hugging_face_folder import save_theirs, their_logits
 from tools import convert_huggingface, generate, inspect_checkpoint
 
 PROMPT = "def main(argv):\n    for argument in argv:"
@@ -60,3 +65,82 @@ def test_a_trained_model_is_the_same_for_hugging_face_and_is_described(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["state.iteration", "3", "5"] in rows
     assert "tied_modules.embed.word_embeddings.weight" in [row[0] for row in rows if row]
+
+
+# --- the way back ---
+
+LENGTH = 32
+
+
+def printed_flags(output: str) -> list[str]:
+    """The flags that the conversion to a universal checkpoint printed."""
+    (line,) = (line for line in output.splitlines() if line.startswith("start from it with: "))
+    return shlex.split(line.removeprefix("start from it with: "))
+
+
+def first_loss(flags: list[str], theirs: Path) -> float:
+    """Of transformers' model on the first global batch of a run with these flags."""
+    config = parse_args(flags, {})
+    batch = config.batch.global_batch_size
+    dataset, _, _ = build_gpt_datasets(
+        config.data, config.model.seq_length, config.training.seed, (5 * batch, batch, batch)
+    )
+    samples = torch.stack([torch.as_tensor(dataset[index]) for index in range(batch)]).long()
+    logits = their_logits(theirs, samples[:, :-1])[..., :VOCAB_SIZE]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt2"])
+def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
+    kind: str, corpus: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tokenizer in the model's folder, as on the hub, and 40 rows more than it has tokens."""
+    from transformers import GPT2TokenizerFast
+
+    theirs, start = tmp_path / "theirs", tmp_path / "start"
+    save_theirs(theirs, kind, max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
+    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(theirs)
+    convert_huggingface.main(
+        ["--from-hugging-face", str(theirs), "--output", str(start / "global_step0_universal")]
+    )
+    printed = capsys.readouterr()
+    assert "40 of 640 rows of the word embeddings are left out" in printed.err
+    corpus_flags = data[: data.index("--tokenizer-type")]
+    # BLOOM reads any length: its config.json does not say one.
+    flags = [*printed_flags(printed.out), "--seq-length", str(LENGTH), *NO_DROPOUT, *SHORT, *corpus_flags]
+    layouts = {
+        "1 process": ([], 1),
+        "TP 2": (["--tensor-model-parallel-size", "2"], 2),
+        "PP 2": (["--pipeline-model-parallel-size", "2"], 2),
+    }
+    losses = {}
+    for name, (layout, processes) in layouts.items():
+        run = pretrain([*flags, *layout], processes=processes)
+        assert run.exit_code == 0, run.stderr
+        assert f"starting from {start}/global_step0_universal, iteration 0" in run.stdout
+        losses[name] = [step["lm_loss"] for step in run.steps]
+    expected = first_loss(flags, theirs)
+    for name, history in losses.items():
+        assert len(history) == 5 and history[-1] < history[0]
+        assert history == pytest.approx(losses["1 process"], rel=1e-6), name
+        assert history[0] == pytest.approx(expected, rel=1e-6), name
+
+
+def test_a_native_checkpoint_has_the_same_loss_after_the_way_over_hugging_face(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, theirs, start = tmp_path / "saved", tmp_path / "theirs", tmp_path / "start"
+    flags = [*MODEL, *ABSOLUTE, *NO_DROPOUT, *SHORT, *data]
+    run = pretrain([*flags, "--tensor-model-parallel-size", "2", "--save", str(saved)], processes=2)
+    assert run.exit_code == 0, run.stderr
+    convert_huggingface.main(["--load", str(saved), "--output", str(theirs)])
+    convert_huggingface.main(
+        ["--from-hugging-face", str(theirs), "--output", str(start / "global_step0_universal")]
+    )
+    without_flag = pretrain([*flags, "--no-train", "--load", str(start)])
+    assert "add --universal_checkpoint" in without_flag.errors[0]
+    again = pretrain([*flags, "--no-train", "--load", str(start), "--universal_checkpoint"])
+    assert again.exit_code == 0, again.stderr
+    assert len(run.evaluations) == len(again.evaluations) == 2
+    for before, after in zip(run.evaluations, again.evaluations, strict=True):
+        assert after["lm_loss"] == pytest.approx(before["lm_loss"], rel=1e-6)

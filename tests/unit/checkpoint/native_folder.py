@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.manifest import describe_file, seal
 from megatron.checkpoint.native import TrainingState, layout_record
-from megatron.checkpoint.weights import model_specs
+from megatron.checkpoint.reshape import spec_record
 from megatron.config import Config, padded_vocab_size
+from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import shard_of
 from tests.distributed.layouts import EOD, VOCAB
@@ -31,33 +34,74 @@ def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
     return wholes
 
 
+def optimizer_states(shards: dict[str, torch.Tensor], replicas: int) -> list[dict]:
+    """What the optimizers of one model-parallel rank save: all in one group, cut evenly over the replicas.
+    The first moments are an eighth of the values, the second their squares."""
+    flat = torch.cat([shard.reshape(-1) for shard in shards.values()] or [torch.zeros(0)])
+    states = []
+    for part in range(replicas):
+        first, last = (flat.numel() * edge // replicas for edge in (part, part + 1))
+        addresses, begin = {}, 0
+        for name, shard in shards.items():
+            start, stop = max(begin, first), min(begin + shard.numel(), last)
+            if start < stop:
+                addresses[name] = Namespace(start=start - first, numel=stop - start)
+            begin += shard.numel()
+        values = flat[first:last].clone()
+        states.append(
+            {
+                "param_slice_mappings": [addresses],
+                "single_partition_of_fp32_groups": [values],
+                "base_optimizer_state": {
+                    "state": {0: {"exp_avg": values / 8, "exp_avg_sq": values**2, "step": 5.0}},
+                    "param_groups": [{}],
+                },
+                "loss_scaler": None,
+            }
+        )
+    return states
+
+
 def write_native(
     folder: Path, config: Config, wholes: dict[str, torch.Tensor], step: int = 5, eod: int | None = EOD
 ) -> Path:
-    """`global_step<step>` in `folder` as a run of `config` writes it, its optimizer's files empty; `latest`
-    names it."""
+    """`global_step<step>` in `folder` as a run of `config` writes it, all parameters in the optimizer's files
+    of the first stage; `latest` names it."""
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
     parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[config.precision.name]
     layers: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    records: dict[str, dict] = {}
+    masters: list[dict[str, torch.Tensor]] = [{} for _ in range(tensor)]
     for name, spec in model_specs(config, VOCAB, EOD).items():
         whole = wholes[name]
         if spec.used_rows is not None:
             padding = padded_vocab_size(VOCAB, config.model, tensor) - VOCAB
             whole = torch.nn.functional.pad(whole, (0, 0, 0, padding), value=PADDING)
             spec = replace(spec, whole_shape=tuple(whole.shape))
+        records[name] = spec_record(spec)
         layer, short = (1, name.removeprefix(EMBED)) if name.startswith(EMBED) else name.split(".", 1)
         for rank in range(tensor):
-            shard = shard_of(spec, whole, TensorGroup(rank, tensor)).to(dtype).clone()
-            layers.setdefault((int(layer), rank), {})[short] = shard
+            shard = shard_of(spec, whole, TensorGroup(rank, tensor))
+            masters[rank][name] = shard
+            layers.setdefault((int(layer), rank), {})[short] = shard.to(dtype).clone()
     for (layer, rank), state in layers.items():
         torch.save(state, path / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
     for rank in range(tensor * parallel.pipeline_model_parallel_size):
-        torch.save({}, path / f"mp_rank_{rank:02d}_model_states.pt")
-        for replica in range(parallel.data_parallel_size if parallel.zero_stage else 0):
-            torch.save({}, path / f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt")
+        replicas = parallel.data_parallel_size if parallel.zero_stage else 1
+        states = optimizer_states(masters[rank] if rank < tensor else {}, replicas)
+        zero = parallel.zero_stage > 0
+        torch.save({} if zero else {"optimizer": states[0]}, path / f"mp_rank_{rank:02d}_model_states.pt")
+        for replica, state in enumerate(states if zero else []):
+            file = path / f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
+            torch.save({"optimizer_state_dict": state}, file)
+    specs = model_specs(config, VOCAB, EOD)
+    digests = {
+        name: f"{fragment_digests(specs[name], TensorGroup(), 0, {'': whole.reshape(-1)})['']:016x}"
+        for name, whole in wholes.items()
+    }
     run = {
         "state": asdict(TrainingState(step, 8 * step, 256 * step)),
         "config": config.to_dict(),
@@ -66,7 +110,9 @@ def write_native(
         "vocab_size": VOCAB,
         "eod": eod,
         "data": {"paths": [], "seed": 1234},
-        "files": {file.name: {"bytes": file.stat().st_size, "sha256": ""} for file in path.iterdir()},
+        "parameters": records,
+        "certificate": {"digests": {"fp32": digests}, "updates": None, "probe": None},
+        "files": {file.name: describe_file(file) for file in path.iterdir()},
     }
     (path / "run.json").write_text(json.dumps(seal(run)))
     (folder / "latest").write_text(path.name)

@@ -1,33 +1,31 @@
-"""Checkpoints as Hugging Face folders: the same logits, both ways; what has no such form is refused."""
+"""Checkpoints as Hugging Face folders: the same logits; what has no such form is refused."""
 
 from __future__ import annotations
 
 import json
+import zipfile
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-)
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.folders import open_checkpoint
-from megatron.checkpoint.huggingface import family_of, from_hugging_face, remarks, write_hugging_face
+from megatron.checkpoint.huggingface_export import (
+    family_of,
+    remarks,
+    verification,
+    write_hugging_face,
+)
+from megatron.checkpoint.huggingface_import import read_hugging_face
 from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.weights import load_whole_weights
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.single_process import WholeGPT
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.distributed.layouts import EOD, SEQ, VOCAB, Row, config_of
+from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
-from tests.unit.model.single_process import random_tokens
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 from tools import convert_huggingface
 
@@ -44,7 +42,6 @@ MODELS = {
     "gpt2, wider MLP, longer table": (GPT2, {"ffn_hidden_size": 56, "max_position_embeddings": 40}),
     "gpt2, another epsilon": (GPT2, {"layernorm_epsilon": 1e-2}),
 }
-TOKENS = random_tokens(2, SEQ)
 
 
 def write(folder, row, model, **changes):
@@ -57,12 +54,6 @@ def our_logits(checkpoint, tokens=TOKENS):
     model = WholeGPT(checkpoint.config, VOCAB, EOD)
     load_whole_weights(model, checkpoint.folder)
     return model.eval()(tokens)
-
-
-@torch.no_grad()
-def their_logits(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()(TOKENS).logits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,108 +71,15 @@ def test_what_was_written_is_read_back_to_the_last_bit(name, tmp_path):
     config = config_of(row, model=model)
     wholes = random_wholes(config)
     write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "theirs")
-    fields, weights = from_hugging_face(tmp_path / "theirs")
+    theirs = read_hugging_face(tmp_path / "theirs")
+    weights = dict(theirs.weights())
     assert weights.keys() == wholes.keys()
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
-    assert fields.pop("vocab_size") == VOCAB
-    ours, again = vars(config.model), vars(ModelConfig(**fields))
-    # Of training or of its layout, and what no weight depends on.
-    free = {"seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout"}
-    free |= {"max_position_embeddings"} if row.positions == "alibi" else set()
+    assert (theirs.rows, theirs.precision) == (VOCAB, "fp32")
+    ours, again = vars(config.model), vars(ModelConfig(**theirs.fields))
+    # The padding is of a layout; a table of absolute positions may be longer than the samples were.
+    free = {"make_vocab_size_divisible_by"} | ({"seq_length"} if row is GPT2 else set())
     assert {key for key in ours if ours[key] != again[key]} <= free
-
-
-def save_theirs(folder, kind, **changes):
-    """A model of Hugging Face's own making, with biases and norms that are not at their start."""
-    torch.manual_seed(3)
-    if kind == "bloom":
-        config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **changes)
-        model = BloomForCausalLM(config)
-    else:
-        settings = {"n_inner": None, **changes}
-        config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=SEQ, **settings)
-        model = GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn(parameter.shape))
-    model.save_pretrained(folder)
-
-
-@pytest.mark.parametrize("kind", ["bloom", "gpt2"])
-def test_a_model_of_hugging_faces_making_computes_the_same_as_ours(kind, tmp_path):
-    save_theirs(tmp_path, kind)
-    fields, weights = from_hugging_face(tmp_path)
-    fields |= {"seq_length": SEQ, "num_attention_heads": 4}
-    config = config_of(Row(positions=fields["position_embedding_type"]), model={"kv_channels": 8} | fields)
-    model = WholeGPT(config, VOCAB, EOD)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            weight = weights.pop(name)
-            parameter.zero_()[: len(weight)] = weight
-        logits = model.eval()(TOKENS)
-    assert not weights
-    torch.testing.assert_close(logits, their_logits(tmp_path), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "kind, changes, named",
-    [
-        ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ("bloom", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
-    ],
-)
-def test_a_model_that_ours_cannot_express_is_refused(kind, changes, named, tmp_path):
-    save_theirs(tmp_path, kind, **changes)
-    with pytest.raises(ConfigError, match=named):
-        from_hugging_face(tmp_path)
-
-
-def test_another_family_and_damaged_folders_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="not the folder of a Hugging Face model"):
-        from_hugging_face(tmp_path)
-    GPTNeoXConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="of type gpt_neox: expected bloom or gpt2"):
-        from_hugging_face(tmp_path)
-    save_theirs(tmp_path / "damaged", "gpt2")
-    weights = tmp_path / "damaged" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="weights in .* cannot be read"):
-        from_hugging_face(tmp_path / "damaged")
-
-
-def change_weights(folder, change):
-    """Replaces the weights in the folder by what `change` makes of them."""
-    weights = change(load_file(folder / "model.safetensors"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_missing_and_surplus_weights_are_named(tmp_path):
-    save_theirs(tmp_path, "gpt2")
-    bias = "transformer.h.1.ln_2.bias"
-    change_weights(tmp_path, lambda weights: weights | {"score.weight": torch.zeros(2, 32)})
-    with pytest.raises(ConfigError, match="beside those of the model, 1 weights, among them score.weight"):
-        from_hugging_face(tmp_path)
-    change_weights(tmp_path, lambda weights: {name: w for name, w in weights.items() if name != bias})
-    with pytest.raises(ConfigError, match=f"lacks 1 weights, among them {bias}"):
-        from_hugging_face(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["bloom", "gpt2"])
-def test_names_without_prefix_are_read_as_on_the_hub(kind, tmp_path):
-    """The public files of both families were saved from the model without its head."""
-
-    def without_prefix(weights):
-        short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-        masks = {"h.0.attn.bias": torch.ones(1, 1, SEQ, SEQ)} if kind == "gpt2" else {}
-        return short | masks
-
-    save_theirs(tmp_path, kind)
-    _, expected = from_hugging_face(tmp_path)
-    change_weights(tmp_path, without_prefix)
-    _, weights = from_hugging_face(tmp_path)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
@@ -220,8 +118,8 @@ def test_weights_have_the_type_of_the_run_or_the_one_asked_for(trained, asked, w
     weights = load_file(tmp_path / "theirs" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {written}
     name = "transformer.h.0.mlp.dense_h_to_4h.weight"
-    saved_as = torch.bfloat16 if trained == "bf16" else torch.float32
-    assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(saved_as).to(written))
+    # In fp32 they are the optimizer's, not the rounded ones of the layer files.
+    assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(written))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == written
 
 
@@ -281,7 +179,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     damaged = checkpoint.folder / "layer_05-model_00-model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match=f"{damaged.name} cannot be read"):
+    with pytest.raises(ConfigError, match=f"{damaged.name} is damaged: its digest"):
         write_hugging_face(checkpoint, tmp_path / "theirs")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
 
@@ -297,6 +195,8 @@ def test_a_missing_layer_is_named(layer, named, tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     (checkpoint.folder / f"layer_{layer}-model_00-model_states.pt").unlink()
     with pytest.raises(ConfigError, match=named):
+        our_logits(checkpoint)
+    with pytest.raises(ConfigError, match=f"layer_{layer}-model_00-model_states.pt cannot be read"):
         write_hugging_face(checkpoint, tmp_path / "theirs")
 
 
@@ -304,7 +204,32 @@ def test_a_missing_tensor_rank_is_named(tmp_path):
     checkpoint = write(tmp_path, Row(tp=2), {})
     (checkpoint.folder / "layer_05-model_01-model_states.pt").unlink()
     with pytest.raises(ConfigError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
-        write_hugging_face(checkpoint, tmp_path / "theirs")
+        our_logits(checkpoint)
+
+
+def flip_a_byte(path):
+    """In the largest member of the file: its zip's directory and its pickle are as they were."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + 200] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("precision", [None, "fp32"])
+@pytest.mark.parametrize("tp, dp", [(1, 1), (2, 3)])
+def test_a_flipped_byte_is_found_in_what_is_written(precision, tp, dp, tmp_path):
+    """In the layer files, or with --dtype fp32 in the optimizer's, which several ranks wrote."""
+    row = Row(tp=tp, dp=dp, zero=1, precision="bf16")
+    checkpoint = write(tmp_path, row, {})
+    write_hugging_face(checkpoint, tmp_path / "whole", precision)
+    pattern = "layer_05*" if precision is None else "zero_pp_rank_0_mp_rank_00_*"
+    flip_a_byte(next(checkpoint.folder.glob(pattern)))
+    with pytest.raises(ConfigError, match="is damaged: its digest is not that of run.json; take an older"):
+        write_hugging_face(checkpoint, tmp_path / "theirs", precision)
+    assert not (tmp_path / "theirs").exists()
+    words = "layer files" if precision is None else "fp32 values"
+    assert verification(checkpoint, precision) == f"the digests of the {words}"
 
 
 # --- the command ---

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import zipfile
+from argparse import Namespace
 
 import pytest
 import torch
@@ -10,7 +13,13 @@ import torch
 from megatron.checkpoint.compare import compare_checkpoints, different_settings
 from megatron.checkpoint.folders import open_checkpoint
 from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
+from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.reading import read_checkpoint
+from megatron.checkpoint.rules import derive_info
+from megatron.checkpoint.source import open_source
 from megatron.checkpoint.tables import size_text
+from megatron.checkpoint.universal import convert
+from megatron.config import ConfigError
 from tests.distributed.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tools import inspect_checkpoint as tool
@@ -113,8 +122,10 @@ def test_a_file_that_was_cut_short_is_named(name, tmp_path):
     path = write(tmp_path)
     (path / name).write_bytes((path / name).read_bytes()[:500])
     problems = inspect_checkpoint(path).problems
-    assert problems[0] == f"{name} is damaged: 500 bytes that are no file of torch"
+    assert f"{name} has 500 bytes and was written with" in problems[0]
     assert all(name in problem for problem in problems)
+    (path / "run.json").unlink()
+    assert f"{name} is damaged: 500 bytes that are no file of torch" in inspect_checkpoint(path).problems
 
 
 def test_a_layer_file_that_is_none_is_named(tmp_path):
@@ -122,7 +133,8 @@ def test_a_layer_file_that_is_none_is_named(tmp_path):
     path = write(tmp_path)
     torch.save({"input_layernorm.weight": print}, path / "layer_04-model_00-model_states.pt")
     problems = inspect_checkpoint(path).problems
-    assert len(problems) == 1 and "layer_04-model_00-model_states.pt cannot be read" in problems[0]
+    assert "layer_04-model_00-model_states.pt has" in problems[0]
+    assert len(problems) == 2 and "layer_04-model_00-model_states.pt cannot be read" in problems[1]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +166,8 @@ def test_files_of_another_layout_are_named(tmp_path):
     whole = torch.load(path / "layer_03-model_00-model_states.pt")
     torch.save(whole, path / "layer_03-model_01-model_states.pt")
     problems = inspect_checkpoint(path).problems
-    assert problems[0] == "left over, not of this run's layout: layer_03-model_01-model_states.pt"
-    assert "the 2 files of layer 3 make 3.self_attention.query_key_value.weight" in problems[1]
+    assert problems[0] == "left over, not of this checkpoint: layer_03-model_01-model_states.pt"
+    assert "the 2 files of layer 3 make 3.self_attention.query_key_value.weight" in problems[-1]
 
 
 def test_copies_that_differ_between_tensor_ranks_are_named(tmp_path):
@@ -187,6 +199,127 @@ def test_a_damaged_run_file_is_a_problem(damage, tmp_path):
     assert report.files[0].num_files == 12
 
 
+def flip_a_byte(path):
+    """In a tensor: the zip's directory and the pickle are as they were."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + 200] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_file_that_an_older_checkpoint_lacks_is_named(tmp_path, capsys):
+    older = write(tmp_path, Row(), 5)
+    write(tmp_path, Row(), 6)
+    (older / "layer_04-model_00-model_states.pt").unlink()
+    code, printed = output(capsys, tmp_path)
+    assert code == 1 and "problem: global_step5: layer_04-model_00-model_states.pt is missing" in printed
+    assert "damaged" in next(line for line in printed.splitlines() if line.startswith("global_step5 "))
+
+
+def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
+    newest = write(tmp_path, Row())
+    assert output(capsys, tmp_path, "--verify")[0] == 0
+    flip_a_byte(newest / "layer_04-model_00-model_states.pt")
+    code, printed = output(capsys, tmp_path)
+    assert code == 0 and "digests    not compared" in printed
+    code, printed = output(capsys, tmp_path, "--verify")
+    assert code == 1 and "files compared" in printed
+    assert "problem: layer_04-model_00-model_states.pt is damaged: its digest" in printed
+
+
+# --- universal checkpoints ---
+
+
+def write_universal(folder, row=TP2_PP2):
+    """A native checkpoint and the universal one made of it."""
+    native = write(folder, row)
+    target = folder / "global_step5_universal"
+    info = derive_info(json.loads((native / "run.json").read_text())["parameters"], VOCAB)
+    run = {**json.loads((native / "run.json").read_text()), "universal_checkpoint_info": info}
+    del run["sha256"]
+    (native / "run.json").write_text(json.dumps(seal(run)))
+    list(convert(open_source(native), target))
+    return native, target
+
+
+def test_a_universal_checkpoint_is_well(tmp_path, capsys):
+    native, universal = write_universal(tmp_path)
+    report = report_of(universal)
+    assert (report.kind, report.vocab_size, len(report.parameters)) == ("universal", VOCAB, 52)
+    assert {record.name: record.shape for record in report.parameters}[WORDS] == (VOCAB, 32)
+    overview = inspect_folder(tmp_path)
+    assert overview.is_well and overview.checkpoint.folder == str(native)
+    assert [(item.kind, item.is_latest) for item in overview.checkpoints] == [
+        ("native", True),
+        ("universal", True),
+    ]
+    shutil.rmtree(native)
+    (tmp_path / "latest").unlink()
+    code, printed = output(capsys, tmp_path, "--verify")
+    assert code == 0 and "52 tensors compared, 52 equal" in printed
+
+
+@pytest.mark.parametrize("damage", ["byte", "parameter", "moment", "file", "latest_universal"])
+def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
+    _, universal = write_universal(tmp_path, Row())
+    folder, named = universal / "zero" / "3.mlp.dense_4h_to_h.weight", "3.mlp.dense_4h_to_h.weight"
+    if damage == "byte":
+        flip_a_byte(folder / "fp32.pt")
+    elif damage == "parameter":
+        shutil.rmtree(folder)
+    elif damage == "moment":
+        shutil.copy(universal / "zero" / "8.bias" / "exp_avg.pt", folder / "exp_avg.pt")
+    elif damage == "file":
+        path = universal / "mp_rank_00_model_states.pt"
+        path.write_bytes(path.read_bytes()[:-9])
+        named = path.name
+    else:
+        (tmp_path / "latest_universal").write_text("global_step6_universal")
+        named = "`latest_universal` names global_step6_universal, which is not there"
+        universal = tmp_path
+    code, printed = output(capsys, universal, "--verify")
+    assert code == 1 and any(named in line for line in printed.splitlines() if "problem: " in line)
+
+
+def test_what_saves_and_conversions_left_is_shown(tmp_path):
+    path = write(tmp_path, Row())
+    shutil.copytree(path, tmp_path / "global_step4.replaced")
+    shutil.copytree(path, tmp_path / "saving-global_step6", ignore=shutil.ignore_patterns("run.json"))
+    (tmp_path / "global_step5_universal.partial" / "zero").mkdir(parents=True)
+    overview = inspect_folder(tmp_path)
+    assert overview.is_well and overview.checkpoint.folder == str(path)
+    assert {item.name: item.kind for item in overview.checkpoints} == {
+        "global_step4.replaced": "replaced",
+        "global_step5": "native",
+        "global_step5_universal.partial": "being converted",
+        "saving-global_step6": "being saved",
+    }
+
+
+def test_native_and_universal_are_compared(tmp_path, capsys):
+    native, universal = write_universal(tmp_path / "a")
+    code, printed = output(capsys, native, universal)
+    assert code == 0 and "no setting differs" in printed and "52 of 52 parameters are equal" in printed
+    assert len(printed.splitlines()) < 10
+
+
+def test_another_programs_universal_checkpoint_is_described_and_compared(tmp_path, capsys):
+    native, universal = write_universal(tmp_path)
+    (universal / "run.json").unlink()
+    for path in universal.glob("mp_rank_*"):
+        torch.save({"iteration": 5, "args": Namespace(consumed_train_samples=40)}, path)
+    for path in (universal / "zero" / WORDS).glob("[!s]*.pt"):  # but for step.pt
+        entry = torch.load(path)
+        torch.save({"param": torch.nn.functional.pad(entry["param"], (0, 0, 0, 27))}, path)
+    code, printed = output(capsys, universal, "--verify")
+    assert code == 0 and "of another program" in printed and "there are none to compare" in printed
+    _, printed = output(capsys, native, universal, "--json")
+    assert all(item["largest"]["fp32"] == 0 for item in json.loads(printed)["parameters"])
+    with pytest.raises(ConfigError, match="was made by another program"):
+        read_checkpoint(universal)
+
+
 # --- two checkpoints ---
 
 
@@ -198,16 +331,17 @@ def test_a_checkpoint_does_not_differ_from_itself(tmp_path):
     path = write(tmp_path)
     comparison = compare(path, path)
     assert comparison.settings == {}
-    assert len(comparison.parameters) == 52 and {item.largest for item in comparison.parameters} == {0}
+    assert len(comparison.parameters) == 52 and all(item.is_equal for item in comparison.parameters)
+    assert comparison.parameters[0].largest == {"fp32": 0, "exp_avg": 0, "exp_avg_sq": 0}
 
 
 def test_the_same_weights_on_another_layout_differ_in_settings_alone(tmp_path):
     one = write(tmp_path / "one", Row())
-    other = write(tmp_path / "other", Row(tp=4, dp=2))
+    other = write(tmp_path / "other", Row(tp=4, dp=2, zero=1, precision="bf16"))
     comparison = compare(one, other)
     assert comparison.settings["layout.tensor_model_parallel_size"] == (1, 4)
     assert comparison.settings["config.parallel.world_size"] == (1, 8)
-    assert {item.largest for item in comparison.parameters} == {0}
+    assert all(item.is_equal for item in comparison.parameters)
 
 
 def test_the_largest_difference_of_each_parameter_is_found(tmp_path):
@@ -221,11 +355,12 @@ def test_the_largest_difference_of_each_parameter_is_found(tmp_path):
     other = write(tmp_path / "other", Row(tp=2), step=6, change=change)
     comparison = compare(one, other)
     assert comparison.settings["state.iteration"] == (5, 6)
-    differing = {item.name: item for item in comparison.parameters if item.largest != 0}
+    differing = {item.name: item for item in comparison.parameters if not item.is_equal}
     assert differing.keys() == {"5.mlp.dense_h_to_4h.weight", WORDS, "8.bias"}
-    assert differing["5.mlp.dense_h_to_4h.weight"].largest == pytest.approx(0.5)
-    assert differing[WORDS].largest == pytest.approx(2)
-    assert differing["8.bias"].largest is None and "not finite" in differing["8.bias"].note
+    assert differing["5.mlp.dense_h_to_4h.weight"].largest["fp32"] == pytest.approx(0.5)
+    assert differing["5.mlp.dense_h_to_4h.weight"].largest["exp_avg"] == pytest.approx(0.0625)
+    assert differing[WORDS].largest["fp32"] == pytest.approx(2)
+    assert differing["8.bias"].largest["fp32"] is None and "not finite" in differing["8.bias"].note
 
 
 def test_parameters_of_other_models_are_told_apart(tmp_path):
@@ -258,7 +393,8 @@ def test_layers_that_are_alike_share_a_row(tmp_path, capsys):
     code, printed = output(capsys, tmp_path)
     rows = [line.split() for line in printed.splitlines()]
     assert code == 0
-    assert ["global_step5", "5", "40", "1,280", "25"] in [row[:5] for row in rows]
+    assert ["global_step5", "native", "5", "40", "1,280", "25"] in [row[:6] for row in rows]
+    assert "digests    not compared: --verify reads all that has one" in printed
     assert "{layer}.mlp.dense_4h_to_h.weight 3-6 32 x 128 bfloat16".split() in rows
     assert "8.weight 32 bfloat16".split() in rows
     assert "problem" not in printed
@@ -294,9 +430,13 @@ def test_two_folders_are_compared(tmp_path, capsys):
     assert code == 0
     assert ["layout.tensor_model_parallel_size", "1", "2"] in rows
     assert "49 of 52 parameters are equal" in printed
-    assert "{layer}.mlp.dense_4h_to_h.weight 3-4, 6 6.000e+00".split() in rows
+    assert ["fp32", "49", "of", "52", "6.000e+00"] in rows
+    assert "{layer}.mlp.dense_4h_to_h.weight 3-4, 6 6.000e+00 7.500e-01".split() in [row[:5] for row in rows]
+    assert "certificate.digests" not in printed and "sha256" not in printed
     _, printed = output(capsys, one, other, "--json")
     assert len(json.loads(printed)["parameters"]) == 52
+    assert f"certificate.digests.fp32.{WORDS}" not in json.loads(printed)["settings"]
+    assert "certificate.digests.fp32.3.mlp.dense_4h_to_h.weight" in json.loads(printed)["settings"]
     _, printed = output(capsys, one, one)
     assert "no setting differs" in printed and "52 of 52 parameters are equal" in printed
 

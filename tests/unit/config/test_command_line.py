@@ -55,6 +55,7 @@ SETTINGS = [
     ("--deepspeed_config ds.json", "training.deepspeed_config", "ds.json"),
     ("--deepspeed-config=ds.json", "training.deepspeed_config", "ds.json"),
     ("--zero-stage 1", "parallel.zero_stage", 1),
+    ("--zero-stage 3 --cpu-offload", "parallel.cpu_offload", True),
     ("--fp16", "precision.fp16", True),
     ("--bf16", "precision.bf16", True),
     ("--max-position-embeddings 64", "model.max_position_embeddings", 64),

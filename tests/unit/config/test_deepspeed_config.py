@@ -114,6 +114,16 @@ def test_auto_and_null_leave_the_decision_to_the_flags(read) -> None:
         ),
         ({"gradient_clipping": 0.5}, "", ("gradient_clipping is 0.5", "--clip-grad is 1.0")),
         ({"zero_optimization": {"stage": 1}}, "", ("zero_optimization.stage is 1", "--zero-stage is 0")),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            "",
+            ("zero_optimization.offload_optimizer to cpu is true", "--cpu-offload is false"),
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": False}},
+            "--cpu-offload",
+            ("zero_optimization.offload_optimizer to cpu is false", "--cpu-offload is true"),
+        ),
         ({"fp16": {"enabled": True}}, "", ("fp16.enabled is true", "--fp16 is false")),
         ({"fp16": {"enabled": False}}, "--fp16", ("fp16.enabled is false", "--fp16 is true")),
         ({"bf16": {"enabled": True}}, "", ("bf16.enabled is true", "--bf16 is false")),
@@ -139,9 +149,10 @@ def test_a_contradiction_names_the_key_and_the_flag(
         ({"activation_checkpointing": {"partition_activations": True}}, ("--checkpoint-activations",)),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types.grad_accum_dtype is bf16", "fp32")),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            ("offload_optimizer", "not supported"),
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            ("offload_optimizer to nvme", "not supported", "--cpu-offload"),
         ),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ("offload_param", "not supported")),
         ({"fp16": {"auto_cast": True}}, ("fp16.auto_cast", "not supported")),
         ({"communication_data_type": "fp16"}, ("communication_data_type", "fp32")),
         ({"fp16": 5}, ("fp16 is 5", "braces")),
@@ -198,7 +209,15 @@ def test_deepspeed_is_told_of_an_fp32_run_without_clipping() -> None:
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
     }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_is_told_of_zero_1_where_more_is_shared(read, stage: int) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    settings = read({"zero_optimization": zero}, "--zero-stage", str(stage), "--cpu-offload")
+    assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 1}
 
 
 def test_with_a_ramp_up_deepspeed_is_told_of_the_step_to_come() -> None:

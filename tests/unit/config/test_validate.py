@@ -64,8 +64,7 @@ REFUSED = [
         "--world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2",
         ("--zero-stage 2", "--pipeline-model-parallel-size 2", "--zero-stage 1"),
     ),
-    ("--zero-stage 2", ("--zero-stage 2", "not supported yet")),
-    ("--zero-stage 3", ("--zero-stage 3", "not supported yet")),
+    ("--cpu-offload --use-apex", ("--cpu-offload", "--use-apex", "GPUs only")),
     ("--fp16 --bf16", ("--fp16", "--bf16")),
     ("--loss-scale 12", ("--loss-scale 12", "--fp16", "fp32")),
     ("--bf16 --loss-scale 12", ("--loss-scale 12", "--fp16", "bf16")),
@@ -85,6 +84,20 @@ REFUSED = [
     ("--lr-warmup-samples 20 --lr-decay-tokens 320", ("--lr-warmup-samples 20", "--lr-decay-tokens", "10")),
     ("--min-lr 1", ("--min-lr 1.0", "--lr 0.001")),
     ("--checkpoint-num-layers 2", ("--checkpoint-num-layers 2", "--checkpoint-activations")),
+    ("--partition-activations", ("--partition-activations", "--checkpoint-activations")),
+    (
+        "--checkpoint-in-cpu --recompute-granularity selective",
+        ("--checkpoint-in-cpu", "--checkpoint-activations"),
+    ),
+    (
+        "--checkpoint-activations --recompute-granularity selective",
+        ("--checkpoint-activations", "--recompute-granularity selective", "drop one"),
+    ),
+    (
+        "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations "
+        "--partition-activations",
+        ("--partition-activations", "--sequence-parallel", "drop the former"),
+    ),
     ("--save-interval 10", ("--save-interval 10", "--save")),
     ("--position-embedding-type alibi --reset-position-ids", ("--reset-position-ids", "alibi", "relative")),
     ("--data-path 0.3 A 0.7 B", ("--data-path", "4 values", "not supported yet")),
@@ -198,6 +211,21 @@ NO_EFFECT = [
         "--optimizer sgd --adam-beta1 .8 --adam-beta2 .8 --adam-eps 1e-6 --sgd-momentum 0",
         [f"--adam-{name} has no effect with --optimizer sgd" for name in ("beta1", "beta2", "eps")],
     ),
+    (
+        "--recompute-granularity selective --attention-dropout 0",
+        [
+            "--recompute-granularity has no effect with --attention-dropout 0: the fused attention then in "
+            "use keeps no scores, and only these does 'selective' recompute (full saves memory)"
+        ],
+    ),
+    ("--recompute-granularity selective", []),
+    (
+        "--checkpoint-activations --partition-activations",
+        [
+            "--partition-activations has no effect with --tensor-model-parallel-size 1: there is nobody to "
+            "share a layer's input with"
+        ],
+    ),
     ("--optimizer adamw --sgd-momentum 0", ["--sgd-momentum has no effect with --optimizer adamw"]),
     ("--adam-beta1 .8 --adam-eps 1e-6", []),
     (
@@ -300,6 +328,36 @@ class TestApex:
             (tmp_path / "apex" / part / "__init__.py").touch()
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         assert parse_args(words, {}).optimizer.use_apex
+
+
+class TestEightBitAdam:
+    @pytest.fixture
+    def words(self, tmp_path: Path) -> list[str]:
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"text{ending}").touch()
+        run = [word for word in SMALL if word != "--dry-run"]
+        return [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), "--use-bnb-optimizer"]
+
+    def test_absent(self, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", [])
+        monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+        assert "not installed: pip install bitsandbytes" in sentence_of(words)
+
+    def test_installed(self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "bitsandbytes").mkdir()
+        (tmp_path / "bitsandbytes" / "__init__.py").touch()
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+        assert parse_args(words, {}).optimizer.use_bnb_optimizer
+        *others, _ = words
+        assert parse_args([*others, "--use_bnb_optimizer"], {}).optimizer.use_bnb_optimizer
+
+    @pytest.mark.parametrize(
+        "others, named", [("--optimizer sgd", "--optimizer sgd"), ("--use-apex", "--use-apex")]
+    )
+    def test_what_brings_another_optimizer_is_refused(self, others: str, named: str) -> None:
+        sentence = sentence_of([*SMALL, "--use-bnb-optimizer", *others.split()])
+        assert sentence.startswith(f"--use-bnb-optimizer with {named}")
 
 
 def model(**sizes: int) -> ModelConfig:

@@ -16,6 +16,7 @@ from tests.distributed.layouts import (
     VOCAB,
     Row,
     build_engine,
+    build_model,
     config_of,
     relative_errors,
     train,
@@ -186,3 +187,40 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
         ]
         per_sample.append(sum(losses) / len(losses) if losses else torch.tensor(0.0))
     torch.testing.assert_close(loss, sum(per_sample) / 3)
+
+
+# --- the head and the loss as one step ---
+
+
+def outputs_after_a_step(row, training):
+    """Shapes of what the model returns once it has trained: by itself, for a loss, and through DeepSpeed."""
+    engine = build_engine(config_of(row, training=training))
+    train(engine, [0])
+    model = engine.module.eval()
+    with torch.no_grad():
+        logits = model(TOKENS)
+        with model.loss_follows():
+            outputs = model(TOKENS)
+    batches = iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))])
+    loss, returned = engine.eval_batch(batches, return_logits=True, num_micro_batches=1)
+    plain_loss = engine.evaluate(iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))]), 1)
+    torch.testing.assert_close(loss, plain_loss)
+    return [tuple(x.shape) for x in (logits, outputs, returned)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_are_there_where_they_are_asked_for(precision):
+    logits, hidden = (2, SEQ, 104), (2, SEQ, 32)
+    row = Row(precision=precision, micro_batch=2)
+    for implementation, for_loss in (("fused", hidden), ("plain", logits)):
+        found = run_world(1, outputs_after_a_step, row, {"loss_implementation": implementation})
+        assert found == [[logits, for_loss, logits]]
+
+
+def model_cut_behind_the_head():
+    with pytest.raises(ValueError, match="begins with layer 10, behind the head, layer 9"):
+        build_model(config_of(Row(pp=2, precision="bf16")), [0, 10, 11])
+
+
+def test_a_cut_between_head_and_loss_is_refused():
+    run_world(2, model_cut_behind_the_head)

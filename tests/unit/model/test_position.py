@@ -1,6 +1,8 @@
 """Positions, ALiBi's slopes and documents within a sample."""
 
+import gc
 import math
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -71,6 +73,24 @@ def test_plain_causal_attention_needs_no_bias():
 def test_document_boundaries_without_segments_are_an_error():
     with pytest.raises(ValueError, match="no segments"):
         AttentionMasks(None, within_documents=True).bias(4, torch.float32, torch.device("cpu"), None)
+
+
+def test_all_layers_share_one_bias_of_a_micro_batch_that_goes_with_its_segments():
+    masks = AttentionMasks([0.5], within_documents=True)
+    segments, others = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
+
+    def bias(of, dtype=torch.float32):
+        return masks.bias(4, dtype, torch.device("cpu"), of)
+
+    first = bias(segments)
+    assert bias(segments) is first and first.is_contiguous()
+    assert not torch.equal(bias(others), first)
+    assert torch.equal(bias(segments), first)
+    assert bias(segments, torch.bfloat16).dtype == torch.bfloat16
+    kept = weakref.ref(bias(segments))
+    del segments
+    gc.collect()
+    assert kept() is None
 
 
 def test_rotary_scores_depend_on_the_distance_only():

@@ -10,6 +10,7 @@ from torch import nn
 from megatron.config import ConfigError, OptimizerConfig
 from megatron.mpu.parameters import ParameterSpec
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
+from megatron.optimizer.quantized import kernels
 
 
 def parameter(*shape, weight_decay=True):
@@ -40,11 +41,50 @@ def test_a_stage_with_only_the_embedding_still_has_both_groups():
     assert (plain["names"], plain["params"]) == ([], [])
 
 
+def test_units_have_groups_of_their_own_after_the_others():
+    parameters = [(f"{unit}.{name}", made) for unit in ("3", "30") for name, made in named()]
+    groups = parameter_groups(parameters, 0.1, units=["3"])
+    assert [group.get("unit") for group in groups] == [None, None, "3", "3"]
+    assert groups[0]["names"] == ["30.embedding.weight", "30.dense.weight"]
+    assert groups[3]["names"] == ["3.norm.weight", "3.dense.bias"] and groups[3]["weight_decay"] == 0.0
+
+
 def test_tied_and_frozen_parameters():
     parameters = named()
     parameters[2][1].requires_grad_(False)
     decayed, _ = parameter_groups([*parameters, ("head.weight", parameters[0][1])], 0.1)
     assert decayed["names"] == ["embedding.weight"]
+
+
+def named_for_8_bits():
+    word_embedding = "tied_modules.embed.word_embeddings.weight"
+    return [
+        (word_embedding, parameter(512, 64)),
+        ("3.norm.weight", parameter(8192, weight_decay=False)),
+        ("3.large.weight", parameter(64, 64)),
+        ("3.small.weight", parameter(64, 63)),
+    ]
+
+
+def test_with_8_bits_large_matrices_are_a_group_before_the_others():
+    quantized, decayed, plain = parameter_groups(named_for_8_bits(), 0.1, eight_bit=True)
+    assert quantized["names"] == ["3.large.weight"]
+    assert decayed["names"] == ["tied_modules.embed.word_embeddings.weight", "3.small.weight"]
+    assert plain["names"] == ["3.norm.weight"]
+    assert [g["moment_bits"] for g in (quantized, decayed, plain)] == [8, 32, 32]
+    assert [g["weight_decay"] for g in (quantized, decayed, plain)] == [0.1, 0.1, 0.0]
+
+
+def test_bits_are_decided_by_the_whole_parameter_and_not_by_the_shard():
+    made = nn.Parameter(torch.ones(16, 64))
+    made.spec = ParameterSpec(whole_shape=(64, 64), shard_dim=0)
+    quantized, *_ = parameter_groups([("3.dense.weight", made)], 0.1, eight_bit=True)
+    assert quantized["names"] == ["3.dense.weight"]
+
+
+def test_without_8_bits_the_groups_are_the_two():
+    groups = parameter_groups(named_for_8_bits(), 0.1)
+    assert len(groups) == 2 and "moment_bits" not in groups[0]
 
 
 def test_a_parameter_without_a_spec_is_an_error():
@@ -143,3 +183,12 @@ def test_apex_without_its_extensions_is_refused(monkeypatch):
     fake_apex(monkeypatch, unbuilt)
     with pytest.raises(ConfigError, match="--use-apex.*cuda extensions"):
         make_optimizer(parameter_groups(named(), 0.1), OptimizerConfig(use_apex=True))
+
+
+def test_8_bit_adam_without_bitsandbytes_says_how_to_install_it(monkeypatch):
+    kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    groups = parameter_groups(named(), 0.1, eight_bit=True)
+    with pytest.raises(ConfigError, match="--use-bnb-optimizer.*pip install bitsandbytes"):
+        make_optimizer(groups, OptimizerConfig(use_bnb_optimizer=True))

@@ -1,0 +1,394 @@
+#!/usr/bin/env python3
+"""How fast checkpoints are converted, against DeepSpeed's converter, and opened on another layout.
+
+    python benchmarks/checkpoint.py                 three sizes; some minutes and 12 GB of disk
+    python benchmarks/checkpoint.py --sizes 12      the largest alone
+
+Conversion to the universal format. A checkpoint of TP=2, ZeRO-1 is saved by the trainer's own engine in a
+world of two processes: L layers, hidden 1024, vocabulary 50,257 (padded to 50,432), Adam, fp32; no step is
+trained, and the moments are filled with numbers. Then deepspeed/checkpoint/ds_to_universal.py and
+tools/ds_to_universal.py convert it, each as a user starts it, with as many workers, taking turns.
+
+Every figure is of whole commands, imports included. Processor seconds, of all processes of a command, depend
+less on what else the machine does. Memory is the largest sum, over a command's processes, of resident memory
+(Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every 20 ms. The files
+that both make are compared before they are deleted.
+
+Direct load. The same checkpoint is opened by two pipeline stages (TP=1), without conversion. 'read': reading
+as many bytes as a rank needs into fresh memory, by plain reads of the same files; 'load': values and moments
+are restored; 'prove': the certificate is computed anew, which follows it; 'check': the SHA-256 of all files,
+which comes before it. The files are in the page cache in all of them. Memory: how much a rank's memory that
+is of no file grows at most while it loads, and in brackets the bound, its moments and the largest parameter.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from megatron.engine.pipeline_engine import GPTEngine
+
+HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
+SIZES = (3, 6, 12)
+# BLOOM with its optimizer's state, and the nodes it was converted on.
+BLOOM_BYTES, BLOOM_NODES = 2.3e12, 24
+FOLDER = "BENCHMARK_FOLDER"
+MEMORY_FILE = "memory"
+
+
+@dataclass
+class Measured:
+    """Seconds, processor seconds and peak bytes of the runs of one converter."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each converter per size (default: 3)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
+    parser.add_argument("--workers", type=int, default=2, help="workers of both (default: 2)")
+    parser.add_argument("--worker", metavar="LAYERS,LAYOUT", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        layers, layout = arguments.worker.split(",")
+        run_worker(int(layers), layout)
+        return
+    from benchmarks.machine import describe_machine
+
+    print(describe_machine(), flush=True)
+    conversion(arguments.sizes, arguments.rounds, arguments.workers)
+    direct_load(arguments.sizes, arguments.rounds)
+
+
+def direct_load(sizes: list[int], rounds: int) -> None:
+    """Prints the table of loads on another layout."""
+    from benchmarks.worlds import World
+
+    print(
+        f"\ndirect load, saved by TP=2 ZeRO-1, opened by PP=2, seconds of the slower rank, median of {rounds}"
+    )
+    print(
+        f"{'layers':>6} {'GB':>5}  {'read':>6} {'load':>6} {'ratio':>6}  {'prove':>6} {'check':>6}  memory MB"
+    )
+    for layers in sizes:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
+            source = make_checkpoint(Path(folder), layers)
+            size_bytes = sum(path.stat().st_size for path in source.glob("*_optim_states.pt"))
+            world = World(__file__, f"{layers},pp2", 2, {FOLDER: folder})
+            times: dict[str, list[float]] = {work: [] for work in ("read", "load", "prove", "check")}
+            for work in ("read", "load"):  # once to warm up
+                world.run(work)
+            for _ in range(rounds):
+                for work, seconds in times.items():
+                    seconds.append(world.run(work))
+            world.end()
+            memory = ", ".join(path.read_text() for path in sorted(Path(folder).glob(f"{MEMORY_FILE}-*")))
+        read, load, prove, check = (statistics.median(seconds) for seconds in times.values())
+        print(
+            f"{layers:6} {size_bytes / 1e9:5.2f}  {read:6.2f} {load:6.2f} {load / read:6.2f}  "
+            f"{prove:6.2f} {check:6.2f}  {memory}",
+            flush=True,
+        )
+
+
+def conversion(sizes: list[int], rounds: int, workers: int) -> None:
+    """Prints the table of conversions, and what follows for a checkpoint of BLOOM's size."""
+    print(f"\nconversion to universal, {workers} workers each, median of {rounds}")
+    print(f"{'':12}  {'seconds':23}  {'processor seconds':23}  peak MB")
+    columns = f"{'theirs':>7} {'ours':>7} {'ratio':>7}"
+    print(f"{'layers':>6} {'GB':>5}  {columns}  {columns}  {'theirs':>6} {'ours':>6}")
+    rates = []
+    for layers in sizes:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
+            source = make_checkpoint(Path(folder), layers)
+            theirs, ours, size_bytes = convert_in_turns(source, Path(folder), rounds, workers)
+        times = "  ".join(
+            f"{one:7.2f} {other:7.2f} {one / other:7.1f}"
+            for one, other in (
+                (statistics.median(theirs.seconds), statistics.median(ours.seconds)),
+                (statistics.median(theirs.cpu_s), statistics.median(ours.cpu_s)),
+            )
+        )
+        peaks = " ".join(f"{max(one.peaks) / 1e6:6.0f}" for one in (theirs, ours))
+        print(f"{layers:6} {size_bytes / 1e9:5.2f}  {times}  {peaks}", flush=True)
+        rates.append((size_bytes, statistics.median(ours.seconds)))
+    print_estimate(rates, workers)
+
+
+def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
+    """For 2.3 TB on 24 nodes: parameters divide over nodes, and the file system keeps up."""
+    size_bytes, seconds = max(rates)
+    rate = size_bytes / seconds
+    print(
+        f"at the {rate / 1e9:.2f} GB/s of the largest, {BLOOM_BYTES / 1e12} TB take one process of {workers} "
+        f"workers {BLOOM_BYTES / rate / 60:.0f} minutes.\n"
+        f"If each of {BLOOM_NODES} nodes converted a part of the parameters, and their shared file system "
+        f"read and wrote {BLOOM_NODES * rate / 1e9:.0f} GB/s:\n{BLOOM_BYTES / rate / BLOOM_NODES / 60:.1f} "
+        "minutes. The tool runs on one node, with as many workers as asked for."
+    )
+
+
+def make_checkpoint(folder: Path, layers: int) -> Path:
+    """A native checkpoint of TP=2, ZeRO-1, written by two processes."""
+    from benchmarks.worlds import World
+
+    world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: str(folder)})
+    world.run("save")
+    world.end()
+    return folder / "global_step1"
+
+
+def run_worker(layers: int, layout_name: str) -> None:
+    """'tp2' saves a checkpoint when told to; 'pp2' reads and loads it."""
+    from benchmarks.worlds import answers_apart, serve
+
+    answers = answers_apart()
+    from megatron.config import LoggingConfig
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+
+    import torch
+
+    from megatron.checkpoint.native import TrainingState, save_checkpoint
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.planner.stages import plan_stages
+    from megatron.training.processes import join_world, leave_world
+
+    config = make_config(layers, layout_name)
+    rank = join_world(config)
+    parallel = config.parallel
+    layout = ParallelLayout.create(
+        2, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
+    )
+    tensor = layout.make_tensor_group()
+    model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
+    engine = GPTEngine(config, layout, tensor, model)
+    if layout_name == "pp2":
+        serve(Loader(engine, Path(os.environ[FOLDER])).do, answers)
+        leave_world()
+        return
+    for flat in engine.optimizer.flat:
+        moments = {"exp_avg": flat.master.detach() * 0.1, "exp_avg_sq": flat.master.detach().square()}
+        engine.optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}
+    state = TrainingState(1, 2, 2 * SEQ)
+    serve(lambda _: save_checkpoint(engine, os.environ[FOLDER], state, VOCAB, 0, {}), answers)
+    leave_world()
+
+
+class Loader:
+    """One rank that opens the checkpoint in a folder."""
+
+    def __init__(self, engine: "GPTEngine", folder: Path) -> None:
+        from megatron.checkpoint.folders import find_latest
+
+        self.engine = engine
+        self.folder = folder
+        self.checkpoint = find_latest(folder)
+        self.needed_bytes = 12 * sum(parameter.numel() for parameter in engine.optimizer.parameters)
+
+    def do(self, work: str) -> None:
+        """'read', 'load', 'prove' or 'check'."""
+        from megatron.checkpoint.certificate import check_certificate
+        from megatron.checkpoint.digests import DigestsAsRead
+        from megatron.checkpoint.manifest import first_damaged
+
+        if work == "read":
+            self.read()
+        elif work == "load":
+            self.load()
+        elif work == "prove":
+            check_certificate(self.engine, self.checkpoint, True, DigestsAsRead())
+        elif damage := first_damaged(self.checkpoint.folder, self.checkpoint.run["files"]):
+            raise SystemExit(damage)
+
+    def read(self) -> None:
+        """As many bytes as this rank needs."""
+        import numpy as np
+
+        target = memoryview(np.empty(self.needed_bytes, dtype=np.uint8))
+        filled = 0
+        while filled < self.needed_bytes:
+            for path in sorted(self.checkpoint.folder.glob("*_optim_states.pt")):
+                with open(path, "rb", buffering=0) as file:
+                    while count := file.readinto(target[filled : filled + (1 << 26)]):
+                        filled += count
+
+    def load(self) -> None:
+        """Restores values and moments, and notes how the memory grew."""
+        from megatron.checkpoint.reshape import SavedParameters
+
+        optimizer = self.engine.optimizer
+        optimizer.optimizer.state.clear()
+        with AnonymousMemory() as memory:
+            optimizer.load_by_name(SavedParameters(self.checkpoint).read, None, with_moments=True)
+        bound = self.needed_bytes * 2 / 3 + 4 * VOCAB * HIDDEN
+        note = self.folder / f"{MEMORY_FILE}-{self.engine.global_rank}"
+        note.write_text(f"{memory.growth_bytes / 1e6:.0f} ({bound / 1e6:.0f})")
+
+
+class AnonymousMemory:
+    """How much the memory of this process that is of no file grows at most, looked at every few ms."""
+
+    def __enter__(self) -> "AnonymousMemory":
+        self.before = self.peak = self.now()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+        self.peak = max(self.peak, self.now())
+
+    @property
+    def growth_bytes(self) -> int:
+        return self.peak - self.before
+
+    def watch(self) -> None:
+        while not self.over.wait(0.005):
+            self.peak = max(self.peak, self.now())
+
+    @staticmethod
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def make_config(layers: int, layout_name: str):
+    """The configuration of the run that is saved."""
+    from megatron.config import (
+        BatchConfig,
+        Config,
+        ModelConfig,
+        ParallelConfig,
+        ScheduleConfig,
+        TrainingConfig,
+    )
+
+    return Config(
+        model=ModelConfig(
+            num_layers=layers,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            seq_length=SEQ,
+            max_position_embeddings=SEQ,
+        ),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=2),
+        schedule=ScheduleConfig(lr=1e-4),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=TENSOR if layout_name == "tp2" else 1,
+            pipeline_model_parallel_size=1 if layout_name == "tp2" else 2,
+            zero_stage=1,
+            world_size=2,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        ),
+        training=TrainingConfig(train_iters=1),
+    )
+
+
+def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> tuple[Measured, Measured, int]:
+    """Their measurements, ours, and the bytes of what is converted."""
+    flags = ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
+    converters = {
+        "theirs": [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *flags],
+        "ours": [sys.executable, str(ROOT / "tools" / "ds_to_universal.py"), *flags],
+    }
+    measured = {name: Measured() for name in converters}
+    for _ in range(rounds):
+        for name, command in converters.items():
+            seconds, cpu_s, peak = run(
+                [*command, "--input_folder", str(source), "--output_folder", str(folder / name)]
+            )
+            measured[name].seconds.append(seconds)
+            measured[name].cpu_s.append(cpu_s)
+            measured[name].peaks.append(peak)
+        size_bytes = compare(folder / "theirs" / "zero", folder / "ours" / "zero")
+        for name in converters:
+            shutil.rmtree(folder / name)
+    return measured["theirs"], measured["ours"], size_bytes
+
+
+def run(command: list[str]) -> tuple[float, float, int]:
+    """Seconds that the command takes, processor seconds, and the largest sum of its processes' memory."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while True:
+        try:
+            output, _ = process.communicate(timeout=0.02)
+            break
+        except subprocess.TimeoutExpired:
+            peak = max(peak, sum(resident_bytes(pid) for pid in family_of(process.pid)))
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output}")
+    return time.perf_counter() - start, children_cpu_s() - cpu_before, peak
+
+
+def children_cpu_s() -> float:
+    """Of all processes that have ended and that this one or its children started."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has just ended
+        return []
+    return [pid, *(member for child in children for member in family_of(child))]
+
+
+def resident_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+
+
+def compare(theirs: Path, ours: Path) -> int:
+    """Bytes of the parameters' files; ends the program where any tensor of the two differs."""
+    import torch
+
+    size_bytes = 0
+    for path in sorted(theirs.glob("*/*.pt")):
+        expected, found = (
+            torch.load(side, mmap=True, weights_only=True) for side in (path, ours / path.relative_to(theirs))
+        )
+        pairs = (
+            [(expected, found)]
+            if path.name == "step.pt"
+            else [(expected[key], found[key]) for key in expected]
+        )
+        if not all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in pairs):
+            raise SystemExit(f"{path.relative_to(theirs)} differs")
+        size_bytes += path.stat().st_size
+    return size_bytes
+
+
+if __name__ == "__main__":
+    main()

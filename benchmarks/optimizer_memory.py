@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Bytes of optimizer state per parameter, Adam against 8-bit Adam (--use-bnb-optimizer), by pipeline stage.
+
+    python benchmarks/optimizer_memory.py            about a minute on two cores
+
+Two stages of 8 layers, hidden 512, vocabulary 16384, bf16, each a process; the bytes are those of the tensors
+that the optimizer holds after a step. The word embedding, which both stages have, and norms, biases and small
+parameters keep their moments in 32 bits: `8 bits` is the share of the parameters that do not. The fp32 master
+weights, 4 bytes per parameter, come on top for both.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 8, 512, 8, 64, 16384
+STAGES = 2
+TARGETS = {"adam": 8.0, "8-bit adam": 2.1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", choices=TARGETS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_worker(arguments.worker)
+        return
+    from benchmarks.machine import describe_machine
+    from benchmarks.worlds import World
+
+    print(describe_machine(), flush=True)
+    print("bytes of moments per parameter")
+    print(
+        f"{'':12} {'stage':>5} {'parameters':>11} {'8 bits':>7} {'of these':>9} {'target':>7} {'of all':>7}"
+    )
+    for name, target in TARGETS.items():
+        world = World(__file__, name, STAGES)
+        for stage in range(STAGES):
+            of_all, quantized, share, count = (
+                world.run(f"{what} {stage}") for what in ("all", "quantized", "share", "count")
+            )
+            found = f"{quantized:.3f}" if share else "-"
+            limit = f"<= {target}" if share else ""
+            sizes = f"{stage:5d} {count:11,.0f} {100 * share:5.1f} %"
+            print(f"{name:12} {sizes} {found:>9} {limit:>7} {of_all:7.3f}")
+        world.end()
+
+
+def run_worker(name: str) -> None:
+    from benchmarks.worlds import answers_apart, serve
+
+    answers = answers_apart()
+    from megatron.config import LoggingConfig
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+    import torch
+
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.planner.stages import plan_stages
+    from megatron.training.moments import moments_here
+    from megatron.training.processes import join_world, leave_world
+
+    config = make_config(eight_bit=name != "adam")
+    rank = join_world(config)
+    layout = ParallelLayout.create(STAGES, 1, STAGES, rank)
+    tensor = layout.make_tensor_group()
+    model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
+    engine = GPTEngine(config, layout, tensor, model)
+    tokens = torch.randint(0, VOCAB, (1, SEQ))
+    engine.train_step(iter([(tokens, (tokens, torch.ones(1, SEQ)))] * STAGES), 0, STAGES, 1e-4)
+    moments = moments_here(engine.optimizer).values()
+    count, quantized = sum(m.elements for m in moments), [m for m in moments if m.found == {8}]
+    in_8_bits = sum(m.elements for m in quantized)
+    found = {
+        "all": sum(m.state_bytes for m in moments) / count,
+        "quantized": sum(m.state_bytes for m in quantized) / max(in_8_bits, 1),
+        "share": in_8_bits / count,
+        "count": float(count),
+    }
+
+    def answer(words: str) -> float:
+        what, stage = words.split()
+        return found[what] if int(stage) == layout.pipeline_stage else 0.0
+
+    serve(answer, answers)
+    leave_world()
+
+
+def make_config(eight_bit: bool):
+    """The configuration of the measured run."""
+    from megatron.config import (
+        BatchConfig,
+        Config,
+        ModelConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        PrecisionConfig,
+        ScheduleConfig,
+        TrainingConfig,
+    )
+
+    return Config(
+        model=ModelConfig(
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            seq_length=SEQ,
+            max_position_embeddings=SEQ,
+        ),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=STAGES),
+        schedule=ScheduleConfig(lr=1e-4),
+        parallel=ParallelConfig(
+            pipeline_model_parallel_size=STAGES,
+            world_size=STAGES,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        ),
+        training=TrainingConfig(train_iters=1),
+        optimizer=OptimizerConfig(use_bnb_optimizer=eight_bit),
+        precision=PrecisionConfig(bf16=True),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""Tokens per second of the trainer's step, what share of the hardware that is, and peak memory.
+
+    python benchmarks/throughput.py --preset cpu-small        layouts on two cores, about three minutes
+    python benchmarks/throughput.py --preset 1.3B             one GPU
+
+cpu-small starts one process, DP=2, PP=2 (cut by --partition-method time), TP=2 and --bf16, a thread and a
+core per process, lets them take turns, a step each, and compares each with a plain PyTorch eager loop of the
+same run (--bf16 with fp32). The other presets are one process on an accelerator, in bf16; without one they
+run on the CPU, slowly. 13B-slice is a quarter of a 13B model's layers, with embedding and head;
+250k-last-stage the last of many stages, with a rank's part of a vocabulary of 250k words cut over 4.
+
+Model FLOPs are the family's formula (megatron/planner/flops.py) without recomputation. They are compared with
+the card's peak, where it is known, and with a matrix product measured by the same process, in turns with the
+steps: [tokens of a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
+
+glibc's malloc would hand large blocks back after each use and clear them anew: MALLOC_MMAP_THRESHOLD_ and
+MALLOC_TRIM_THRESHOLD_ keep them, which gives all CPU rows, the plain loop included, some 9 %.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+WARM_UP = 2
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+# Dense 16-bit matrix products, FLOP/s, by a part of the name that PyTorch gives the card.
+KNOWN_CARDS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "V100": 125e12,
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and its batches."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    micro_batch: int
+    global_batch: int
+    eight_bit: bool = False
+
+
+PRESETS = {
+    "cpu-small": Preset(4, 256, 8, 512, 8192, 2, 8),
+    "125M": Preset(12, 768, 12, 2048, 50304, 8, 32),
+    "1.3B": Preset(24, 2048, 16, 2048, 50304, 8, 32),
+    "6.7B": Preset(32, 4096, 32, 2048, 50304, 4, 16, eight_bit=True),
+    "13B-slice": Preset(10, 5120, 40, 2048, 50304, 4, 16),
+    "250k-last-stage": Preset(4, 2048, 16, 2048, 250368 // 4, 8, 32),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout that is measured. target: the least ratio to the row named `against`."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    precision: str = "fp32"
+    against: str = ""
+    target: float = 0.0
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+CPU_ROWS = [
+    Row("1 process", against="plain", target=1.12),
+    Row("DP=2", data=2, against="plain", target=1.9),
+    Row("PP=2", pipeline=2, against="plain", target=1.5),
+    Row("TP=2", tensor=2, against="plain", target=1.75),
+    Row("--bf16", precision="bf16", against="1 process", target=2.0),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="cpu-small")
+    parser.add_argument("--rounds", type=int, default=10, help="timed steps per row (default: 10)")
+    parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
+    parser.add_argument("--compile", action="store_true", help="measure with --compile")
+    parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    preset = PRESETS[arguments.preset]
+    if arguments.micro_batch:
+        accumulation = preset.global_batch // preset.micro_batch
+        size = arguments.micro_batch
+        preset = dataclasses.replace(preset, micro_batch=size, global_batch=size * accumulation)
+    if arguments.worker:
+        rows = {row.name: row for row in rows_of(arguments.preset)}
+        run_worker(preset, rows[arguments.worker], arguments.compile, arguments.preset == "cpu-small")
+        return
+    from benchmarks.machine import describe_machine
+
+    print(f"{describe_machine()}, load {os.getloadavg()[0]:.1f}", flush=True)
+    measured = measure(arguments.preset, arguments.rounds, [*sys.argv[1:]])
+    print_rows(preset, rows_of(arguments.preset), measured)
+
+
+def rows_of(name: str) -> list[Row]:
+    return CPU_ROWS if name == "cpu-small" else [Row(name, precision="bf16")]
+
+
+def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
+    """Medians by 'ROW' (seconds of a step), 'ROW product' (seconds) and 'ROW peak' (bytes)."""
+    from benchmarks.worlds import World
+
+    settings = MALLOC if name == "cpu-small" else {**MALLOC, "KEEP_THREADS": "1"}
+    rows = rows_of(name)
+    worlds = {row.name: World(__file__, row.name, row.processes, settings, words) for row in rows}
+    work: dict[str, Callable[[], float]] = {}
+    for row in rows:
+        work[row.name] = lambda world=worlds[row.name]: world.run("step")
+        work[f"{row.name} product"] = lambda world=worlds[row.name]: world.run("product")
+    if name == "cpu-small":
+        work["plain"] = lambda: worlds["1 process"].run("plain")
+    times: dict[str, list[float]] = {key: [] for key in work}
+    for turn in range(rounds + WARM_UP):
+        for key, run in work.items():
+            seconds = run()
+            if turn >= WARM_UP:
+                times[key].append(seconds)
+    measured = {key: statistics.median(values) for key, values in times.items()}
+    for row in rows:
+        measured[f"{row.name} peak"] = worlds[row.name].run("peak memory")
+        worlds[row.name].end()
+    return measured
+
+
+def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> None:
+    import torch
+
+    tokens = preset.global_batch * preset.seq
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
+    peak = next((flops for name, flops in KNOWN_CARDS.items() if name in card), None)
+    if peak is None:
+        print(f"the peak of {card} is not known here: no share of it is given")
+    print(
+        f"{'':16} {'tokens/s':>9} {'TFLOP/s':>8} {'of peak':>8} {'of product':>10} {'peak GiB':>9}"
+        f"  {'ratio':>6} {'target':>6} against"
+    )
+    if "plain" in measured:
+        print(f"{'plain loop':16} {tokens / measured['plain']:9.0f}")
+    for row in rows:
+        seconds = measured[row.name]
+        speed = step_flops(preset) / seconds / row.processes
+        product = product_flops(preset) / measured[f"{row.name} product"]
+        share = "-" if peak is None else f"{100 * speed / peak:.1f} %"
+        line = (
+            f"{row.name:16} {tokens / seconds:9.0f} {speed / 1e12:8.3f} {share:>8} "
+            f"{100 * speed / product:8.1f} % {measured[f'{row.name} peak'] / 2**30:9.2f}"
+        )
+        if row.against:
+            ratio = measured[row.against] / seconds
+            line += f"  {ratio:6.2f} {row.target:6.2f} {row.against}"
+        print(line)
+
+
+def step_flops(preset: Preset) -> float:
+    """Model FLOPs of a step."""
+    from megatron.planner.flops import iteration_flops
+
+    return iteration_flops(
+        num_layers=preset.layers,
+        hidden_size=preset.hidden,
+        seq_length=preset.seq,
+        padded_vocab_size=preset.vocab,
+        batch_size=preset.global_batch,
+        recompute=False,
+    )
+
+
+def product_flops(preset: Preset) -> float:
+    return 2.0 * preset.micro_batch * preset.seq * preset.hidden * 4 * preset.hidden
+
+
+def run_worker(preset: Preset, row: Row, compiles: bool, with_plain: bool) -> None:
+    """Does the work named by each line of the input, and answers."""
+    if row.processes > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    from benchmarks.worlds import answers_apart, serve
+
+    answers = answers_apart()
+    from megatron.config import LoggingConfig
+    from megatron.training.processes import quiet_library_logs
+
+    quiet_library_logs(LoggingConfig())
+
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.gpt_model import PARAMETER_DTYPES, GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.planner.stages import plan_stages
+    from megatron.training.peak_memory import memory_here
+    from megatron.training.processes import join_world, leave_world
+
+    if "KEEP_THREADS" in os.environ:
+        torch.set_num_threads(os.cpu_count() or 1)
+    config = make_config(preset, row, compiles)
+    rank = join_world(config)
+    layout = ParallelLayout.create(row.processes, row.tensor, row.pipeline, rank)
+    tensor = layout.make_tensor_group()
+    model = GPTModelPipe(config, layout, tensor, preset.vocab, 0, plan_stages(config, preset.vocab).bounds)
+    engine = GPTEngine(config, layout, tensor, model)
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(0, preset.vocab, (preset.global_batch, preset.seq + 1), generator=generator)
+    size = preset.micro_batch
+    dtype, device = PARAMETER_DTYPES[row.precision], get_accelerator().current_device_name()
+    left, right = (
+        torch.randn(shape, device=device).to(dtype)
+        for shape in ((size * preset.seq, preset.hidden), (preset.hidden, 4 * preset.hidden))
+    )
+
+    def step() -> None:
+        first = layout.data_rank * size
+        starts = range(first, preset.global_batch, layout.data * size)
+        parts = (batch[i : i + size] for i in starts)
+        mask = torch.ones(size, preset.seq)
+        micro_batches = ((p[:, :-1].contiguous(), (p[:, 1:].contiguous(), mask)) for p in parts)
+        engine.train_step(micro_batches, 0, preset.global_batch, 1e-4)
+        get_accelerator().synchronize()
+
+    def product() -> None:
+        torch.mm(left, right)
+        get_accelerator().synchronize()
+
+    work: dict[str, Callable[[], object]] = {
+        "step": step,
+        "product": product,
+        "peak memory": lambda: float(peak_bytes(memory_here())),
+    }
+    if with_plain and row.name == "1 process":
+        from benchmarks.overhead import make_plain_step
+
+        work["plain"] = make_plain_step(batch)
+    serve(lambda name: work[name](), answers)
+    leave_world()
+
+
+def peak_bytes(found: dict[str, int]) -> int:
+    return found.get("peak allocated") or found["peak resident"]
+
+
+def make_config(preset: Preset, row: Row, compiles: bool) -> "Config":
+    """The configuration of a measured run."""
+    from benchmarks.overhead import make_config as make_small
+    from megatron.config import BatchConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+
+    config = make_small(row.tensor, row.pipeline, row.processes)
+    return dataclasses.replace(
+        config,
+        model=ModelConfig(
+            num_layers=preset.layers,
+            hidden_size=preset.hidden,
+            num_attention_heads=preset.heads,
+            seq_length=preset.seq,
+            max_position_embeddings=preset.seq,
+            make_vocab_size_divisible_by=1,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        batch=BatchConfig(micro_batch_size=preset.micro_batch, global_batch_size=preset.global_batch),
+        parallel=dataclasses.replace(config.parallel, partition_method="time"),
+        training=dataclasses.replace(config.training, compile=compiles),
+        precision=PrecisionConfig(bf16=row.precision == "bf16"),
+        optimizer=OptimizerConfig(use_bnb_optimizer=preset.eight_bit),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The certificate of a resume: what a checkpoint says of itself, and proof that it is what was loaded.
+
+A checkpoint keeps a digest of every whole parameter and moment, and the loss of a probe. After loading, on
+whatever layout, both are computed anew and compared, before the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpoint.digests import DigestsAsRead, StateDigests, digest_state
+from megatron.checkpoint.folders import Checkpoint
+from megatron.config import Config, ConfigError
+from megatron.data.loader import MicroBatch
+from megatron.engine.pipeline_engine import GPTEngine
+
+# How far a probe's loss may be off, relative. The weights themselves are compared to the last bit, so this
+# is about the computation: fp32 differs between layouts by the order of sums, 16 bits by their rounding.
+PROBE_BOUND = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of the table: what was compared, and how it came out."""
+
+    subject: str
+    finding: str
+
+
+def certify(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
+    """What `run.json` keeps: digests and the probe's loss. Collective."""
+    state = digest_state(engine.optimizer, engine.layout)
+    config = engine.run_config
+    loss = probe_loss(engine, vocab_size)
+    return {
+        "digests": state.tensors,
+        "updates": state.step,
+        "unequal_copies": list(state.unequal),
+        "probe": {"seq_length": config.model.seq_length, "loss": loss} if math.isfinite(loss) else None,
+    }
+
+
+def check_certificate(
+    engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, as_read: DigestsAsRead
+) -> list[Check]:
+    """Compares what the engine holds with what the checkpoint says, a line per thing. Collective.
+
+    with_moments: whether the checkpoint's moments were loaded. as_read: of what was quantised since. Raises
+    ConfigError, on every rank, that names what is not as it was saved.
+    """
+    certificate = checkpoint.run.get("certificate")
+    if certificate is None:
+        return [Check("certificate", "the checkpoint has none: what was loaded cannot be compared")]
+    found = digest_state(engine.optimizer, engine.layout, as_read)
+    return [
+        *_check_digests(checkpoint, certificate, found, with_moments),
+        _check_probe(engine, checkpoint, certificate["probe"]),
+    ]
+
+
+def _check_digests(
+    checkpoint: Checkpoint, certificate: dict[str, Any], found: StateDigests, with_moments: bool
+) -> Iterator[Check]:
+    in_order = sorted(certificate["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
+    for kind, expected in in_order:
+        subject = "weights, fp32" if kind == "fp32" else f"moments, {kind}"
+        if kind != "fp32" and not with_moments:
+            yield Check(subject, "not loaded: another kind of optimizer begins anew")
+            continue
+        now = found.tensors.get(kind, {})
+        wrong = [name for name in expected if now.get(name) != expected[name]]
+        if wrong:
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}: after loading, {subject} of {_some(wrong)} differs from "
+                "what was saved: do not go on from it; load an older checkpoint and report this"
+            )
+        finding = f"{len(expected)} parameters, equal to the last bit"
+        if kind != "fp32" and found.quantized:
+            finding += f"; {len(found.quantized)} then quantised to 8 bits, each element to within one step"
+        yield Check(subject, finding)
+    if with_moments and certificate["updates"] is not None:
+        if certificate["updates"] != found.step:
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}: after loading, the optimizer counts {found.step} updates "
+                f"and had counted {certificate['updates']}: load an older checkpoint and report this"
+            )
+        yield Check("updates of the optimizer", f"{found.step:.0f}, equal")
+
+
+def _check_probe(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
+    if saved is None:
+        return Check("loss of the probe", "not compared: the checkpoint has none")
+    model, precision = engine.run_config.model, engine.run_config.precision.name
+    if saved["seq_length"] != model.seq_length:
+        return Check("loss of the probe", f"not compared: --seq-length was {saved['seq_length']}")
+    loss = probe_loss(engine, checkpoint.vocab_size)
+    bound = max(PROBE_BOUND[precision], PROBE_BOUND[checkpoint.config.precision.name])
+    if not math.isclose(loss, saved["loss"], rel_tol=bound):
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}: the loss of the probe was {saved['loss']:.6f} when it was "
+            f"saved and is {loss:.6f} now, expected equality to {bound:.0e}: the weights are those that were "
+            "saved, so this model computes otherwise; compare the versions in run.json with those here"
+        )
+    return Check("loss of the probe", f"{saved['loss']:.6f} saved, {loss:.6f} now")
+
+
+def probe_loss(engine: GPTEngine, vocab_size: int) -> float:
+    """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
+
+    The sequence fills every row of every micro-batch on every replica, so that no size of theirs matters.
+    """
+    parallel = engine.run_config.parallel
+    # DualPipeV takes no fewer than this many micro-batches.
+    count = 2 * parallel.pipeline_model_parallel_size if parallel.pipeline_schedule == "dualpipev" else 1
+    return float(engine.evaluate(repeat(_probe(engine.run_config, vocab_size), count), count))
+
+
+def _probe(config: Config, vocab_size: int) -> MicroBatch:
+    length = config.model.seq_length
+    text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
+    rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
+    mask = torch.ones(rows.shape[0], length)
+    return rows[:, :-1].contiguous(), (rows[:, 1:].contiguous(), mask)
+
+
+def _some(names: Any) -> str:
+    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
+
+
+def table(checks: list[Check]) -> str:
+    """The checks in aligned lines."""
+    width = max(len(check.subject) for check in checks)
+    lines = (f"  {check.subject:<{width}}  {check.finding}" for check in checks)
+    return "\n".join(["compared with what was saved:", *lines])

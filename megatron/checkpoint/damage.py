@@ -1,0 +1,77 @@
+"""Whether what lies in a checkpoint is what was written, found by one process that reads it.
+
+A native checkpoint keeps a digest of every file in `run.json`, a universal one made of it the digests of
+whole tensors that the certificate of a resume compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
+from megatron.checkpoint.manifest import Files, describe_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.mpu.parameters import ParameterSpec
+
+WORKERS = 4
+
+
+def damaged_files(folder: Path, files: Files, workers: int = WORKERS) -> Iterator[str | None]:
+    """Reads the files, and of each says in words what is wrong with it, None if nothing.
+
+    files: of a native checkpoint's `run.json`: that of a universal one has sizes alone.
+    """
+
+    def damage(name: str) -> str | None:
+        try:
+            is_well = describe_file(folder / name) == files[name]
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return None if is_well else f"{name} is damaged: its digest is not that of {RUN_FILE}"
+
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(damage, files)
+
+
+def compared_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+    """The certificate's digests, by kind ('fp32', 'exp_avg', ...) and parameter; empty where it has none."""
+    certificate = checkpoint.run.get("certificate") or {}
+    return certificate.get("digests", {})
+
+
+def has_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
+    """Whether a whole fp32 tensor, with or without padding, is the one that the certificate tells of."""
+    # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
+    from megatron.checkpoint.digests import fragment_digests
+    from megatron.mpu.layout import TensorGroup
+
+    found = fragment_digests(spec, TensorGroup(), 0, {"": whole.reshape(-1)})[""]
+    return f"{found:016x}" == digest
+
+
+def find_damage(checkpoint: Checkpoint) -> tuple[int, list[str]]:
+    """(number of things compared, what is wrong in words) after reading all that has a digest: the files of a
+    native checkpoint, the tensors of a universal one."""
+    if not is_universal(checkpoint.folder):
+        files = checkpoint.run["files"]
+        return len(files), list(filter(None, damaged_files(checkpoint.folder, files)))
+    from megatron.checkpoint.states import UniversalStates, specs_of
+    from megatron.config import ConfigError
+
+    states, specs, problems = UniversalStates(checkpoint), specs_of(checkpoint), []
+    compared = [
+        (kind, *entry) for kind, of_kind in compared_tensors(checkpoint).items() for entry in of_kind.items()
+    ]
+    for kind, name, digest in compared:
+        try:
+            if not has_digest(states.read(name, kind), specs[name], digest):
+                problems.append(f"{kind} of {name} is damaged: its digest is not that of {RUN_FILE}")
+        except ConfigError as error:
+            problems.append(str(error))
+    return len(compared), problems

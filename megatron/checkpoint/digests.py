@@ -1,0 +1,144 @@
+"""Digests of whole parameters and moments that every layout computes alike.
+
+The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key, a hash of the
+position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
+it holds. One changed element always changes it, for an odd key has an inverse; several do but for one chance
+in some 2^60. It finds errors, not forgeries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+from megatron.mpu.random import mix64
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, OwnedState
+
+# Elements that are worked on at once: their positions and keys stay in a core's cache.
+CHUNK = 1 << 16
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True)
+class StateDigests:
+    """What a run's optimizer holds."""
+
+    tensors: dict[str, dict[str, str]]
+    """Digest in hex by kind ('fp32', 'exp_avg', ...) and parameter."""
+    step: float | None
+    """Updates that the optimizer has made, if it counts them."""
+    quantized: frozenset[str]
+    """The parameters whose moments have 8 bits."""
+    unequal: tuple[str, ...]
+    """Of what should be equal on several ranks, the '<kind> of <parameter>' that is not."""
+
+
+class DigestsAsRead:
+    """This rank's part of the digests of moments as they came from a checkpoint, before 8 bits rounded them:
+    by parameter and kind."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, dict[str, int]] = {}
+
+    def add(self, part: OwnedState) -> None:
+        """Takes what was read of one moment."""
+        digests = fragment_digests(part.spec, part.tensor, part.start, part.values)
+        self.parts.setdefault(part.name, {}).update(digests)
+
+
+def digest_state(
+    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, as_read: DigestsAsRead | None = None
+) -> StateDigests:
+    """Digests of all that the optimizers of all ranks hold. Collective; every rank gets the whole.
+
+    as_read: of moments that are there it takes these digests instead.
+    """
+    read_parts = as_read.parts if as_read is not None else {}
+    place = (layout.pipeline_stage, layout.data_rank if optimizer.partition_count == 1 else 0)
+    own: dict[str, dict[str, int]] = {}
+    sharded: set[str] = set()
+    quantized: set[str] = set()
+    steps: set[float] = set()
+    for part in optimizer.owned_state():
+        digests = fragment_digests(part.spec, part.tensor, part.start, part.values)
+        own[part.name] = digests | read_parts.get(part.name, {})
+        if part.spec.shard_dim is not None:
+            sharded.add(part.name)
+        if part.quantized:
+            quantized.add(part.name)
+        if part.step is not None:
+            steps.add(part.step)
+    record = (place, layout.tensor_rank, own, sharded, quantized, steps)
+    records: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(record, records if dist.get_rank() == 0 else None)
+    result = [_combined(records) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
+def fragment_digests(
+    spec: ParameterSpec, tensor: TensorGroup, start: int, values: Mapping[str, Tensor]
+) -> dict[str, int]:
+    """What elements start, start + 1, ... of this rank's shard add to the digests of the whole tensors.
+
+    values: flat fp32 tensors of one length, by kind. Padding of the vocabulary adds nothing.
+    """
+    length, device = next((value.numel(), value.device) for value in values.values())
+    sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
+    used = None if spec.used_rows is None else spec.used_rows * math.prod(spec.whole_shape[1:])
+    for first in range(0, length, CHUNK):
+        last = min(first + CHUNK, length)
+        local = torch.arange(start + first, start + last, device=device)
+        positions = _whole_positions(spec, tensor, local)
+        keys = mix64(positions) | 1
+        if used is not None:
+            keys *= positions < used
+        for kind, value in values.items():
+            sums[kind] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
+    return {kind: int(total) % _WORD for kind, total in sums.items()}
+
+
+def _whole_positions(spec: ParameterSpec, tensor: TensorGroup, local: Tensor) -> Tensor:
+    """Positions in this rank's flat shard -> positions in the flat whole."""
+    dim = spec.shard_dim
+    if dim is None or tensor.size == 1:
+        return local
+    inner = math.prod(spec.whole_shape[dim + 1 :])
+    units, width = local_shape(spec, tensor)[dim], spec.whole_shape[dim] // (spec.blocks * tensor.size)
+    firsts = torch.tensor([part.start for part in local_slices(spec, tensor)], device=local.device)
+    outer, rest = local // (units * inner), local % (units * inner)
+    unit, within = rest // inner, rest % inner
+    whole_unit = firsts[unit // width] + unit % width
+    return (outer * spec.whole_shape[dim] + whole_unit) * inner + within
+
+
+def _combined(records: list[Any]) -> StateDigests:
+    """Adds up what belongs to one copy, and compares the copies: those of tied weights on several stages, of
+    replicated parameters on tensor ranks, and without ZeRO of everything on data-parallel ranks."""
+    copies: dict[tuple[str, str], dict[Any, int]] = {}
+    steps: set[float] = set()
+    quantized: set[str] = set()
+    for place, tensor_rank, own, sharded, rank_quantized, rank_steps in records:
+        steps |= rank_steps
+        quantized |= rank_quantized
+        for name, digests in own.items():
+            copy = place if name in sharded else (*place, tensor_rank)
+            for kind, part in digests.items():
+                sums = copies.setdefault((kind, name), {})
+                sums[copy] = (sums.get(copy, 0) + part) % _WORD
+    tensors: dict[str, dict[str, str]] = {}
+    for (kind, name), sums in sorted(copies.items()):
+        # A checkpoint is read from the first stage and tensor rank that hold a parameter.
+        tensors.setdefault(kind, {})[name] = f"{sums[min(sums)]:016x}"
+    unequal = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
+    if len(steps) > 1:
+        unequal.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
+    return StateDigests(tensors, min(steps, default=None), frozenset(quantized), tuple(sorted(unequal)))

@@ -1,0 +1,235 @@
+"""A checkpoint, native or universal, as a folder that Hugging Face's transformers reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron.checkpoint.damage import compared_tensors, damaged_files, has_digest
+from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
+from megatron.checkpoint.huggingface import FAMILIES, Family
+from megatron.checkpoint.optimizer_files import VALUES
+from megatron.checkpoint.states import open_states, specs_of
+from megatron.checkpoint.weights import whole_weights
+from megatron.config import Config, ConfigError, ModelConfig
+from megatron.model.gpt_model import PARAMETER_DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Of one file of weights, unless a single tensor is larger."""
+
+
+def family_of(model: ModelConfig) -> str:
+    """'bloom' or 'gpt2'; ConfigError, with the flag, for a model that is neither."""
+    alibi = model.position_embedding_type == "alibi"
+    if model.position_embedding_type == "rotary":
+        raise ConfigError(
+            "a model with --position-embedding-type rotary cannot be written for Hugging Face: BLOOM takes "
+            "alibi, GPT-2 absolute"
+        )
+    if model.glu_activation is not None:
+        raise ConfigError(
+            f"a model with --glu-activation {model.glu_activation} cannot be written for Hugging Face: the "
+            "MLPs of BLOOM and GPT-2 have no gate"
+        )
+    if alibi != model.embed_layernorm:
+        raise ConfigError(
+            "a model with --position-embedding-type alibi and no --embed-layernorm cannot be written for "
+            "Hugging Face: BLOOM always has that norm"
+            if alibi
+            else "a model with --embed-layernorm and --position-embedding-type absolute cannot be written "
+            "for Hugging Face: GPT-2 has no norm there"
+        )
+    if model.kv_channels * model.num_attention_heads != model.hidden_size:
+        raise ConfigError(
+            f"a model with --kv-channels {model.kv_channels} x {model.num_attention_heads} heads cannot be "
+            f"written for Hugging Face: the heads of BLOOM and GPT-2 divide the hidden size "
+            f"{model.hidden_size} among them"
+        )
+    if alibi and model.ffn_hidden_size != 4 * model.hidden_size:
+        raise ConfigError(
+            f"a model with --ffn-hidden-size {model.ffn_hidden_size} and --position-embedding-type alibi "
+            f"cannot be written for Hugging Face: BLOOM's MLP is 4 x hidden size {model.hidden_size} wide"
+        )
+    if not alibi and model.apply_residual_connection_post_layernorm:
+        raise ConfigError(
+            "a model with --apply-residual-connection-post-layernorm and --position-embedding-type absolute "
+            "cannot be written for Hugging Face: BLOOM knows that flag, GPT-2 does not"
+        )
+    return "bloom" if alibi else "gpt2"
+
+
+def remarks(config: Config) -> list[str]:
+    """What the written model does otherwise than the trained one, a sentence each."""
+    found = []
+    if config.data.reset_attention_mask or config.data.reset_position_ids:
+        found.append(
+            "the model was trained with documents kept apart (--reset-attention-mask, --reset-position-ids), "
+            "which Hugging Face's does not do: give it one document at a time"
+        )
+    if config.precision.fp32_residual_connection and config.precision.name != "fp32":
+        found.append(
+            "the model was trained with --fp32-residual-connection: Hugging Face's rounds the residual "
+            f"stream to {config.precision.name}, unless it is loaded in fp32"
+        )
+    return found
+
+
+def write_hugging_face(
+    checkpoint: Checkpoint,
+    output: Path,
+    precision: str | None = None,
+    write_tokenizer: Callable[[Path], None] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes the folder `output`: config.json, weights as safetensors, and what `write_tokenizer` adds.
+
+    precision: 'fp32', 'fp16' or 'bf16'; None: the one that the run trained in. The weights pass through
+    memory a file at a time, and are compared with their digests as far as the checkpoint has any. The folder
+    appears complete or not at all. Raises ConfigError for a model that has no Hugging Face form, for damaged
+    files, and for an `output` that is taken.
+    """
+    config = checkpoint.config
+    family = FAMILIES[family_of(config.model)]
+    precision = precision or config.precision.name
+    their_config = _hugging_face_config(config, checkpoint.vocab_size, checkpoint.eod, precision)
+    temporary = output.with_name(output.name + ".tmp")
+    for path in (output, temporary):
+        if path.exists():
+            raise ConfigError(f"{path} exists already: remove it, or give another --output")
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be made: {error.strerror}") from error
+    try:
+        their_config.save_pretrained(temporary)
+        _write_generation_config(their_config, temporary)
+        weights = _their_weights(checkpoint, family, precision)
+        _write_weights(weights, temporary, max_file_bytes)
+        if write_tokenizer is not None:
+            write_tokenizer(temporary)
+        temporary.rename(output)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _hugging_face_config(
+    config: Config, vocab_size: int, eod: int | None, precision: str
+) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    model_type = family_of(config.model)
+    family = FAMILIES[model_type]
+    settings = {
+        theirs: getattr(config.model, ours) for ours, theirs in family.fields + family.training_fields
+    }
+    settings["vocab_size"] = vocab_size
+    # Our documents begin where another has ended: the same token stands at both ends.
+    return AutoConfig.for_model(
+        model_type,
+        **settings,
+        **family.their_constants,
+        bos_token_id=eod,
+        eos_token_id=eod,
+        architectures=[family.architecture],
+        dtype=PARAMETER_DTYPES[precision],
+    )
+
+
+def _write_generation_config(their_config: PreTrainedConfig, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    GenerationConfig.from_model_config(their_config).save_pretrained(folder)
+
+
+def _takes_masters(checkpoint: Checkpoint, precision: str) -> bool:
+    """Whether the values come from the optimizer's files, for those of the layers are rounded."""
+    rounded = checkpoint.config.precision.name != "fp32" and not is_universal(checkpoint.folder)
+    return rounded and precision == "fp32"
+
+
+def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
+    """With what the weights are compared while `write_hugging_face` writes them, in words."""
+    precision = precision or checkpoint.config.precision.name
+    if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
+        return "the digests of the layer files"
+    if compared_tensors(checkpoint).get(VALUES):
+        return "the digests of the fp32 values"
+    return "sizes alone, for the checkpoint has no digests of its fp32 values"
+
+
+def _our_weights(checkpoint: Checkpoint, precision: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole weight), each compared with its digest or that of its files; ConfigError if it differs."""
+    specs = specs_of(checkpoint)
+    if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
+        files = {name: entry for name, entry in checkpoint.run["files"].items() if name.startswith("layer_")}
+        for damage in filter(None, damaged_files(checkpoint.folder, files)):
+            raise ConfigError(f"checkpoint {checkpoint.folder}: {damage}; take an older one")
+        yield from whole_weights(checkpoint.folder, specs)
+        return
+    states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {})
+    for name, spec in specs.items():
+        whole = states.read(name, VALUES)
+        if name in digests and not has_digest(whole, spec, digests[name]):
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}: {name} is damaged: its digest is not that of {RUN_FILE}; "
+                "take an older one"
+            )
+        yield name, whole
+
+
+def _their_weights(checkpoint: Checkpoint, family: Family, precision: str) -> Iterator[tuple[str, Tensor]]:
+    model = checkpoint.config.model
+    specs = specs_of(checkpoint)
+    table = {parameter.ours: parameter for parameter in family.names(model.num_layers)}
+    for name, whole in _our_weights(checkpoint, precision):
+        parameter = table[name]
+        without_padding = whole[: specs[name].used_rows]
+        theirs = parameter.transform.to_theirs(without_padding, model.num_attention_heads)
+        converted = theirs.to(PARAMETER_DTYPES[precision])
+        if converted.dtype != theirs.dtype and not converted.isfinite().all() and theirs.isfinite().all():
+            raise ConfigError(f"--dtype {precision} cannot hold the values of {name}: use bf16 or fp32")
+        yield parameter.theirs, converted.contiguous()
+
+
+def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:
+    """One file model.safetensors, or several with an index, named as `save_pretrained` does."""
+    parts: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total_bytes = pending_bytes = 0
+
+    def flush() -> None:
+        from safetensors.torch import save_file
+
+        part = folder / f"part-{len(parts)}"
+        save_file(pending, part, metadata={"format": "pt"})
+        # safetensors lets nobody else read its files: they get the rights of the others in the folder.
+        part.chmod((folder / "config.json").stat().st_mode)
+        parts.append(list(pending))
+        pending.clear()
+
+    for name, tensor in weights:
+        if pending and pending_bytes + tensor.nbytes > max_file_bytes:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    index: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": {}}
+    for number, names in enumerate(parts):
+        file_name = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file_name)
+        index["weight_map"] |= dict.fromkeys(names, file_name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,309 @@
+"""A BLOOM or GPT-2 of Hugging Face's as a universal checkpoint at iteration 0, which training starts from.
+
+Read are folders as `save_pretrained` writes them and as they lie on the hub: config.json, and the weights in
+`model.safetensors` or `pytorch_model.bin`, or in several files that an index names (JSON, whose `weight_map`
+tells the file of each weight).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.folders import RUN_FILE, TrainingState
+from megatron.checkpoint.huggingface import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
+from megatron.checkpoint.manifest import seal, write_atomically
+from megatron.checkpoint.native import layout_record
+from megatron.checkpoint.reading import tokenizer_settings
+from megatron.checkpoint.reshape import spec_record
+from megatron.checkpoint.universal import PARTIAL, check_space, put_in_place, write_parameter
+from megatron.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
+from megatron.config.fields import option_name
+from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.single_process import model_specs
+from megatron.mpu.parameters import ParameterSpec
+from megatron.planner.stages import plan_stages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
+# say nothing.
+BLOOM_SEQ_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A model in a Hugging Face folder, all of whose weights are known to be there.
+
+    fields: of ModelConfig. rows: of the word embeddings, which may be more than there are tokens. precision:
+    'fp32', 'fp16' or 'bf16', the type of the weights (fp32 if they have several). stored: the weights by
+    their names, prefix included, mapped from the files.
+    """
+
+    folder: Path
+    family: Family
+    fields: dict[str, Any]
+    rows: int
+    precision: str
+    stored: dict[str, Tensor]
+
+    def config(self, data: DataConfig, vocab_size: int | None) -> Config:
+        """The config of a run that saved this model. data: the tokenizer's flags; vocab_size: --vocab-size.
+        What no model depends on is at its default."""
+        return Config(
+            model=ModelConfig(**self.fields, vocab_size=vocab_size),
+            batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
+            schedule=ScheduleConfig(lr=1.0),
+            precision=PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16"),
+            data=data,
+        )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(our name, whole weight) of every parameter, with `rows` rows of word embeddings, in the type of
+        the files; each is read from them when it is used."""
+        for parameter in self.family.names(self.fields["num_layers"]):
+            weight = parameter.transform.to_ours(
+                self.stored[parameter.theirs], self.fields["num_attention_heads"]
+            )
+            yield parameter.ours, weight
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the model's folder holds a tokenizer as well."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
+    """The BLOOM or GPT-2 in `folder`.
+
+    Raises ConfigError for a folder that cannot be read, for a model that ours cannot express, and for weights
+    that are missing, unknown or of another shape than its config.json says.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(folder)
+    try:
+        their_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # depends on what is missing
+        raise ConfigError(
+            f"{folder} is not the folder of a Hugging Face model ({_first_line(error)})"
+        ) from error
+    family, fields = _family_and_fields(their_config, folder)
+    rows = fields.pop("vocab_size")
+    stored = _known_weights(folder, family, fields["num_layers"])
+    precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
+    for name, tensor in stored.items():
+        if tensor.dtype not in precisions:
+            raise ConfigError(
+                f"{folder} holds {name} as {tensor.dtype}: expected weights in fp32, fp16 or bf16"
+            )
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    precision = precisions[dtypes.pop()] if len(dtypes) == 1 else "fp32"
+    model = HuggingFaceModel(folder, family, fields, rows, precision, stored)
+    _check_shapes(model)
+    return model
+
+
+def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Family, dict[str, Any]]:
+    family = FAMILIES.get(their_config.model_type)
+    if family is None:
+        raise ConfigError(
+            f"{folder} holds a model of type {their_config.model_type}: expected {' or '.join(FAMILIES)}"
+        )
+    for name, expected in family.their_constants.items():
+        found = getattr(their_config, name)
+        if found != expected:
+            raise ConfigError(
+                f"{folder} has {name} = {found} in its config.json: only {expected} can be expressed"
+            )
+    # Where two of their settings are one of ours, the first decides.
+    pairs = (*family.fields, *reversed(family.training_fields))
+    values = {ours: getattr(their_config, theirs, None) for ours, theirs in pairs}
+    fields = {name: value for name, value in values.items() if value is not None}
+    fields.setdefault("seq_length", fields.get("max_position_embeddings", BLOOM_SEQ_LENGTH))
+    return family, {**family.our_constants, **fields}
+
+
+def _known_weights(folder: Path, family: Family, num_layers: int) -> dict[str, Tensor]:
+    """The weights of the family's table, under their names there; ConfigError unless it is these, and beside
+    them nothing but buffers and a copy of the tied weight."""
+    expected = {parameter.theirs: parameter for parameter in family.names(num_layers)}
+    buffers = family.buffer_names(num_layers)
+    found: dict[str, Tensor] = {}
+    unexpected, heads = [], []
+    for file in _weight_files(folder):
+        for name, tensor in _read(file).items():
+            full_name = name if name.startswith(PREFIX) else PREFIX + name
+            if full_name in expected:
+                found[full_name] = tensor
+            elif name == LM_HEAD:
+                heads.append(tensor)
+            elif full_name not in buffers:
+                unexpected.append(name)
+    if missing := expected.keys() - found.keys():
+        raise ConfigError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")
+    if unexpected:
+        raise ConfigError(
+            f"{folder} holds, beside those of the model, {len(unexpected)} weights, among them "
+            f"{min(unexpected)}"
+        )
+    (embeddings,) = (name for name, parameter in expected.items() if parameter.ours == WORD_EMBEDDINGS)
+    if any(not torch.equal(head, found[embeddings]) for head in heads):
+        raise ConfigError(
+            f"{folder} holds {LM_HEAD} that differs from {embeddings}: only a head that is tied to the word "
+            "embeddings can be expressed"
+        )
+    return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{index} is not an index of weights ({_first_line(error)})") from error
+            return [folder / name for name in sorted(names)]
+    raise ConfigError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    """All tensors of a file by name, mapped: what is not used is not read."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a damaged file can fail anywhere inside the libraries
+        raise ConfigError(f"the weights in {path} cannot be read ({_first_line(error)})") from error
+
+
+def _check_shapes(model: HuggingFaceModel) -> None:
+    specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
+    for parameter in model.family.names(model.fields["num_layers"]):
+        ours = torch.empty(specs[parameter.ours].whole_shape, device="meta")
+        expected = parameter.transform.to_theirs(ours, model.fields["num_attention_heads"]).shape
+        found = model.stored[parameter.theirs].shape
+        if found != expected:
+            raise ConfigError(
+                f"{model.folder} holds {parameter.theirs} of shape {tuple(found)}: its config.json makes it "
+                f"{tuple(expected)}"
+            )
+
+
+def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
+    return {
+        name: spec
+        if spec.used_rows is None
+        else replace(spec, whole_shape=(spec.used_rows, *spec.whole_shape[1:]))
+        for name, spec in model_specs(config, vocab_size, eod).items()
+    }
+
+
+def write_universal(
+    model: HuggingFaceModel, config: Config, vocab_size: int, eod: int | None, output: Path
+) -> None:
+    """Makes the universal checkpoint `output`, which appears complete or not at all, and lets
+    `latest_universal` beside it tell its name. It has no moments: the optimizer begins anew.
+
+    config: of `model.config`. vocab_size: true size of the vocabulary; rows beyond it are left out. eod: the
+    token that ends a document, None if unknown. A weight at a time is in memory. Raises ConfigError for a
+    vocabulary that is larger than the model's, an `output` that is taken, and too little disk space.
+    """
+    if vocab_size > model.rows:
+        raise ConfigError(
+            f"{model.folder} has embeddings of {model.rows} tokens, and the tokenizer has {vocab_size}: give "
+            "the flags of the tokenizer that the model was trained with"
+        )
+    partial = output.with_name(output.name + PARTIAL)
+    for path in (output, partial):
+        if path.exists():
+            raise ConfigError(f"{path} exists already: remove it, or give another --output")
+    specs = _specs_without_padding(config, vocab_size, eod)
+    try:
+        partial.mkdir(parents=True)
+        check_space(partial, sum(4 * prod(spec.whole_shape) for spec in specs.values()), "--output")
+        for name, weight in model.weights():
+            values = weight[: specs[name].used_rows].float().contiguous()
+            write_parameter(partial, name, specs[name], (values, {}, {}))
+        run = _run_record(config, vocab_size, eod, specs)
+        write_atomically(partial / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
+        put_in_place(partial, output)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, (OSError, RuntimeError)):  # torch raises the latter for a full disk
+            raise ConfigError(f"--output {output} cannot be written ({_first_line(error)})") from error
+        raise
+
+
+def _run_record(
+    config: Config, vocab_size: int, eod: int | None, specs: Mapping[str, ParameterSpec]
+) -> dict[str, Any]:
+    """As one process would have recorded it before its first step; of data it has seen none."""
+    parallel = config.parallel
+    return {
+        "state": asdict(TrainingState()),
+        "config": config.to_dict(),
+        "layout": layout_record(config),
+        "stages": {
+            "partition_method": parallel.partition_method,
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "bounds": plan_stages(config, vocab_size).bounds,
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "vocab_size": vocab_size,
+        "eod": eod,
+        "data": {},
+        "parameters": {name: spec_record(spec) for name, spec in specs.items()},
+        "files": {},
+    }
+
+
+def start_flags(config: Config, output: Path) -> list[str]:
+    """The words of `pretrain_gpt.py`'s command line that name the checkpoint `output`, of `write_universal`,
+    its model and its tokenizer; what is at its default is left out."""
+    model = config.model
+    required = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type"]
+    if model.position_embedding_type == "absolute":
+        required.append("max_position_embeddings")
+    plain = ModelConfig(**{name: getattr(model, name) for name in required})
+    settings = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if field.name in required or getattr(model, field.name) != getattr(plain, field.name)
+    }
+    settings |= tokenizer_settings(config.data)
+    words = ["--load", str(output.parent), "--universal_checkpoint"]
+    for name, value in settings.items():
+        if value is not None and value is not False:
+            words += [option_name(name)] if value is True else [option_name(name), str(value)]
+    return words
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

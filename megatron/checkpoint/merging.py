@@ -1,0 +1,156 @@
+"""The bytes of a whole parameter out of the tensor ranks' shards, read a block at a time."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+
+from megatron.checkpoint.rules import Merge, Rule
+from megatron.checkpoint.torch_files import StoredTensor
+from megatron.config.errors import ConfigError
+
+# Of a parameter; beside it a worker holds as much again of its shards.
+BLOCK_BYTES = 1 << 20
+_ITEM_BYTES = 4
+
+
+class Shard:
+    """What one tensor rank holds of a parameter or moment, flat, in pieces that may lie in several files.
+
+    A context: the files are open in it.
+    """
+
+    def __init__(self, name: str, pieces: Sequence[StoredTensor]) -> None:
+        """ConfigError for numbers that are not fp32."""
+        self.name = name
+        self._pieces = [piece for piece in pieces if piece.numel]
+        for piece in self._pieces:
+            if piece.dtype != "float32" or not piece.is_contiguous:
+                raise ConfigError(
+                    f"checkpoint file {piece.file.path} holds {name} in {piece.dtype}, expected float32"
+                )
+        self._ends = list(accumulate(piece.numel for piece in self._pieces))
+        self._descriptors: list[int] = []
+
+    @property
+    def numel(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __enter__(self) -> Shard:
+        for piece in self._pieces:
+            self._descriptors.append(os.open(piece.file.path, os.O_RDONLY))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def read(self, start: int, target: np.ndarray) -> None:
+        """Fills `target`, contiguous fp32, with the elements from `start` on."""
+        flat, done = memoryview(target.reshape(-1)).cast("B"), 0
+        while done < len(flat):
+            element = start + done // _ITEM_BYTES
+            index = bisect_right(self._ends, element)
+            piece = self._pieces[index]
+            offset = element - (self._ends[index] - piece.numel)
+            length = min(len(flat) - done, (piece.numel - offset) * _ITEM_BYTES)
+            part = flat[done : done + length]
+            if not _read_fully(self._descriptors[index], part, piece.begin + offset * _ITEM_BYTES):
+                raise ConfigError(
+                    f"checkpoint file {piece.file.path} ends before {self.name} does: it is cut short"
+                )
+            done += length
+
+
+class Drift:
+    """The largest difference between tensor ranks' copies that has been seen."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def see(self, one: np.ndarray, other: np.ndarray) -> bool:
+        """Whether the two differ."""
+        if memoryview(one).cast("B") == memoryview(other).cast("B"):
+            return False
+        difference = float(np.abs(one - other).max())
+        # Numbers that are not finite are equal only bit by bit.
+        self.largest = max(self.largest, difference if difference == difference else float("inf"))
+        return self.largest > 0.0
+
+
+def whole_blocks(merge: Merge, shards: Sequence[Shard], drift: Drift) -> Iterator[np.ndarray]:
+    """The whole's elements in order, without padding, each block valid until the next.
+
+    shards: of all tensor ranks, in order. Of copies that differ the mean comes, and `drift` tells.
+    Raises ConfigError where the shards are not of the size that the whole asks for.
+    """
+    saved = prod((merge.saved_rows, *merge.shape[1:]))
+    expected = saved // len(shards) if merge.is_cut else saved
+    for rank, shard in enumerate(shards):
+        if shard.numel != expected:
+            raise ConfigError(
+                f"{merge.name}: tensor rank {rank} holds {shard.numel:,} elements, expected {expected:,} of "
+                f"a whole of shape {merge.shape}: the files are not of one checkpoint"
+            )
+    if not merge.is_cut:
+        return _copies(shards, drift)
+    if merge.rule is Rule.ROWS and len(shards) > 1:
+        return _interleaved(merge, shards)
+    return _joined(merge, shards)
+
+
+def _joined(merge: Merge, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+    """Cut along dimension 0: runs of elements that follow one another both here and there."""
+    left = prod(merge.shape)
+    buffer = np.empty(min(BLOCK_BYTES // _ITEM_BYTES, left), np.float32)
+    for block in range(merge.blocks):
+        for shard in shards:
+            length = shard.numel // merge.blocks
+            for start in range(0, min(length, left), len(buffer)):
+                part = buffer[: min(len(buffer), length - start, left - start)]
+                shard.read(block * length + start, part)
+                yield part
+            left -= min(length, left)
+
+
+def _interleaved(merge: Merge, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+    """Cut along dimension 1: each row of the whole is made of a row of every shard."""
+    rows, columns = merge.shape
+    width = columns // len(shards)
+    step = min(max(BLOCK_BYTES // (columns * _ITEM_BYTES), 1), rows)
+    whole, part = np.empty((step, columns), np.float32), np.empty((step, width), np.float32)
+    for first in range(0, rows, step):
+        height = min(step, rows - first)
+        for rank, shard in enumerate(shards):
+            shard.read(first * width, part[:height])
+            whole[:height, rank * width : (rank + 1) * width] = part[:height]
+        yield whole[:height]
+
+
+def _copies(shards: Sequence[Shard], drift: Drift) -> Iterator[np.ndarray]:
+    """Whole on every rank."""
+    numel = shards[0].numel
+    step = min(max(BLOCK_BYTES // _ITEM_BYTES // len(shards), 1), numel)
+    buffers = [np.empty(step, np.float32) for _ in shards]
+    for start in range(0, numel, step):
+        parts = [buffer[: numel - start] for buffer in buffers]
+        for shard, part in zip(shards, parts, strict=True):
+            shard.read(start, part)
+        differ = [drift.see(parts[0], part) for part in parts[1:]]
+        yield np.mean(parts, axis=0, dtype=np.float32) if any(differ) else parts[0]
+
+
+def _read_fully(descriptor: int, target: memoryview, offset: int) -> bool:
+    """Whether the file had as many bytes from `offset` on; a single call reads at most 2 GB."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if count == 0:
+            return False
+        done += count
+    return True

@@ -1,0 +1,138 @@
+"""Where each parameter's fp32 values and moments lie in the optimizer files of a native checkpoint.
+
+Every (stage, tensor rank) pair of the run that saved, and with ZeRO each of its data-parallel ranks, wrote
+a file of flat fp32 partitions that says which parameter lies where in them. The pieces of a parameter in the
+order of the data-parallel ranks are its tensor-parallel shard. DeepSpeed's layout; needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.torch_files import StoredTensor, read_file
+from megatron.config.errors import ConfigError
+
+# The fp32 values of a parameter are asked for under this key, its moments under the optimizer's names.
+VALUES = "fp32"
+_ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """Elements start to start + length - 1 of an optimizer group's partition in one file."""
+
+    state: dict
+    group: int
+    start: int
+    length: int
+
+    @property
+    def master(self) -> StoredTensor:
+        return self.state["single_partition_of_fp32_groups"][self.group]
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What the optimizer keeps of the group: moments as long as the partition, and the step."""
+        return self.state["base_optimizer_state"]["state"].get(self.group, {})
+
+    def piece(self, key: str) -> StoredTensor:
+        tensor = self.master if key == VALUES else self.kept[key]
+        # A file may hold an object in its place that has all the attributes, and names another file.
+        if not isinstance(tensor, StoredTensor):
+            raise ConfigError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
+        return tensor.part(self.start, self.length)
+
+
+class OptimizerFiles:
+    """The pieces of every parameter. `common`: the optimizer's state in the first file, which besides tensors
+    holds what is the same in all (clipping, loss scale). `stage`: of ZeRO, 0, or 1 for all others."""
+
+    def __init__(self, folder: Path, tensor_size: int) -> None:
+        """tensor_size: of the run that saved. ConfigError names a file that is damaged, or that is of no
+        layout known here."""
+        self.folder = folder
+        self.tensor_size = tensor_size
+        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
+        files = optimizer_files(folder)
+        if not files:
+            raise ConfigError(f"checkpoint {folder} holds no optimizer state: take another one")
+        self.stage = int(files[0][2] == "optimizer_state_dict")
+        first_holder: dict[tuple[int, str], int] = {}
+        for model_rank, path, key in files:
+            state = _optimizer_state(path, key)
+            if path == files[0][1]:
+                self.common = state
+            tensor_rank = model_rank % tensor_size
+            for group, addresses in enumerate(state["param_slice_mappings"]):
+                for name, address in addresses.items():
+                    # A tied parameter is on two stages: one of them is enough.
+                    if first_holder.setdefault((tensor_rank, name), model_rank) == model_rank:
+                        fragment = _Fragment(state, group, address.start, address.numel)
+                        self._fragments[tensor_rank].setdefault(name, []).append(fragment)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """All parameters, by global name."""
+        return self._fragments[0].keys()
+
+    def moments(self, name: str) -> list[str]:
+        """The optimizer's names of what it keeps per element of the parameter."""
+        first = self._fragments[0][name][0]
+        return [key for key, value in first.kept.items() if _is_moment(value, first.master)]
+
+    def others(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps beside the moments: the step."""
+        first = self._fragments[0][name][0]
+        return {key: value for key, value in first.kept.items() if not _is_moment(value, first.master)}
+
+    def pieces(self, tensor_rank: int, name: str, key: str) -> list[StoredTensor]:
+        """The flat shard of a tensor rank, cut in pieces that follow one another.
+
+        key: VALUES or a moment. ConfigError where this rank has none.
+        """
+        try:
+            return [fragment.piece(key) for fragment in self._fragments[tensor_rank][name]]
+        except KeyError:
+            raise ConfigError(
+                f"checkpoint {self.folder}: the files of tensor rank {tensor_rank} lack {key} of {name}, "
+                "which others have: they are not of one checkpoint"
+            ) from None
+
+
+def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
+    """(model-parallel rank, path, key of the optimizer's state), in the order of the data-parallel ranks:
+    the files of ZeRO, else those of ZeRO-0."""
+    zero = [
+        (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
+    ]
+    found = sorted((int(match["data"]), int(match["model"]), path) for match, path in zero if match)
+    if found:
+        return [(model, path, "optimizer_state_dict") for _, model, path in found]
+    plain = [(_MODEL_FILE.fullmatch(path.name), path) for path in model_files(folder)]
+    return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """What each (stage, tensor rank) pair says of the run, in the order of their ranks."""
+    paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def _is_moment(value: Any, master: StoredTensor) -> bool:
+    return isinstance(value, StoredTensor) and value.shape == master.shape
+
+
+def _optimizer_state(path: Path, key: str) -> dict:
+    content = read_file(path)
+    state = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or "param_slice_mappings" not in state:
+        raise ConfigError(
+            f"checkpoint file {path} holds no optimizer state by parameter ({key}, param_slice_mappings): "
+            "expected a checkpoint that says where each parameter lies, as ZeRO stages 0 and 1 write it"
+        )
+    return state

@@ -1,0 +1,204 @@
+"""How the tensor ranks' shards of each parameter make the whole, as patterns of names that DeepSpeed knows.
+
+DeepSpeed's converter reads them under `universal_checkpoint_info` in the mp_rank files of a checkpoint: lists
+of regular expressions, each list a way to merge. A parameter that no pattern of DeepSpeed's matches is joined
+along dimension 0; here that has a list of its own, which DeepSpeed passes over, so that each parameter must
+match exactly one pattern and each pattern at least one parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError
+
+INFO_KEY = "universal_checkpoint_info"
+VERSION_KEY = "universal_checkpoint_version"
+# DeepSpeed 0.19.8's. 0.2 and 0.3 lack patterns that no rule here needs: `parameter_with_sub_params`, for
+# sub-parameters of unequal size, came with 0.3 and their widths per rank with 0.4.
+VERSION = 0.4
+VOCAB_SIZE_KEY = "original_vocab_size"
+PIPELINE_REPLICATED_KEY = "pipeline_replicated_parameter_patterns"
+TIED = "tied_modules."
+# Ways to merge of DeepSpeed's that no parameter of this repo needs; a checkpoint with them is refused.
+_UNKNOWN_KEYS = (
+    "parameter_with_sub_params",
+    "autotp_unsupported_parameter_patterns",
+    "expert_parameter_patterns",
+)
+
+
+class Rule(Enum):
+    """A way to merge, by the key of its patterns in `universal_checkpoint_info`."""
+
+    REPLICATED = "tp_replicated_parameter_patterns"
+    """Each tensor rank has the whole; the copies are equal."""
+    AVERAGED = "parameter_to_average_patterns"
+    """Each has the whole; the copies may differ in programs that let them drift."""
+    ROWS = "parameter_with_row_parallelism_patterns"
+    """Row-parallel in Megatron's sense: cut along dimension 1."""
+    TWO_BLOCKS = "parameter_with_2_sub_params_cat_dim_0"
+    """A gated MLP: two halves one below the other, each cut along dimension 0."""
+    VOCABULARY = "vocabulary_parameter_patterns"
+    """Cut along dimension 0, with padding below that is not stored."""
+    COLUMNS = "parameter_with_column_parallelism_patterns"
+    """Cut along dimension 0."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A parameter and how it is put together: its rule, its whole shape without padding, and the rows that
+    the tensor ranks hold together, with padding."""
+
+    name: str
+    rule: Rule
+    shape: tuple[int, ...]
+    saved_rows: int
+
+    @property
+    def is_cut(self) -> bool:
+        return self.rule not in (Rule.REPLICATED, Rule.AVERAGED)
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return 1 if self.rule is Rule.ROWS else 0
+
+    @property
+    def blocks(self) -> int:
+        """As in `ParameterSpec`."""
+        return 2 if self.rule is Rule.TWO_BLOCKS else 1
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Size in fp32."""
+        return 4 * prod(self.shape)
+
+    def entry(self) -> dict[str, Any]:
+        """What stands beside the tensor in DeepSpeed's file of it."""
+        entry: dict[str, Any] = {"cat_dim": self.dim} if self.is_cut else {}
+        if self.blocks > 1:
+            entry["param_n_sub_params"] = self.blocks
+        if self.rule is Rule.VOCABULARY:
+            entry["vocab_tensor"] = True
+        return entry
+
+
+def rule_of(name: str, record: Mapping[str, Any]) -> Rule:
+    """The rule that a `ParameterSpec`, as a record of its fields, asks for; ValueError if none does."""
+    cut = (record["shard_dim"], record["blocks"])
+    if record["used_rows"] is not None:
+        rules = {(0, 1): Rule.VOCABULARY}
+    else:
+        rules = {(0, 1): Rule.COLUMNS, (0, 2): Rule.TWO_BLOCKS, (1, 1): Rule.ROWS}
+        if record["shard_dim"] is None:
+            return Rule.REPLICATED
+    if cut not in rules:
+        raise ValueError(
+            f"{name} is cut along dimension {cut[0]} in {cut[1]} blocks, used rows: {record['used_rows']}; "
+            "no rule of universal checkpoints says how to merge it"
+        )
+    return rules[cut]
+
+
+def derive_info(records: Mapping[str, Mapping[str, Any]], vocab_size: int) -> dict[str, Any]:
+    """`universal_checkpoint_info` of a model with these parameters, by name, as records of `ParameterSpec`.
+
+    vocab_size: without padding. Raises ValueError for a parameter that none or more than one pattern matches.
+    """
+    patterns: dict[str, list[str]] = {PIPELINE_REPLICATED_KEY: [], **{rule.value: [] for rule in Rule}}
+    for name, record in records.items():
+        keys = [rule_of(name, record).value, *([PIPELINE_REPLICATED_KEY] if name.startswith(TIED) else [])]
+        for key in keys:
+            if pattern_of(name) not in patterns[key]:
+                patterns[key].append(pattern_of(name))
+    info = {VERSION_KEY: VERSION, VOCAB_SIZE_KEY: vocab_size, **patterns}
+    check_rules(info, records)
+    return info
+
+
+def pattern_of(name: str) -> str:
+    """Matches the parameter in every layer: its name with any number in place of the layer's."""
+    number, dot, rest = name.partition(".")
+    return rf"^\d+\.{re.escape(rest)}$" if dot and number.isdigit() else f"^{re.escape(name)}$"
+
+
+def matching(info: Mapping[str, Any], name: str) -> list[tuple[Rule, str]]:
+    """The rules, each with its pattern, that match a parameter's name."""
+    return [
+        (rule, pattern) for rule in Rule for pattern in info.get(rule.value, []) if re.match(pattern, name)
+    ]
+
+
+def check_rules(info: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ValueError naming a parameter that not exactly one pattern matches, and a pattern that matches
+    none."""
+    names = list(names)
+    for name in names:
+        found = matching(info, name)
+        if len(found) != 1:
+            rules = ", ".join(f"{pattern} ({rule.value})" for rule, pattern in found) or "none"
+            raise ValueError(f"parameter {name} must match one pattern of {INFO_KEY}, and matches {rules}")
+    for pattern in unused_patterns(info, names):
+        raise ValueError(f"pattern {pattern} of {INFO_KEY} matches no parameter")
+
+
+def foreign_rule(info: Mapping[str, Any], name: str) -> Rule:
+    """The rule for a parameter of a program that lists no columns: as DeepSpeed's converter, which joins
+    along dimension 0 what no pattern matches, and strips padding of what some other pattern matches too.
+
+    Raises ConfigError where the checkpoint needs what is not known here, or its patterns contradict.
+    """
+    for key in _UNKNOWN_KEYS:
+        if info.get(key):
+            raise ConfigError(
+                f"the checkpoint's {INFO_KEY} has {key}: only deepspeed's own converter merges those"
+            )
+    found = {rule for rule, _ in matching(info, name)} or {Rule.COLUMNS}
+    found = found - {Rule.COLUMNS} if Rule.VOCABULARY in found else found
+    if len(found) > 1:
+        names = ", ".join(sorted(rule.value for rule in found))
+        raise ConfigError(f"the checkpoint's {INFO_KEY} gives {name} more than one rule: {names}")
+    return found.pop()
+
+
+def unused_patterns(info: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Patterns of merge rules that match none of the names."""
+    names = list(names)
+    patterns = (pattern for rule in Rule for pattern in info.get(rule.value, []))
+    return [pattern for pattern in patterns if not any(re.match(pattern, name) for name in names)]
+
+
+# --- what programs of the family expect beside ---
+
+
+def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
+    """What Megatron's programs look for under 'args' in an mp_rank file: the model and how far the run is.
+
+    state: the fields of `TrainingState`.
+    """
+    model, parallel = config.model, config.parallel
+    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
+    more = ("seq_length", "max_position_embeddings", "layernorm_epsilon", "embed_layernorm", "glu_activation")
+    names = (*shape, *more, "position_embedding_type", "apply_residual_connection_post_layernorm")
+    return Namespace(
+        **{name: getattr(model, name) for name in names},
+        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        consumed_train_samples=state["consumed_samples"],
+        consumed_train_tokens=state["consumed_tokens"],
+    )
+
+
+def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed's engine is to write into every mp_rank file, so that its tools and the programs of the
+    family read the checkpoint."""
+    return {INFO_KEY: info, "iteration": state["iteration"], "args": megatron_args(config, state)}

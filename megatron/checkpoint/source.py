@@ -1,0 +1,155 @@
+"""The native checkpoint that a conversion starts from: its parameters and how they are put together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folders import RUN_FILE, open_checkpoint
+from megatron.checkpoint.optimizer_files import OptimizerFiles, model_files
+from megatron.checkpoint.rules import (
+    INFO_KEY,
+    VOCAB_SIZE_KEY,
+    Merge,
+    Rule,
+    check_rules,
+    derive_info,
+    foreign_rule,
+    matching,
+    unused_patterns,
+)
+from megatron.checkpoint.torch_files import read_file
+from megatron.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A native checkpoint. run: what its `run.json` says; None if another program wrote it.
+
+    warnings: what is odd about its rules and was let pass.
+    """
+
+    folder: Path
+    tensor_size: int
+    merges: dict[str, Merge]
+    files: OptimizerFiles
+    run: dict[str, Any] | None
+    warnings: tuple[str, ...] = ()
+
+
+def open_source(folder: Path, strict: bool = True, derive_rules: bool = False) -> Source:
+    """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
+
+    strict: refuse rules that match no parameter, instead of warning. derive_rules: make the rules of what
+    `run.json` says of the parameters where the checkpoint stores none, as this repo's first ones do.
+
+    Raises ConfigError for a checkpoint that is damaged, incomplete, or that says too little.
+    """
+    if (folder / RUN_FILE).is_file():
+        return _own_source(folder, strict, derive_rules)
+    return _foreign_source(folder, strict)
+
+
+def _own_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
+    run = open_checkpoint(folder).run
+    records = run["parameters"]
+    info = run.get(INFO_KEY)
+    if info is None:
+        if not derive_rules:
+            raise ConfigError(
+                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it is of an older version: "
+                "--inject_missing_state derives it from what is known of the parameters"
+            )
+        info = derive_info(records, run["vocab_size"])
+        run = {**run, INFO_KEY: info}
+    warnings: tuple[str, ...] = ()
+    try:
+        check_rules(info, records)
+    except ValueError as error:
+        if strict or any(len(matching(info, name)) != 1 for name in records):
+            raise ConfigError(f"checkpoint {folder}: {error}") from error
+        warnings = (str(error),)
+    tensor_size = run["layout"]["tensor_model_parallel_size"]
+    merges = {}
+    for name, record in records.items():
+        ((rule, _),) = matching(info, name)
+        saved_rows, *others = record["whole_shape"]
+        rows = info[VOCAB_SIZE_KEY] if rule is Rule.VOCABULARY else saved_rows
+        merges[name] = Merge(name, rule, (rows, *others), saved_rows)
+    return _complete(Source(folder, tensor_size, merges, OptimizerFiles(folder, tensor_size), run, warnings))
+
+
+def _foreign_source(folder: Path, strict: bool) -> Source:
+    """One that DeepSpeed wrote for another program of the family: it tells shapes of shards, and patterns."""
+    paths = model_files(folder)
+    if not paths:
+        raise ConfigError(
+            f"--input_folder {folder} is no checkpoint: it has neither {RUN_FILE} nor mp_rank files"
+        )
+    states = [read_file(path) for path in paths]
+    info = states[0].get(INFO_KEY)
+    if not isinstance(info, dict):
+        raise ConfigError(
+            f"checkpoint file {paths[0]} has no {INFO_KEY}, so nothing says how the tensor ranks' parts of a "
+            "parameter form the whole: convert it with the program that wrote it"
+        )
+    dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
+    first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
+    tensor_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
+    merges: dict[str, Merge] = {}
+    for state in states:
+        for group in state.get("param_shapes") or ():
+            for name, shape in group.items():
+                merge = _foreign_merge(info, name, tuple(shape), tensor_size)
+                if merges.setdefault(name, merge) != merge:
+                    raise ConfigError(
+                        f"checkpoint {folder}: the ranks hold parts of {name} of unequal shapes"
+                    )
+    if not merges:
+        raise ConfigError(f"checkpoint {folder}: the mp_rank files tell no param_shapes: it is not of ZeRO-1")
+    unused = unused_patterns(info, merges)
+    if unused and strict:
+        raise ConfigError(
+            f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: --no_strict lets it "
+            "pass"
+        )
+    warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
+    return _complete(Source(folder, tensor_size, merges, OptimizerFiles(folder, tensor_size), None, warnings))
+
+
+def _foreign_merge(info: Mapping[str, Any], name: str, shard: tuple[int, ...], tensor_size: int) -> Merge:
+    rule = foreign_rule(info, name)
+    whole = list(shard)
+    if rule not in (Rule.REPLICATED, Rule.AVERAGED):
+        whole[1 if rule is Rule.ROWS else 0] *= tensor_size
+    saved_rows = whole[0]
+    if rule is Rule.VOCABULARY:
+        whole[0] = info[VOCAB_SIZE_KEY]
+    return Merge(name, rule, tuple(whole), saved_rows)
+
+
+def _complete(source: Source) -> Source:
+    missing = sorted(source.merges.keys() - set(source.files.names))
+    if missing:
+        raise ConfigError(
+            f"checkpoint {source.folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
+            "such parameters): take another one"
+        )
+    return source
+
+
+def identity(source: Source) -> str:
+    """What tells this checkpoint from another, for a conversion that is continued."""
+    digest = source.run["sha256"] if source.run is not None else _digest_of_names(source.folder)
+    return json.dumps([str(source.folder.resolve()), digest])
+
+
+def _digest_of_names(folder: Path) -> str:
+    """Of names, sizes and times of change: another program's checkpoint says nothing of its files."""
+    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+    listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

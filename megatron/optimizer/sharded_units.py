@@ -1,0 +1,101 @@
+"""When a transformer layer's gradients (ZeRO-2) and weights (ZeRO-3) are whole: while it is worked on.
+
+A unit is one transformer layer: its parameters lie in flat groups of their own. What is no unit (embedding,
+final norm) stays whole on each rank as with ZeRO-1: the fused loss (`mpu.cross_entropy`) reads the head's
+weight and adds to its `main_grad` outside any module's forward pass, where no hook would see it.
+
+Every rank runs the same layers in the same order, and autograd works through the same graph in one order, so
+the collectives in these hooks meet in the same order everywhere.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.optimizer.flat_group import FlatGroup
+
+
+class ShardedUnit:
+    """One layer between its partitions and its whole.
+
+    A backward pass begins when the gradient of the layer's output has come and ends when those of all its
+    parameters have: then they are summed over the replicas and let go of, and so are the weights.
+    """
+
+    def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], replicas: dist.ProcessGroup) -> None:
+        """`flats`: the groups that hold `module`'s parameters and no others. Puts hooks on both."""
+        self.module = module
+        self._flats = list(flats)
+        self._replicas = replicas
+        self._shares_weights = any(flat.shares_weights for flat in flats)
+        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self._awaited = set(self._parameters)
+        self._in_backward = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._take_gradient)
+        if self._shares_weights:
+            module.register_forward_pre_hook(self._before_forward)
+            module.register_forward_hook(self._after_forward)
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within this context the layer's parameters can be read. Collective."""
+        self._gather()
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def finish(self) -> None:
+        """Shares out the gradients of a backward pass that has not reached all parameters. Collective."""
+        if len(self._awaited) < len(self._parameters):
+            self._share_out()
+
+    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._gather()
+
+    def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if hidden.requires_grad:
+            hidden.register_hook(self._before_backward)
+        # --checkpoint-activations runs the layer a second time, inside its backward pass, which goes on.
+        if not self._in_backward:
+            self._let_go()
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self._in_backward = True
+        self._gather()
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        """Adds a micro-batch's gradient to the whole ones of this pass."""
+        if len(self._awaited) == len(self._parameters):
+            for flat in self._flats:
+                flat.take_back_gradients()
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+        self._awaited.discard(parameter)
+        if not self._awaited:
+            self._share_out()
+
+    def _share_out(self) -> None:
+        # All messages at once: that of norms and biases is short.
+        sums = [flat.sum_gradients(self._replicas) for flat in self._flats]
+        for flat, (part, pending) in zip(self._flats, sums, strict=True):
+            pending.wait()
+            flat.keep_share(part)
+        self._awaited = set(self._parameters)
+        self._in_backward = False
+        self._let_go()
+
+    def _gather(self) -> None:
+        missing = [flat for flat in self._flats if not flat.has_whole_weights]
+        for pending in [flat.gather_weights(self._replicas) for flat in missing]:
+            pending.wait()
+
+    def _let_go(self) -> None:
+        for flat in self._flats:
+            if flat.shares_weights:
+                flat.let_go_of_weights()

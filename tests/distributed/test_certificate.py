@@ -1,0 +1,170 @@
+"""After a load everything is compared with what was saved; what differs stops the run by name."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.native import (
+    TrainingState,
+    find_checkpoint,
+    find_latest,
+    load_checkpoint,
+    save_checkpoint,
+    start_from,
+)
+from megatron.config import ConfigError
+from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.distributed.pool import run_world
+
+FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
+STATE = TrainingState(2, 16, 512)
+
+
+def save(row, folder):
+    engine = build_engine(config_of(row))
+    train(engine, range(2))
+    save_checkpoint(engine, folder, STATE, VOCAB, EOD, FINGERPRINT)
+
+
+def start(row, folder):
+    """What a resume prints, or why it stops; and the certificate that it would save at once."""
+    from megatron.checkpoint.certificate import certify
+
+    config = config_of(row, checkpoint={"load": str(folder)})
+    engine = build_engine(config)
+    train(engine, [9])
+    printed: list[str] = []
+    try:
+        start_from(engine, find_latest(folder), FINGERPRINT, printed.append)
+    except ConfigError as error:
+        return str(error)
+    return "\n".join(printed), certify(engine, VOCAB)
+
+
+def certificate_in(folder):
+    return json.loads((folder / "global_step2" / "run.json").read_text())["certificate"]
+
+
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2, dp=2, zero=1), Row(pp=4), Row(tp=4, zero=1)], ids=str)
+def test_a_certificate_does_not_depend_on_the_layout(row, tmp_path):
+    run_world(4, save, Row(tp=2, dp=2, zero=1), tmp_path)
+    saved = certificate_in(tmp_path)
+    parameters = len(saved["digests"]["fp32"])
+    for printed, again in run_world(row.world_size, start, row, tmp_path):
+        assert again["digests"] == saved["digests"] and again["updates"] == 2
+        assert again["probe"]["loss"] == pytest.approx(saved["probe"]["loss"], rel=1e-6)
+        assert again["unequal_copies"] == saved["unequal_copies"] == []
+        for line in (
+            f"weights, fp32 {parameters} parameters, equal to the last bit",
+            f"moments, exp_avg_sq {parameters} parameters, equal to the last bit",
+            "updates of the optimizer 2, equal",
+            "the same, from sample 16",
+            "the same schedule",
+        ):
+            assert line in " ".join(printed.split())
+
+
+def change(folder, what):
+    """Changes one thing in the checkpoint, and the record of its files agrees."""
+    folder = folder / "global_step2"
+    run = json.loads((folder / "run.json").read_text())
+    if what == "probe":
+        run["certificate"]["probe"]["loss"] += 0.01
+    elif what == "updates":
+        run["certificate"]["updates"] = 3
+    else:
+        path = folder / "mp_rank_00_model_states.pt"
+        state = torch.load(path, weights_only=False)
+        optimizer = state["optimizer"]
+        mappings = enumerate(optimizer["param_slice_mappings"])
+        group, address = next((g, mapping["8.weight"]) for g, mapping in mappings if "8.weight" in mapping)
+        if what == "fp32":
+            optimizer["single_partition_of_fp32_groups"][group][address.start] += 1e-6
+        else:
+            optimizer["base_optimizer_state"]["state"][group][what][address.start + 3] *= 1.001
+        torch.save(state, path)
+        run["files"][path.name]["bytes"] = path.stat().st_size
+    del run["sha256"]
+    (folder / "run.json").write_text(json.dumps(seal(run)))
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("fp32", r"weights, fp32 of 8\.weight differs from what was saved"),
+        ("exp_avg", r"moments, exp_avg of 8\.weight differs from what was saved"),
+        ("exp_avg_sq", r"moments, exp_avg_sq of 8\.weight differs from what was saved"),
+        ("updates", r"counts 2\.0 updates and had counted 3"),
+        ("probe", r"the loss of the probe was .* when it was saved and is"),
+    ],
+)
+def test_what_differs_stops_every_rank_and_is_named(what, named, tmp_path):
+    run_world(1, save, Row(), tmp_path)
+    change(tmp_path, what)
+    for sentence in run_world(2, start, Row(pp=2), tmp_path):
+        assert isinstance(sentence, str)
+        assert re.search(named, sentence)
+
+
+def save_with_unequal_copies(row, folder):
+    engine = build_engine(config_of(row))
+    train(engine, range(1))
+    (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
+    place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
+    flat.master.data[place] += 1e-3 * engine.global_rank
+    save_checkpoint(engine, folder, STATE, VOCAB, EOD, FINGERPRINT)
+
+
+def names_of(engine, flat):
+    return {engine.optimizer.names[parameter] for parameter in flat.parameters}
+
+
+def test_copies_that_differ_between_ranks_are_recorded_and_not_taken_unasked(tmp_path):
+    run_world(2, save_with_unequal_copies, Row(tp=2), tmp_path)
+    assert certificate_in(tmp_path)["unequal_copies"] == ["fp32 of 8.weight"]
+    with pytest.raises(ConfigError, match=r"not equal \(fp32 of 8\.weight; 1 in all\).*--allow-drift"):
+        find(tmp_path)
+    assert find(tmp_path, checkpoint={"allow_drift": True})[0] is not None
+
+
+# --- data and learning rate ---
+
+
+def find(folder, fingerprint=FINGERPRINT, **changes):
+    changes.setdefault("checkpoint", {})["load"] = str(folder)
+    config = config_of(Row(), **changes)
+    return find_checkpoint(config, VOCAB, fingerprint), config
+
+
+def load_lines(folder, fingerprint, changes):
+    checkpoint, config = find(folder, fingerprint, **changes)
+    checks = load_checkpoint(build_engine(config), checkpoint, fingerprint)
+    return {check.subject: check.finding for check in checks}
+
+
+def test_other_data_are_taken_if_asked_for(tmp_path):
+    run_world(1, save, Row(), tmp_path)
+    other = {**FINGERPRINT, "tokens": [6000]}
+    with pytest.raises(ConfigError, match="--override-data to go on"):
+        find(tmp_path, other)
+    (lines,) = run_world(1, load_lines, tmp_path, other, {"checkpoint": {"override_data": True}})
+    assert lines["data"].startswith("OTHER data, from sample 16 (--override-data): tokens: [5000]")
+
+
+@pytest.mark.parametrize("flag, winner", [("override", "new"), ("use_checkpoint", "old")])
+def test_another_schedule_is_told_old_against_new_and_a_flag_says_which_wins(flag, winner, tmp_path):
+    from megatron.checkpoint.compatibility import resumed_schedule
+
+    run_world(1, save, Row(), tmp_path)
+    old = find(tmp_path)[1].schedule.lr
+    with pytest.raises(ConfigError, match=rf"max_rate was {old}, is 0.5.*--override-lr-scheduler"):
+        find(tmp_path, schedule={"lr": 0.5})
+    changes = {"schedule": {"lr": 0.5, f"{flag}_lr_scheduler": True}}
+    checkpoint, config = find(tmp_path, **changes)
+    assert resumed_schedule(checkpoint, config).max_rate == (0.5 if winner == "new" else old)
+    (lines,) = run_world(1, load_lines, tmp_path, FINGERPRINT, changes)
+    assert lines["learning rate"].startswith(f"the {winner} schedule (--")
+    assert f"max_rate was {old}, is 0.5" in lines["learning rate"]

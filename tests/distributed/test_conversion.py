@@ -1,0 +1,213 @@
+"""Conversions to universal checkpoints that do not go as they should."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.source import identity, open_source
+from megatron.checkpoint.universal import convert
+from megatron.config import ConfigError
+from tests.distributed.layouts import Row
+from tests.distributed.pool import run_world
+from tests.distributed.test_reshape import STEPS_BEFORE, resume_midway
+from tests.distributed.test_resume import state_after
+from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
+from tools import ds_to_universal
+
+
+def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
+    source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
+    conversion = convert(open_source(source), target)
+    first = next(conversion).name
+    conversion.close()
+    assert not target.exists()
+    partial = target.with_name("universal.partial")
+    written = partial / "zero" / first / "fp32.pt"
+    before = written.stat().st_mtime_ns
+    other = saved(tmp_path / "other", Row(), {})
+    with pytest.raises(ConfigError, match="interrupted conversion of another checkpoint"):
+        converted(other, target)
+    rest = converted(source, target)
+    assert first not in rest and rest
+    assert (target / "zero" / first / "fp32.pt").stat().st_mtime_ns == before
+    left = {path.name for path in target.iterdir() if not path.name.startswith("mp_rank")}
+    assert left == {"zero", "run.json"}
+    # With ZeRO-0 the source's mp_rank files hold the optimizer too.
+    content = torch.load(target / "mp_rank_01_model_states.pt", weights_only=False)
+    assert content["optimizer"] is None and content["args"].consumed_train_samples == 40
+
+
+KILLED = """
+import os, signal, sys
+from megatron.checkpoint import universal
+
+blocks, left = universal.whole_blocks, int(sys.argv.pop())
+
+def then_kill(*args):
+    global left
+    for block in blocks(*args):
+        left -= 1
+        yield block[: len(block) // 2] if left == 0 else block
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+universal.whole_blocks = then_kill
+from tools.ds_to_universal import main
+main()
+"""
+
+
+def test_a_conversion_that_was_killed_while_it_wrote_a_file_goes_on(tmp_path):
+    source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
+    flags = ["--input_folder", str(source), "--output_folder", str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(ds_to_universal.__file__).parents[1])}
+    for blocks in ("1", "20", "50"):
+        killed = subprocess.run([sys.executable, "-c", KILLED, *flags, blocks], env=environment, timeout=60)
+        assert killed.returncode == -9 and not target.exists()
+        assert list((tmp_path / "universal.partial" / "unfinished").iterdir())
+    ds_to_universal.main(flags)
+    converted(source, tmp_path / "at once")
+    assert is_equal(torch_files_in(target), torch_files_in(tmp_path / "at once"))
+    assert (target / "run.json").read_bytes() == (tmp_path / "at once" / "run.json").read_bytes()
+
+
+def change_a_copy(folder):
+    """Makes tensor rank 1's copy of the final norm's weight differ, and the manifest agree with it."""
+    path = folder / "mp_rank_01_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    (group, address) = next(
+        (group, mapping["8.weight"])
+        for group, mapping in enumerate(state["optimizer"]["param_slice_mappings"])
+        if "8.weight" in mapping
+    )
+    state["optimizer"]["single_partition_of_fp32_groups"][group][address.start] += 0.5
+    torch.save(state, path)
+    reseal(folder, json.loads((folder / "run.json").read_text()), path)
+
+
+def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path, capsys):
+    source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
+    change_a_copy(source)
+    flags = ["--input_folder", str(source), "--output_folder", str(target)]
+    with pytest.raises(SystemExit):
+        ds_to_universal.main(flags)
+    sentence = capsys.readouterr().err
+    assert (
+        "copies of 8.weight on the tensor ranks differ by up to 5.00e-01" in sentence
+        and "--allow-drift" in sentence
+    )
+    ds_to_universal.main([*flags, "--allow-drift"])
+    assert "8.weight: the copies on tensor ranks differed by up to 5.00e-01" in capsys.readouterr().out
+    mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
+    assert mean.item() == pytest.approx(1.25, abs=0.05)
+    ((state, _),) = run_world(1, resume_midway, Row(), tmp_path, UNIVERSAL)
+    assert state == state_after(STEPS_BEFORE)
+
+
+def certificate_of(folder):
+    return json.loads((folder / "run.json").read_text())["certificate"]
+
+
+def test_the_proofs_are_dropped_of_what_was_averaged_alone(tmp_path):
+    source = saved(tmp_path, Row(tp=2), {})
+    converted(source, tmp_path / "equal", allow_drift=True)
+    assert certificate_of(tmp_path / "equal") == certificate_of(source)
+    change_a_copy(source)
+    whole = certificate_of(source)
+    # Interrupted after the copies were averaged, and continued without the flag.
+    target = tmp_path / "averaged"
+    conversion = convert(open_source(source), target, allow_drift=True)
+    for parameter in conversion:
+        if parameter.name == "8.weight":
+            break
+    conversion.close()
+    assert not target.exists()
+    converted(source, target)
+    left = certificate_of(target)
+    assert left["probe"] is None and left["updates"] == whole["updates"]
+    for kind, digests in whole["digests"].items():
+        assert left["digests"][kind] == {name: digests[name] for name in digests if name != "8.weight"}
+    assert {path.name for path in target.iterdir() if path.is_dir()} == {"zero"}
+
+
+def test_what_no_conversion_of_this_source_has_left_is_not_continued(tmp_path):
+    source, target = saved(tmp_path, Row(), {}), tmp_path / "universal"
+    converted(source, tmp_path / "other")
+    os.rename(tmp_path / "other", tmp_path / "universal.partial")  # as a killed import leaves it
+    with pytest.raises(ConfigError, match="universal.partial is no interrupted conversion"):
+        converted(source, target)
+    assert not target.exists()
+
+
+def test_a_foreign_source_whose_files_have_changed_is_another(tmp_path):
+    source = saved(tmp_path, Row(zero=1), {})
+    (source / "run.json").unlink()
+    before = identity(open_source(source))
+    assert identity(open_source(source)) == before
+    path = next(source.glob("zero_pp_rank_0*"))
+    os.utime(path, (1, 1))
+    assert identity(open_source(source)) != before
+
+
+def test_a_conversion_that_was_killed_before_it_was_announced_is_finished(tmp_path, monkeypatch):
+    source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
+    (tmp_path / "latest_universal").write_text("an older one")
+    monkeypatch.setattr("megatron.checkpoint.universal._announce", lambda _: None)
+    converted(source, target)
+    monkeypatch.undo()
+    other = saved(tmp_path / "other", Row(), {})
+    with pytest.raises(ConfigError, match="exists: delete it"):
+        converted(other, target)
+    assert (tmp_path / "latest_universal").read_text() == "an older one"
+    assert converted(source, target) == []
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    assert {path.name for path in target.iterdir() if path.suffix != ".pt"} == {"zero", "run.json"}
+    with pytest.raises(ConfigError, match="exists: delete it"):
+        converted(source, target)
+
+
+def test_the_tool_says_what_is_wrong_and_what_a_flag_does_not_do(tmp_path, capsys, monkeypatch):
+    source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
+    flags = ["--input_folder", str(source), "--output_folder", str(target)]
+
+    def refused(*more):
+        with pytest.raises(SystemExit) as ended:
+            ds_to_universal.main([*flags, *more])
+        assert ended.value.code == 2 and not target.exists()
+        return capsys.readouterr().err
+
+    path = next(source.glob("zero_pp_rank_0_mp_rank_01*"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-10])
+    assert f"{path.name} has {len(content) - 10:,} bytes" in refused()
+    path.write_bytes(content[:-3000] + bytes([content[-3000] ^ 1]) + content[-2999:])
+    assert f"{path.name} is damaged" in refused("--verify-digests")
+    path.write_bytes(content)
+
+    run = json.loads((source / "run.json").read_text())
+    info = run.pop("universal_checkpoint_info")
+    reseal(source, run)
+    assert "--inject_missing_state derives it" in refused()
+    info["parameter_with_row_parallelism_patterns"].append(r"^\d+\.no\.weight$")
+    reseal(source, {**run, "universal_checkpoint_info": info})
+    assert "matches no parameter" in refused()
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=1e5))
+    assert "has 0.0 GB free and" in refused("--no_strict")
+    monkeypatch.undo()
+    monkeypatch.setattr("megatron.checkpoint.universal._available_memory", lambda: 10**6)
+    assert "4 workers need 8 MB of memory and 1 MB are available" in refused("--no_strict")
+    monkeypatch.undo()
+    ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder", "--verify-digests"])
+    output = capsys.readouterr().out
+    assert "--keep_temp_folder changes nothing" in output and "warning: pattern" in output
+    reseal(source, run)
+    converted_anew = tmp_path / "derived"
+    ds_to_universal.main([*flags[:2], "--output_folder", str(converted_anew), "--inject_missing_state"])
+    assert is_equal(torch_files_in(converted_anew), torch_files_in(target))

@@ -1,0 +1,189 @@
+"""8-bit Adam trains as Adam does, on every layout, and who has 8 bits depends on no layout."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megatron.mpu.parameters import spec_of
+from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
+from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
+from megatron.training.failures import RunStopped
+from megatron.training.moments import describe_moments, moments_here
+from tests.distributed.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
+from tests.distributed.pool import run_world
+
+# Large enough that matrices have 8 bits; on 2 and 4 tensor ranks a shard of an MLP's matrix is no whole
+# number of blocks, and one of the attention's is smaller than the threshold.
+MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
+EIGHT_BIT = {"use_bnb_optimizer": True}
+LAYOUTS = {
+    "TP 2": Row(tp=2, micro_batch=2),
+    "PP 2": Row(pp=2, micro_batch=2),
+    "DP 2": Row(dp=2, micro_batch=2),
+    "DP 2, ZeRO 1": Row(dp=2, zero=1, micro_batch=2),
+    "TP 2 x PP 2 x DP 2, ZeRO 1": Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2),
+    "DP 4, ZeRO 1, bf16": Row(dp=4, zero=1, micro_batch=2, precision="bf16"),
+}
+
+
+def train_steps(row, steps, optimizer):
+    return train(build_engine(config_of(row, model=MODEL, optimizer=optimizer)), range(steps))
+
+
+@cache
+def one_process(eight_bit):
+    return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {})[0]
+
+
+def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
+    expected, history = one_process(eight_bit=False), one_process(eight_bit=True)
+    assert history[-1][0] < history[0][0] - 0.5
+    assert 0 < relative_errors(history, expected)[0] < 0.01
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_as_one_process_does(layout):
+    row = LAYOUTS[layout]
+    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, timeout=300.0):
+        # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
+        assert relative_errors(history, one_process(eight_bit=True))[0] < 2e-3
+        assert relative_errors(history, one_process(eight_bit=False))[0] < 0.01
+
+
+@pytest.mark.parametrize("row", [Row(dp=2, micro_batch=2), Row(pp=2, dp=2, micro_batch=2)], ids=str)
+def test_both_zero_stages_take_the_same_steps(row):
+    """The partitions' boundaries are boundaries of blocks."""
+    histories = [
+        run_world(row.world_size, train_steps, replace(row, zero=zero), 5, EIGHT_BIT) for zero in (0, 1)
+    ]
+    assert histories[0] == histories[1]
+
+
+def weights_after_steps(row):
+    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    train(engine, range(3))
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero):
+    row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4)
+    copies = {}
+    for rank in run_world(row.world_size, weights_after_steps, row):
+        for name, shard in rank.shards.items():
+            part = 0 if rank.specs[name].shard_dim is None else rank.tensor_rank
+            copies.setdefault((name, part), []).append(shard)
+    assert len(copies[WORD_EMBEDDING, 0]) == 4
+    for (name, part), shards in copies.items():
+        assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
+
+
+# --- who has 8 bits ---
+
+
+def moments_and_table(row):
+    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    optimizer = engine.optimizer
+    assert not any(optimizer.moments_of(flat) for flat in optimizer.flat), "nothing before the first step"
+    train(engine, [0])
+    for flat in optimizer.flat:
+        for parameter, start, length in flat.fragments():
+            fragments = optimizer.moment_fragments(flat, parameter)
+            assert fragments.keys() == {"exp_avg", "exp_avg_sq"}
+            assert all(f.dtype == torch.float32 and f.numel() == length for f in fragments.values())
+            assert not flat.quantized or start % BLOCK_SIZE == 0
+    return moments_here(optimizer), describe_moments(optimizer)
+
+
+@cache
+def moments_of_one_process():
+    return run_world(1, moments_and_table, Row(micro_batch=4))[0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(tp=4, micro_batch=4),
+        Row(dp=4, zero=1, micro_batch=2),
+        Row(tp=2, pp=2, dp=2, zero=1, micro_batch=4),
+    ],
+    ids=str,
+)
+def test_who_has_8_bits_does_not_depend_on_the_layout(row):
+    """bitsandbytes decides by the size of the tensor that it is given, here a shard (bitsandbytes 2080)."""
+    expected, table = moments_of_one_process()
+    bits = {name: moments.found for name, moments in expected.items()}
+    assert {next(iter(found)) for found in bits.values()} == {8, 32}
+    assert bits[WORD_EMBEDDING] == {32} and bits["3.input_layernorm.weight"] == {32}
+    assert bits["3.self_attention.dense.weight"] == {8}
+    found = {}
+    for here, table_here in run_world(row.world_size, moments_and_table, row):
+        assert table_here.splitlines()[2:4] == table.splitlines()[2:4]
+        for name, moments in here.items():
+            found.setdefault(name, set()).update(moments.found)
+    assert found == bits
+
+
+def test_the_table_tells_what_was_measured():
+    _, table = moments_of_one_process()
+    first, second = (line for line in table.splitlines() if "bytes per element" in line)
+    matrices = 4 * (192 * 64 + 64 * 64 + 2 * 64 * 100)
+    assert " 8 bits |   16 parameters" in first and f"{matrices:,d} elements" in first
+    # A byte each, and two scales per block.
+    assert f"{2 * (1 + 4 / BLOCK_SIZE):.3f} bytes per element" in first and "blocks of 256" in first
+    assert "8.000 bytes per element" in second
+    assert "*.mlp.dense_h_to_4h.weight x 4" in table and WORD_EMBEDDING in table
+
+
+def spoil_a_moment(row, name, rank):
+    """What the run says when one rank keeps a group's moments otherwise than the rule says."""
+    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    train(engine, [0])
+    optimizer = engine.optimizer
+    if engine.layout.rank == rank:
+        for flat in optimizer.flat:
+            if any(optimizer.names[parameter] == name for parameter in flat.parameters):
+                state = optimizer.optimizer.state[flat.master]
+                state["exp_avg"] = torch.zeros(flat.master.numel())
+    try:
+        describe_moments(optimizer)
+    except RunStopped as error:
+        return str(error)
+    return None
+
+
+def test_moments_of_another_kind_stop_the_run_by_name():
+    name = "3.self_attention.query_key_value.weight"
+    sentences = run_world(2, spoil_a_moment, Row(pp=2, micro_batch=4), name, 0)
+    assert len(set(sentences)) == 1
+    assert f"the moments of {name} have 8 and 32 bits per element" in sentences[0]
+    assert run_world(1, spoil_a_moment, Row(), name, None) == [None]
+
+
+def layout_of_blocks(row):
+    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    train(engine, [0])
+    optimizer = engine.optimizer
+    for flat in optimizer.flat:
+        bits = {moment_bits(optimizer.names[p], spec_of(p)) for p in flat.parameters}
+        assert bits == {flat.moment_bits}
+        assert all(
+            isinstance(moment, QuantizedMoment) == flat.quantized
+            for moment in optimizer.moments_of(flat).values()
+        )
+        if flat.quantized:
+            assert flat.size % BLOCK_SIZE == 0
+            assert all(parameter.flat_offset % BLOCK_SIZE == 0 for parameter in flat.parameters)
+            gaps = sum(-parameter.numel() % BLOCK_SIZE for parameter in flat.parameters)
+            assert sum(p.numel() for p in flat.parameters) + gaps <= flat.weights.numel()
+            return gaps
+    return None
+
+
+def test_a_block_holds_elements_of_one_parameter():
+    assert run_world(1, layout_of_blocks, Row(micro_batch=4)) == [0]
+    gaps = run_world(4, layout_of_blocks, Row(tp=2, dp=2, zero=1, micro_batch=4))
+    # A shard of each layer's two matrices of the MLP ends in the middle of a block.
+    assert gaps == [4 * 2 * BLOCK_SIZE // 2] * 4

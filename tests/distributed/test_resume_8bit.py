@@ -1,0 +1,220 @@
+"""Checkpoints of 8-bit Adam: fp32 in the files, so any layout, either format and plain Adam open them, and
+the run that goes on where it was saved does so to the last bit."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.checkpoint.source import open_source
+from megatron.checkpoint.universal import convert
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
+from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
+from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
+from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.distributed.pool import run_world
+from tests.distributed.test_resume import FINGERPRINT, state_after
+
+# Shards of the MLP's matrices are no whole number of blocks on 2 and 4 tensor ranks.
+MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
+BITS = {"8": {"use_bnb_optimizer": True}, "32": {}}
+BEFORE, AFTER = 3, 3
+SAVERS = {
+    "1 process": Row(micro_batch=2),
+    "tp2 pp2": Row(tp=2, pp=2, zero=1, micro_batch=2),
+    "pp2 dp2": Row(pp=2, dp=2, zero=1, micro_batch=2),
+}
+OPENERS = {**SAVERS, "tp4 dp2": Row(tp=4, dp=2, zero=1, micro_batch=2), "dp2": Row(dp=2, micro_batch=4)}
+
+
+def config_for(row, bits, **checkpoint):
+    return config_of(row, model=MODEL, optimizer=BITS[bits], checkpoint=checkpoint)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank owns of a parameter: elements from `first` of its tensor shard, fp32 and moments."""
+
+    spec: ParameterSpec
+    stage: int
+    tensor_rank: int
+    first: int
+    values: dict[str, torch.Tensor]
+
+
+def pieces_of(engine):
+    """By name; the values under 'fp32' and the moments' names, dequantised."""
+    optimizer, layout, pieces = engine.optimizer, engine.layout, {}
+    for flat in optimizer.flat:
+        for parameter, start, length in flat.fragments():
+            values = {"fp32": flat.master.detach()[start : start + length].clone()}
+            for key, moment in optimizer.moment_fragments(flat, parameter).items():
+                values[key] = moment.clone()
+            first = max(flat.start - parameter.flat_offset, 0)
+            name, spec = optimizer.names[parameter], spec_of(parameter)
+            pieces[name] = Piece(spec, layout.pipeline_stage, layout.tensor_rank, first, values)
+    return pieces
+
+
+def wholes(ranks):
+    """(name, kind) -> whole values, from every rank's pieces; of a tied weight those of the first stage."""
+    result = {}
+    for name in {name for pieces in ranks for name in pieces}:
+        pieces = [rank[name] for rank in ranks if name in rank]
+        stage = min(piece.stage for piece in pieces)
+        # Copies of other replicas fall on the same key.
+        by_place = {(piece.tensor_rank, piece.first): piece for piece in pieces if piece.stage == stage}
+        spec, size = pieces[0].spec, 1 + max(tensor_rank for tensor_rank, _ in by_place)
+        for kind in pieces[0].values:
+            shards = [
+                torch.cat([by_place[place].values[kind] for place in sorted(by_place) if place[0] == rank])
+                for rank in range(size)
+            ]
+            shape = local_shape(spec, TensorGroup(0, size))
+            result[name, kind] = merge_shards(spec, [shard.view(shape) for shard in shards])[: spec.used_rows]
+    return result
+
+
+def codes_of(engine):
+    """(codes, scales) of every fragment with 8 bits, by name and moment."""
+    optimizer = engine.optimizer
+    return {
+        (optimizer.names[parameter], key): tuple(part.clone() for part in moment.part(start, length))
+        for flat in optimizer.flat
+        for parameter, start, length in flat.fragments()
+        for key, moment in optimizer.moments_of(flat).items()
+        if isinstance(moment, QuantizedMoment)
+    }
+
+
+def save_and_go_on(row, bits, folder):
+    engine = build_engine(config_for(row, bits))
+    train(engine, range(BEFORE))
+    save_checkpoint(engine, folder, state_after(BEFORE), VOCAB, EOD, FINGERPRINT)
+    return pieces_of(engine), codes_of(engine), train(engine, range(BEFORE, BEFORE + AFTER))
+
+
+def open_and_go_on(row, bits, folder, universal=False):
+    config = config_for(row, bits, load=str(folder), universal_checkpoint=universal)
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    train(engine, [9])  # other weights and moments: all must be replaced
+    assert checkpoint.state == state_after(BEFORE)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return pieces_of(engine), codes_of(engine), train(engine, range(BEFORE, BEFORE + AFTER))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(layout, bits) -> (folder with the checkpoint, native and universal, what `save_and_go_on` gave)."""
+
+    @cache
+    def save(saver: str, bits: str) -> tuple[Path, list]:
+        folder = tmp_path_factory.mktemp("saved")
+        row = SAVERS[saver]
+        ranks = run_world(row.world_size, save_and_go_on, row, bits, folder, timeout=300.0)
+        list(convert(open_source(folder / f"global_step{BEFORE}"), folder / "universal"))
+        return folder, ranks
+
+    return save
+
+
+def half_a_step(kind, expected):
+    """The largest error of quantising the moment: half of the widest gap between codes, of the largest scale
+    that a block can have."""
+    values = code_values(kind, torch.device("cpu"))
+    return values.diff().max().item() / 2 * expected.abs().max().item() * (1 + 1e-5)
+
+
+def check_opened(row, bits, folder, universal, saved_ranks):
+    """Opens and goes on: first the values of every parameter, then the losses."""
+    expected, losses = wholes([pieces for pieces, _, _ in saved_ranks]), saved_ranks[0][2]
+    found = run_world(row.world_size, open_and_go_on, row, bits, folder, universal, timeout=300.0)
+    specs = {name: piece.spec for pieces, _, _ in found for name, piece in pieces.items()}
+    opened = wholes([pieces for pieces, _, _ in found])
+    assert opened.keys() == expected.keys() and len(opened) == 3 * len(specs)
+    for (name, kind), value in opened.items():
+        if bits == "8" and kind != "fp32" and moment_bits(name, specs[name]) == 8:
+            error = (value - expected[name, kind]).abs().max().item()
+            assert error <= half_a_step(kind, expected[name, kind]), (name, kind)
+        else:
+            assert torch.equal(value, expected[name, kind]), (name, kind)
+    for _, _, history in found:
+        # The first loss is that of the saved weights, whatever becomes of the moments.
+        assert history[0][0] == pytest.approx(losses[0][0], rel=1e-6)
+        assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in losses], rel=5e-3)
+
+
+# Each layout that saved is opened on every other one, each time in another of these ways.
+WAYS = [("8", False), ("32", True), ("8", True), ("32", False)]
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_any_layout_opens_a_checkpoint_of_8_bits_with_either_adam(saver, saved):
+    folder, ranks = saved(saver, "8")
+    others = [opener for opener in OPENERS if opener != saver]
+    for turn, opener in enumerate(others, start=list(SAVERS).index(saver)):
+        bits, universal = WAYS[turn % len(WAYS)]
+        check_opened(OPENERS[opener], bits, folder, universal, ranks)
+
+
+@pytest.mark.parametrize("universal", [False, True], ids=["native", "universal"])
+def test_8_bits_open_a_checkpoint_of_plain_adam(universal, saved):
+    folder, ranks = saved("tp2 pp2", "32")
+    for opener in ("tp2 pp2", "dp2"):
+        check_opened(OPENERS[opener], "8", folder, universal, ranks)
+
+
+@pytest.mark.parametrize("universal", [False, True], ids=["native", "universal"])
+@pytest.mark.parametrize("saver", SAVERS)
+def test_the_layout_that_saved_goes_on_to_the_last_bit(saver, universal, saved):
+    folder, ranks = saved(saver, "8")
+    row = SAVERS[saver]
+    found = run_world(row.world_size, open_and_go_on, row, "8", folder, universal, timeout=300.0)
+    for (_, codes, history), (_, expected_codes, expected) in zip(found, ranks, strict=True):
+        assert history == expected
+        assert codes.keys() == expected_codes.keys() and codes
+        for key, (code, scale) in codes.items():
+            assert torch.equal(code, expected_codes[key][0]), key
+            assert torch.equal(scale, expected_codes[key][1]), key
+
+
+def test_other_replicas_and_stages_find_the_same_codes(saved):
+    """Blocks begin with each parameter's tensor shard, so only tensor parallelism moves them."""
+    folder, ranks = saved("1 process", "8")
+    expected = wholes([ranks[0][0]])
+    row = OPENERS["pp2 dp2"]
+    found = run_world(row.world_size, open_and_go_on, row, "8", folder, timeout=300.0)
+    whole = wholes([rank[0] for rank in found])
+    assert all(torch.equal(value, expected[key]) for key, value in whole.items())
+
+
+def test_the_files_hold_fp32_without_gaps_and_the_rule_is_recorded(saved):
+    folder, _ = saved("tp2 pp2", "8")
+    folder = folder / f"global_step{BEFORE}"
+    run = json.loads((folder / "run.json").read_text())
+    record = run["optimizer_state"]
+    assert record["bits"] == 8 and record["block_size"] == BLOCK_SIZE and record["bitsandbytes"]
+    assert record["32_bits"]["fewer_elements_than"] == 4096
+    assert record["32_bits"]["parameters"] == [WORD_EMBEDDING]
+    assert set(record["maps"]) == {"exp_avg", "exp_avg_sq"}
+    files = list(folder.glob("zero_pp_rank_*_optim_states.pt"))
+    assert files
+    for path in files:
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        base = state["base_optimizer_state"]
+        for group, addresses in enumerate(state["param_slice_mappings"]):
+            kept = base["state"][group]
+            assert kept["step"] == BEFORE
+            length = state["single_partition_of_fp32_groups"][group].numel()
+            assert {kept[key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+            assert {kept[key].numel() for key in ("exp_avg", "exp_avg_sq")} == {length}
+            if base["param_groups"][group]["moment_bits"] == 8:
+                ends = [address.start + address.numel for address in addresses.values()]
+                assert [address.start for address in addresses.values()] == [0, *ends[:-1]]
+                assert ends[-1] == length and state["group_paddings"][group] == 0

@@ -1,0 +1,407 @@
+"""Universal checkpoints: written as DeepSpeed writes them, and read whoever wrote them."""
+
+import argparse
+import enum
+import json
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.folders import describe_start
+from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint, start_from
+from megatron.checkpoint.source import open_source
+from megatron.checkpoint.universal import convert, write_parameter
+from megatron.checkpoint.universal_reading import UniversalParameters, find_universal
+from megatron.config import ConfigError
+from megatron.model.single_process import model_specs
+from megatron.mpu.layout import TensorGroup
+from tests.distributed.layouts import (
+    EOD,
+    FP32_BOUND,
+    VOCAB,
+    Row,
+    build_engine,
+    config_of,
+    relative_errors,
+    train,
+)
+from tests.distributed.pool import run_world
+from tests.distributed.test_reshape import SHAPES, STEPS_BEFORE, resume_midway, save_midway, uninterrupted
+from tests.distributed.test_resume import FINGERPRINT, state_after
+
+WORDS = "tied_modules.embed.word_embeddings.weight"
+GATED = {"model": {"glu_activation": "swiglu"}}
+# As BLOOM: no table of positions, a norm after the word embedding.
+BLOOM = {"model": {"embed_layernorm": True, "position_embedding_type": "alibi"}}
+UNIVERSAL = {"checkpoint": {"universal_checkpoint": True}}
+THEIR_ROWS = 128
+"""Of BLOOM's word embedding, padding included."""
+
+
+def saved(folder, row, changes):
+    """The native checkpoint of step 5 that a layout writes."""
+    run_world(row.world_size, save_midway, row, folder, changes)
+    return folder / f"global_step{STEPS_BEFORE}"
+
+
+def converted(source, target, **options):
+    return [parameter.name for parameter in convert(open_source(source), target, **options)]
+
+
+def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "tp4 dp2")):
+    expected = uninterrupted(changes)
+    for row in (SHAPES[shape] for shape in shapes):
+        ranks = run_world(row.world_size, resume_midway, row, folder, {**changes, **UNIVERSAL}, timeout=300.0)
+        for state, history in ranks:
+            assert state == state_after(STEPS_BEFORE)
+            loss_error, norm_error = relative_errors(history, expected)
+            assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
+    changes = {**GATED, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
+    source, target = (
+        saved(tmp_path / "native", SHAPES["tp2 pp2 dp2"], changes),
+        tmp_path / "global_step5_universal",
+    )
+    names = converted(source, target, workers=2)
+    assert sorted(names) == sorted(path.name for path in (target / "zero").iterdir() if path.is_dir())
+    assert (tmp_path / "latest_universal").read_text() == target.name
+    word_embedding = torch.load(target / "zero" / WORDS / "fp32.pt")
+    assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
+    with pytest.raises(ConfigError, match="exists"):
+        converted(source, target)
+    assert_resumes_everywhere(tmp_path, changes)
+
+
+def start_anew(row, folder, trained_before):
+    config = config_of(row, checkpoint={"load": str(folder), "universal_checkpoint": True})
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    train(engine, trained_before)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return train(engine, range(3))
+
+
+@pytest.mark.parametrize("row", [Row(), Row(dp=2, zero=1, precision="bf16")])
+def test_without_moments_the_optimizer_begins_anew(row, tmp_path):
+    """Its step too: after training on something else, the losses are those of a new optimizer."""
+    target = tmp_path / "global_step5_universal"
+    converted(saved(tmp_path / "native", Row(), {}), target)
+    for pattern in ("exp_avg.pt", "exp_avg_sq.pt", "step.pt"):
+        for path in target.glob(f"zero/*/{pattern}"):
+            path.unlink()
+    run = json.loads((target / "run.json").read_text())
+    del run["sha256"], run["certificate"]
+    run["files"] = {name: entry for name, entry in run["files"].items() if (target / name).exists()}
+    (target / "run.json").write_text(json.dumps(seal(run)))
+    histories = [run_world(row.world_size, start_anew, row, tmp_path, before)[0] for before in ([], [9, 8])]
+    assert histories[0] == histories[1]
+
+
+def test_a_parameter_may_be_written_by_itself(tmp_path):
+    source = saved(tmp_path, Row(), BLOOM)
+    converted(source, tmp_path / "whole")
+    written = UniversalParameters(find_universal(tmp_path / "whole"))
+    for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
+        values, moments, others = written.read(name, spec, TensorGroup())
+        rows = (spec.used_rows or spec.whole_shape[0], *spec.whole_shape[1:])
+        whole = {key: flat.view(spec.whole_shape)[: rows[0]] for key, flat in {"": values, **moments}.items()}
+        write_parameter(tmp_path / "parts", name, spec, (whole.pop(""), whole, others))
+        for path in (tmp_path / "parts" / "zero" / name).iterdir():
+            assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()
+
+
+# --- DeepSpeed's converter ---
+
+
+def convert_as_deepspeed(source, target):
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    target.mkdir()
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+    main(argparse.Namespace(input_folder=str(source), output_folder=str(target), **workers, **flags))
+
+
+def torch_files_in(folder):
+    return {
+        str(path.relative_to(folder)): torch.load(path, weights_only=False) for path in folder.rglob("*.pt")
+    }
+
+
+def is_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
+    return one == other
+
+
+@pytest.mark.parametrize("changes", [GATED, BLOOM], ids=["gated", "bloom"])
+def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
+    source = saved(tmp_path, Row(tp=2, pp=2, zero=1), changes)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    converted(source, ours, workers=3)
+    run_world(1, convert_as_deepspeed, source, theirs)
+    own, expected = torch_files_in(ours), torch_files_in(theirs)
+    # Their loader takes it for an object of their class, so it has another name.
+    scale = own["zero/optimizer_state.pt"].pop("loss_scaler_state")
+    assert scale == expected["zero/optimizer_state.pt"].pop("loss_scaler")
+    assert own.keys() == expected.keys()
+    assert [name for name in own if not is_equal(own[name], expected[name])] == []
+    (tmp_path / "latest_universal").write_text("theirs")
+    assert_resumes_everywhere(tmp_path, changes, ["tp2 pp2"])
+
+
+def load_as_deepspeed(folder, tensor_rank):
+    """Names of the parameters of which its loader takes other numbers than ours, of a rank of two."""
+    from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
+
+    parameters, wrong = UniversalParameters(find_universal(folder)), []
+    specs = model_specs(config_of(Row(tp=2), **GATED), VOCAB, EOD)
+    for name, spec in specs.items():
+        values, moments, _ = parameters.read(name, spec, TensorGroup(tensor_rank, 2))
+        shape = list(spec.whole_shape)
+        if spec.shard_dim is not None:
+            shape[spec.shard_dim] //= 2
+        parameter, target = torch.nn.Parameter(torch.zeros(shape)), torch.zeros(values.numel())
+        parameter._hp_mapping = types.SimpleNamespace(
+            lp_fragment_address=types.SimpleNamespace(start=0, numel=values.numel()),
+            get_hp_fragment=lambda target=target: target,
+        )
+        enable_universal_checkpoint([parameter])
+        step = parameter.load_hp_checkpoint_state(str(folder / "zero" / name), tensor_rank, 2)
+        loaded = {"": target, **parameter._hp_mapping.optim_fragment}
+        if step != STEPS_BEFORE or not is_equal(loaded, {"": values, **moments}):
+            wrong.append(name)
+    return wrong
+
+
+def test_deepspeeds_own_loader_reads_it(tmp_path):
+    converted(saved(tmp_path, Row(tp=2, zero=1), GATED), tmp_path / "universal")
+    for tensor_rank in (0, 1):
+        assert run_world(1, load_as_deepspeed, tmp_path / "universal", tensor_rank) == [[]]
+
+
+def test_a_native_checkpoint_of_another_program_is_converted(tmp_path):
+    """One that Megatron-DeepSpeed writes has no run.json, and patterns without anchors."""
+    source = saved(tmp_path, Row(tp=2, pp=2, zero=1), GATED)
+    converted(source, tmp_path / "ours")
+    (source / "run.json").unlink()
+    for path in source.glob("mp_rank_*"):
+        state = torch.load(path, weights_only=False)
+        info = state["universal_checkpoint_info"]
+        del info["parameter_with_column_parallelism_patterns"]
+        for patterns in info.values():
+            if isinstance(patterns, list):
+                patterns[:] = [pattern.strip("^$") for pattern in patterns]
+        torch.save(state, path)
+    converted(source, tmp_path / "theirs")
+    assert not (tmp_path / "theirs" / "run.json").exists()
+    own, expected = torch_files_in(tmp_path / "ours" / "zero"), torch_files_in(tmp_path / "theirs" / "zero")
+    assert is_equal(own, expected)
+    assert find_universal(tmp_path / "theirs").state == state_after(STEPS_BEFORE)
+
+
+# --- other programs' checkpoints ---
+
+
+@pytest.fixture
+def their_positions():
+    """BigScience's enumeration, in a module that is not installed here."""
+    module = types.ModuleType("megatron.enums")
+    kind = enum.Enum(
+        "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
+    )
+    module.PositionEmbeddingType = kind
+    sys.modules["megatron.enums"] = module
+    yield kind
+    del sys.modules["megatron.enums"]
+
+
+def write_as_bloom(folder, source, positions):
+    """Writes what BigScience's converter made in 2022, as BLOOM's public files are, of the values and moments
+    in `source`, a universal checkpoint; `latest_universal` names it."""
+    path = folder / "global_step5_universal"
+    for parameter in (folder_ for folder_ in (source / "zero").iterdir() if folder_.is_dir()):
+        (path / "zero" / parameter.name).mkdir(parents=True)
+        for name in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"):
+            entry = torch.load(parameter / name)
+            whole = entry["param"]
+            row_parallel = parameter.name.endswith(
+                ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
+            )
+            theirs = {"cat_dim": int(row_parallel), "param": whole}
+            if parameter.name == WORDS:
+                padding = torch.full((THEIR_ROWS - VOCAB, whole.shape[1]), 7.0)
+                theirs["param"] = torch.cat([whole, padding])
+                theirs["vocab_divisibility_padding_tensor"] = padding[0].clone()
+            torch.save(theirs, path / "zero" / parameter.name / name)
+    state = state_after(STEPS_BEFORE)
+    args = {
+        **{"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 128},
+        **{"layernorm_epsilon": 1e-5, "embed_layernorm": True, "glu_activation": None, "kv_channels": 8},
+        **{"consumed_train_samples": state.consumed_samples, "consumed_train_tokens": state.consumed_tokens},
+        **{
+            "position_embedding_type": positions.alibi,
+            "params_dtype": torch.bfloat16,
+            "padded_vocab_size": 128,
+        },
+        **{"global_batch_size": 8, "iteration": STEPS_BEFORE, "data_path": ["/data/oscar"]},
+    }
+    for rank in range(4):
+        content = {
+            "module": None,
+            "buffer_names": [],
+            "optimizer": None,
+            "lr_scheduler": {
+                "max_lr": 6e-5,
+                "num_steps": 40,
+                "decay_style": "cosine",
+                "end_wd": np.float64(0.1),
+            },
+            "iteration": STEPS_BEFORE,
+            "tokens": state.consumed_tokens,
+            "checkpoint_version": 3.0,
+            "ds_version": "0.6.6+gec58beac",
+            "args": argparse.Namespace(**args, rank=rank, local_rank=rank % 8),
+            "random_rng_state": (3, (1, 2, 3), None),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "rng_tracker_states": {"model-parallel-rng": torch.ones(4, dtype=torch.bfloat16) * rank},
+        }
+        torch.save(content, path / f"mp_rank_{rank:02d}_model_states.pt")
+    (folder / "latest_universal").write_text(path.name)
+    return path
+
+
+@pytest.fixture
+def blooms(tmp_path, their_positions):
+    """A folder with a universal checkpoint as BLOOM's."""
+    source = saved(tmp_path / "native", Row(zero=1), BLOOM)
+    converted(source, tmp_path / "own")
+    write_as_bloom(tmp_path, tmp_path / "own", their_positions)
+    return tmp_path
+
+
+def find(folder, vocab=VOCAB, **changes):
+    options = {**BLOOM, **changes, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
+    return find_checkpoint(config_of(Row(), **options), vocab, FINGERPRINT)
+
+
+def test_blooms_checkpoint_resumes_on_every_layout(blooms):
+    checkpoint = find(blooms)
+    line = describe_start(checkpoint, str(blooms))
+    assert "its data, dropout and schedule were not compared" in line
+    assert "no step.pt: the optimizer's step is taken to be the iteration, 5" in line
+    assert_resumes_everywhere(blooms, BLOOM, ["tp2 pp2", "pp4 dp2"])
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_layers": 6}, r"num_layers was 4, is 6; it lacks 26 parameters"),
+        ({"num_attention_heads": 8, "kv_channels": 4}, "num_attention_heads was 4, is 8"),
+        ({"position_embedding_type": "rotary"}, "position_embedding_type was alibi, is rotary"),
+        ({"embed_layernorm": False}, "beside the model's it has 2 parameters, .*word_embeddings.norm.bias"),
+    ],
+)
+def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes, words, blooms):
+    with pytest.raises(ConfigError, match=words):
+        find(blooms, model={**BLOOM["model"], **changes})
+
+
+@pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
+def test_a_folder_that_was_copied_in_part_is_refused_by_name(file, blooms):
+    (blooms / "global_step5_universal" / "zero" / "8.bias" / file).unlink()
+    with pytest.raises(ConfigError, match=f"8.bias has no {file}, which other parameters have"):
+        find(blooms)
+
+
+def test_a_smaller_vocabulary_is_refused_though_the_rows_would_suffice(blooms, monkeypatch):
+    monkeypatch.setattr("megatron.checkpoint.universal_reading._MOST_PADDING", 1)
+    words = blooms / "global_step5_universal" / "zero" / WORDS / "fp32.pt"
+    content = torch.load(words)
+    torch.save({**content, "param": torch.zeros(2000, 32)}, words)
+    with pytest.raises(ConfigError, match="the vocabulary had 2000 rows with padding, and has 101 tokens"):
+        find(blooms)
+
+
+def start_and_save(row, load, save, step):
+    """Starts from a universal checkpoint, or from what was saved since; saves once."""
+    options = {"load": str(load), "save": str(save), "universal_checkpoint": True}
+    config = config_of(row, checkpoint=options)
+    engine = build_engine(config)
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    save_checkpoint(engine, save, state_after(step), VOCAB, EOD, FINGERPRINT)
+    return start.iteration
+
+
+def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved_itself(tmp_path):
+    load, save = tmp_path / "load", tmp_path / "save"
+    converted(saved(tmp_path / "native", Row(), {}), load / "universal")
+    assert run_world(1, start_and_save, Row(), load, save, 7) == [5]
+    assert run_world(1, start_and_save, Row(), load, save, 8) == [7]
+    # Another run's newer checkpoints are not taken for its own.
+    assert run_world(1, start_and_save, Row(), load, tmp_path / "native", 6) == [5]
+
+
+def test_tensors_of_other_shapes_are_refused_by_name(blooms):
+    parameters = UniversalParameters(find(blooms))
+    changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
+    name = "3.mlp.dense_4h_to_h.weight"
+    with pytest.raises(ConfigError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
+        parameters.read(name, model_specs(changed, VOCAB, EOD)[name], TensorGroup())
+    with pytest.raises(ConfigError, match=r"shape \(128, 32\), expected \(129, 32\)"):
+        parameters.read(WORDS, model_specs(changed, 129, EOD)[WORDS], TensorGroup())
+
+
+def reseal(folder, run, *changed):
+    """Lets the manifest agree with files that were changed."""
+    for path in changed:
+        run["files"][path.name]["bytes"] = path.stat().st_size
+    run = {key: value for key, value in run.items() if key != "sha256"}
+    (folder / "run.json").write_text(json.dumps(seal(run)))
+
+
+@pytest.mark.parametrize("damage", ["args", "moment", "native"])
+def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, blooms):
+    harm = blooms / "harm"
+
+    class Harm:
+        def __reduce__(self):
+            return os.system, (f"touch {harm}",)
+
+    if damage == "args":
+        path = blooms / "global_step5_universal" / "mp_rank_00_model_states.pt"
+    elif damage == "moment":
+        path = blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg_sq.pt"
+    else:
+        path = next((blooms / "native" / "global_step5").glob("zero_pp_rank_0*"))
+    torch.save({**torch.load(path, weights_only=False), "more": Harm()}, path)
+    with pytest.raises(ConfigError, match=rf"{path} cannot be read: it names \w+.system"):
+        if damage == "native":
+            run = json.loads((path.parent / "run.json").read_text())
+            reseal(path.parent, run, path)
+            open_source(path.parent)
+        else:
+            spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
+            _, moments, _ = UniversalParameters(find(blooms)).read("8.bias", spec, TensorGroup())
+            dict(moments)
+    assert not harm.exists()
+
+
+def test_a_folder_without_a_universal_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
+        find(tmp_path)
+    (tmp_path / "latest_universal").write_text("global_step7_universal")
+    with pytest.raises(ConfigError, match=r"global_step7_universal is no universal checkpoint"):
+        find(tmp_path)

@@ -1,0 +1,300 @@
+"""ZeRO 2 and 3, and --cpu-offload: the numbers of one process, the same checkpoints, less memory."""
+
+import gc
+import json
+import math
+import weakref
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megatron.checkpoint.native import find_latest, load_checkpoint, save_checkpoint
+from megatron.checkpoint.weights import LayerFiles
+from megatron.optimizer import mixed_precision
+from megatron.optimizer.eight_bit import WORD_EMBEDDING
+from tests.distributed.layouts import (
+    EOD,
+    FP32_BOUND,
+    LOW_PRECISION_BOUND,
+    STEPS,
+    VOCAB,
+    Row,
+    build_engine,
+    config_of,
+    micro_batches,
+    relative_errors,
+    train,
+    weights_of,
+    whole_weights,
+)
+from tests.distributed.pool import run_world
+from tests.distributed.test_optimizer import (
+    TWO_LAYERS,
+    initial_weights_and_first_norm,
+    plain_norm,
+    step_with_a_bad_gradient,
+    steps_with_loss_scale,
+)
+from tests.distributed.test_resume import FINGERPRINT, state_after
+
+TIMEOUT_S = 300.0
+SHORT = 10
+SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
+OFFLOAD = {"parallel": {"cpu_offload": True}}
+EIGHT_BIT = {
+    "model": {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100},
+    "optimizer": {"use_bnb_optimizer": True},
+}
+# Each is run with stages 2 and 3.
+LAYOUTS = {
+    "DP 2": (Row(dp=2, micro_batch=2), {}),
+    "DP 4, recomputed": (Row(dp=4, micro_batch=2, recompute=True, positions="alibi"), {}),
+    "DP 2, recomputed two by two": (
+        Row(dp=2, micro_batch=2, recompute=True),
+        {"training": {"checkpoint_num_layers": 2}},
+    ),
+    "TP 2 x DP 2": (Row(tp=2, dp=2, micro_batch=2, positions="rotary"), {}),
+    "TP 2 x DP 2, sequence parallel": (Row(tp=2, dp=2, micro_batch=2), SEQUENCE_PARALLEL),
+    "DP 2, plain loss": (Row(dp=2, micro_batch=2), {"training": {"loss_implementation": "plain"}}),
+}
+
+
+def history_of(row, steps, changes):
+    return train(build_engine(config_of(row, **changes)), range(steps))
+
+
+def offloaded_history_of(row, steps, changes):
+    """As if the device's memory were not the host's, which it is on a CPU."""
+    mixed_precision.is_host_memory = lambda device: False
+    try:
+        return history_of(row, steps, changes)
+    finally:
+        mixed_precision.is_host_memory = HOST_MEMORY
+
+
+HOST_MEMORY = mixed_precision.is_host_memory
+
+
+@cache
+def reference(row):
+    return run_world(1, history_of, row, STEPS, {})[0]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
+    row, changes = LAYOUTS[layout]
+    # The messages of 4 processes wait for a core each.
+    steps = STEPS if row.world_size == 2 else SHORT
+    ranks = run_world(row.world_size, history_of, replace(row, zero=zero), steps, changes, timeout=TIMEOUT_S)
+    for history in ranks:
+        loss_error, norm_error = relative_errors(history, reference(row.reference)[:steps])
+        assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_16_bits_follow_the_fp32_loss(precision, zero):
+    row = Row(tp=2, dp=2, zero=zero, micro_batch=2, recompute=zero == 3, precision=precision)
+    for history in run_world(4, history_of, row, 5, {}, timeout=TIMEOUT_S):
+        loss_error, norm_error = relative_errors(history, reference(Row())[:5])
+        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_norm_counts_every_parameter_once(zero):
+    row = Row(tp=2, dp=2, zero=zero, micro_batch=2)
+    ranks = run_world(4, initial_weights_and_first_norm, row, "fp32")
+    expected = plain_norm(whole_weights([weights for weights, _ in ranks]))
+    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * 4
+
+
+def test_an_overflow_is_skipped_by_all_and_weights_stay():
+    settings = {"initial_loss_scale": 2.0**40, "hysteresis": 1}
+    row = Row(dp=2, zero=3, micro_batch=4, precision="fp16")
+    ranks = run_world(2, steps_with_loss_scale, row, settings, 30)
+    assert ranks[0] == ranks[1] == run_world(2, steps_with_loss_scale, replace(row, zero=1), settings, 30)[0]
+    overflows = [overflow for overflow, *_ in ranks[0]]
+    assert overflows[0] and not overflows[-1]
+    assert all(same == overflow and finite != overflow for overflow, finite, _, same in ranks[0])
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_every_rank_names_the_bad_gradient(zero):
+    name = "4.input_layernorm.weight"
+    answers = run_world(2, step_with_a_bad_gradient, Row(dp=2, zero=zero), 1, name, {})
+    assert answers[0] == answers[1]
+    message, unchanged = answers[0]
+    assert unchanged and f"rank 1 (stage 0, tensor rank 0, data rank 1): {name} (and 0 more)" in message
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_8_bit_moments_train_as_with_zero_1(zero):
+    row = Row(tp=2, dp=2, micro_batch=4)
+    expected = run_world(4, history_of, replace(row, zero=1), 5, EIGHT_BIT)[0]
+    for history in run_world(4, history_of, replace(row, zero=zero), 5, EIGHT_BIT, timeout=TIMEOUT_S):
+        # Gradients are summed in another order, which may turn a code into its neighbour.
+        assert max(relative_errors(history, expected)) < 2e-3
+
+
+# --- the host's memory ---
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(),
+        Row(dp=2, zero=1, micro_batch=2, precision="bf16"),
+        Row(dp=2, zero=3, micro_batch=2),
+        Row(pp=2, dp=2, zero=1, micro_batch=2),
+    ],
+    ids=str,
+)
+def test_the_step_on_the_host_gives_the_same_numbers(row):
+    expected = run_world(row.world_size, history_of, row, 5, {})
+    assert run_world(row.world_size, offloaded_history_of, row, 5, OFFLOAD) == expected
+    assert run_world(row.world_size, history_of, row, 5, OFFLOAD) == expected, "nothing to move"
+
+
+def test_8_bit_moments_can_be_on_the_host():
+    changes = {**EIGHT_BIT, **OFFLOAD}
+    row = Row(dp=2, zero=2, micro_batch=2)
+    assert run_world(2, offloaded_history_of, row, 3, changes) == run_world(2, history_of, row, 3, EIGHT_BIT)
+
+
+# --- memory ---
+
+
+def whole_layers(engine):
+    """Of each layer's whole weights and gradients, the bytes that are there now."""
+    units = [flat for flat in engine.optimizer.flat if flat.unit is not None]
+    sizes = [(flat.weights.untyped_storage(), flat.gradients.untyped_storage()) for flat in units]
+    return [
+        (flat.unit, weights.nbytes(), gradients.nbytes())
+        for flat, (weights, gradients) in zip(units, sizes, strict=True)
+    ]
+
+
+def what_is_there(row, changes):
+    """Which layers have whole (weights, gradients): between steps; by the layer at work in its forward pass;
+    by the layer whose backward pass is about to end."""
+    engine = build_engine(config_of(row, **changes))
+    layers = engine.module.transformer_layers()
+    forward, backward = {}, {}
+
+    def present():
+        found = whole_layers(engine)
+        return sorted({u for u, w, _ in found if w}), sorted({u for u, _, g in found if g})
+
+    def note(record, name):
+        def hook(*_):
+            record.setdefault(name, present())
+
+        return hook
+
+    for name, layer in layers.items():
+        layer.mlp.register_forward_hook(note(forward, name))
+        # Its gradient is among the last of a layer's, so the buffer is still there.
+        layer.input_layernorm.weight.register_hook(note(backward, name))
+    before = present()
+    train(engine, [0])
+    between = present()
+    engine.evaluate(micro_batches(engine, 0), 1)
+    held = sum(flat.local_gradients.numel() for flat in engine.optimizer.flat if flat.unit)
+    parameters = sum(p.numel() for layer in layers.values() for p in layer.parameters())
+    return before, between, present(), forward, backward, held, parameters
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_is_whole_only_while_it_is_worked_on(zero, recompute):
+    row = Row(dp=4, zero=zero, micro_batch=1, recompute=recompute)
+    names = ["3", "4", "5", "6"]
+    always = names if zero == 2 else []
+    for before, between, after, forward, backward, held, parameters in run_world(4, what_is_there, row, {}):
+        assert before == between == after == (always, [])
+        assert forward == {name: (names if zero == 2 else [name], []) for name in names}
+        assert backward == {name: (names if zero == 2 else [name], [name]) for name in names}
+        # A partition is padded to the alignment: two groups of four layers.
+        assert parameters / 4 <= held <= parameters / 4 + 8 * 2
+
+
+def engine_is_collected(row):
+    engine = build_engine(config_of(row, model=TWO_LAYERS))
+    train(engine, [0])
+    gone = weakref.ref(engine.optimizer)
+    del engine
+    gc.collect()
+    return gone() is None
+
+
+def test_hooks_do_not_keep_the_optimizer_alive():
+    assert run_world(2, engine_is_collected, Row(dp=2, zero=3)) == [True, True]
+
+
+# --- checkpoints ---
+
+SAVERS = {
+    "ZeRO 1": Row(dp=2, zero=1, micro_batch=2),
+    "ZeRO 2": Row(dp=2, zero=2, micro_batch=2),
+    "ZeRO 3, TP 2": Row(tp=2, dp=2, zero=3, micro_batch=2),
+}
+OPENERS = [*SAVERS.values(), Row(pp=2, micro_batch=2), Row(dp=4, zero=3, micro_batch=2)]
+
+
+def save_midway(row, folder, changes):
+    engine = build_engine(config_of(row, **changes))
+    train(engine, range(3))
+    save_checkpoint(engine, folder, state_after(3), VOCAB, EOD, FINGERPRINT)
+    return weights_of(engine), train(engine, range(3, 6))
+
+
+def open_midway(row, folder, changes):
+    """The certificate of what was loaded, and the steps that follow."""
+    from megatron.checkpoint.certificate import certify
+
+    engine = build_engine(config_of(row, **changes))
+    train(engine, [9])
+    load_checkpoint(engine, find_latest(folder), FINGERPRINT)
+    return certify(engine, VOCAB), train(engine, range(3, 6))
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
+    row = SAVERS[saver]
+    ranks = run_world(row.world_size, save_midway, row, tmp_path, {})
+    saved = json.loads((tmp_path / "global_step3" / "run.json").read_text())["certificate"]
+    assert not saved["unequal_copies"]
+    for opener in OPENERS:
+        for certificate, history in run_world(opener.world_size, open_midway, opener, tmp_path, {}):
+            assert certificate["digests"] == saved["digests"] and certificate["updates"] == 3
+            assert certificate["probe"]["loss"] == pytest.approx(saved["probe"]["loss"], rel=1e-6)
+            assert max(relative_errors(history, ranks[0][1])) <= FP32_BOUND
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_layer_files_hold_the_weights(precision, tmp_path):
+    row = Row(tp=2, dp=2, zero=3, micro_batch=2, precision=precision)
+    ranks = run_world(4, save_midway, row, tmp_path, {})
+    expected = whole_weights([weights for weights, _ in ranks])
+    specs = ranks[0][0].specs
+    found = dict(LayerFiles(tmp_path / "global_step3").all_wholes(specs))
+    assert found.keys() == expected.keys() and WORD_EMBEDDING in found
+    for name, whole in found.items():
+        used = specs[name].used_rows
+        assert torch.equal(whole[:used], expected[name][:used]), name
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert {whole.dtype for whole in found.values()} == {dtype}
+    size = sum(path.stat().st_size for path in (tmp_path / "global_step3").glob("layer_*"))
+    weights = sum(math.prod(spec.whole_shape) for spec in specs.values()) * dtype.itemsize
+    assert size < 2 * weights + 100_000, "a file holds its layer, not the buffer that the layer is a view of"
+
+
+def test_8_bit_moments_of_stage_3_open_elsewhere(tmp_path):
+    run_world(2, save_midway, Row(dp=2, zero=3, micro_batch=2), tmp_path, EIGHT_BIT)
+    saved = json.loads((tmp_path / "global_step3" / "run.json").read_text())["certificate"]
+    for row in (Row(micro_batch=2), Row(dp=4, zero=2, micro_batch=2)):
+        for certificate, _ in run_world(row.world_size, open_midway, row, tmp_path, EIGHT_BIT):
+            assert certificate["digests"]["fp32"] == saved["digests"]["fp32"]

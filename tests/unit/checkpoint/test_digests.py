@@ -1,0 +1,81 @@
+"""The digest of a whole tensor does not depend on who holds which part of it, and on everything else."""
+
+import pytest
+import torch
+
+from megatron.checkpoint.digests import CHUNK, fragment_digests
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import ParameterSpec, shard_of
+
+WORD = 1 << 64
+SPECS = {
+    "replicated": ParameterSpec((24, 10)),
+    "columns": ParameterSpec((24, 10), shard_dim=0),
+    "rows": ParameterSpec((10, 24), shard_dim=1),
+    "gated": ParameterSpec((24, 10), shard_dim=0, blocks=3),
+    "bias": ParameterSpec((24,), shard_dim=0),
+    "longer than a chunk": ParameterSpec((256, CHUNK // 128 + 3), shard_dim=0),
+}
+
+
+def digest(spec, whole):
+    return fragment_digests(spec, TensorGroup(), 0, {"fp32": whole.reshape(-1)})["fp32"]
+
+
+def values(spec, seed=0):
+    return torch.randn(spec.whole_shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_parts_of_all_ranks_add_up_to_the_digest_of_the_whole(spec, ranks):
+    whole = values(spec)
+    expected = digest(spec, whole)
+    total = 0
+    for rank in range(ranks if spec.shard_dim is not None else 1):
+        tensor = TensorGroup(rank, ranks)
+        shard = shard_of(spec, whole, tensor).reshape(-1)
+        cut = shard.numel() // 3  # as a ZeRO partition's end would
+        for start, part in ((0, shard[:cut]), (cut, shard[cut:])):
+            total += fragment_digests(spec, tensor, start, {"fp32": part})["fp32"]
+    assert total % WORD == expected
+
+
+@pytest.mark.parametrize("padded_rows", [104, 112, 128])
+def test_padding_of_the_vocabulary_counts_nothing(padded_rows):
+    used = ParameterSpec((101, 8), shard_dim=0, used_rows=101)
+    padded = ParameterSpec((padded_rows, 8), shard_dim=0, used_rows=101)
+    whole = torch.full((padded_rows, 8), 7.0)
+    whole[:101] = values(used)
+    assert digest(padded, whole) == digest(used, whole[:101])
+
+
+def test_all_kinds_are_digested_in_one_go():
+    spec = SPECS["rows"]
+    weights, moments = values(spec), values(spec, seed=1)
+    both = {"fp32": weights.reshape(-1), "exp_avg": moments.reshape(-1)}
+    assert fragment_digests(spec, TensorGroup(), 0, both) == {
+        "fp32": digest(spec, weights),
+        "exp_avg": digest(spec, moments),
+    }
+
+
+def test_the_lowest_bit_of_any_element_counts():
+    spec = SPECS["bias"]
+    whole = values(spec)
+    digests = {digest(spec, whole)}
+    for index in range(whole.numel()):
+        changed = whole.clone()
+        changed.view(torch.int32)[index] ^= 1
+        digests.add(digest(spec, changed))
+    assert len(digests) == whole.numel() + 1
+
+
+def test_the_order_of_elements_and_the_sign_of_zero_count():
+    spec = SPECS["bias"]
+    whole = values(spec)
+    swapped = whole.clone()
+    swapped[[3, 17]] = whole[[17, 3]]
+    zeros = torch.zeros(24)
+    assert digest(spec, whole) != digest(spec, swapped)
+    assert digest(spec, zeros) != digest(spec, -zeros)

@@ -1,0 +1,357 @@
+"""Hugging Face's models as universal checkpoints: the same logits, the same bits; what is no such model is
+refused by name."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, GPTNeoXConfig
+
+from megatron.checkpoint.huggingface_import import read_hugging_face
+from megatron.checkpoint.reading import read_checkpoint
+from megatron.checkpoint.weights import load_whole_weights
+from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
+from megatron.model.single_process import WholeGPT
+from tests.distributed.layouts import SEQ, VOCAB, Row, config_of
+from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, save_theirs, their_logits
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
+from tools import convert_huggingface
+
+KINDS = ("bloom", "gpt2")
+
+
+def convert(*flags):
+    convert_huggingface.main([str(flag) for flag in flags])
+
+
+def mistake(capsys, *flags):
+    with pytest.raises(SystemExit) as caught:
+        convert(*flags)
+    assert caught.value.code == CONFIG_ERROR_EXIT_CODE
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    return printed
+
+
+def make_universal(source, folder, *flags):
+    """`folder`/global_step0_universal of the model in `source`."""
+    flags = flags or ("--vocab-size", VOCAB)
+    convert("--from-hugging-face", source, "--output", folder / "global_step0_universal", *flags)
+    return read_checkpoint(folder)
+
+
+def save_tokenizer(folder):
+    """Saves a tokenizer beside a model; returns its size."""
+    vocab, merges = train_gpt2_vocabulary(folder)
+    tokenizer = GPT2TokenizerFast(vocab, merges)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+@torch.no_grad()
+def our_logits(checkpoint, tokens=TOKENS):
+    model = WholeGPT(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    load_whole_weights(model, checkpoint.folder)
+    return model.eval()(tokens)
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_our_model_gives_hugging_faces_logits(kind, max_shard_size, tmp_path):
+    save_theirs(tmp_path / "theirs", kind, max_shard_size=max_shard_size)
+    assert (len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3) == (max_shard_size == "20KB")
+    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+    assert (checkpoint.state.iteration, checkpoint.vocab_size, checkpoint.eod) == (0, VOCAB, None)
+    logits = our_logits(checkpoint, TOKENS)
+    assert logits.std() > 0.1 and logits.shape == (2, SEQ, VOCAB)
+    torch.testing.assert_close(logits, their_logits(tmp_path / "theirs"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_there_and_back_every_bit_is_the_same(kind, dtype, tmp_path):
+    save_theirs(tmp_path / "theirs", kind, dtype, n_positions=40, n_inner=56)
+    make_universal(tmp_path / "theirs", tmp_path)
+    convert("--load", tmp_path, "--output", tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype == dtype and torch.equal(before[name], after[name])
+    settings = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("theirs", "again")]
+    # A tokenizer would tell the tokens; BLOOM's sequence length was not said, and n_inner may be derived.
+    free = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
+    assert {key for key in settings[1] if settings[1][key] != settings[0].get(key)} <= free
+
+
+@pytest.mark.parametrize("positions", ["alibi", "absolute"])
+def test_a_native_checkpoint_survives_the_way_there_and_back(positions, tmp_path):
+    norm = positions == "alibi"
+    config = config_of(Row(positions=positions, tp=2), model={"embed_layernorm": norm})
+    wholes = random_wholes(config)
+    write_native(tmp_path / "native", config, wholes)
+    convert("--load", tmp_path / "native", "--output", tmp_path / "theirs")
+    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+    for name, whole in wholes.items():
+        assert torch.equal(torch.load(checkpoint.folder / "zero" / name / "fp32.pt")["param"], whole)
+    native = read_checkpoint(tmp_path / "native")
+    assert torch.equal(our_logits(checkpoint), our_logits(native))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_no_token_has_are_left_out(kind, tmp_path, capsys):
+    """BLOOM has 250,680 tokens and 250,880 rows."""
+    source = tmp_path / "theirs"
+    save_theirs(source, kind, sizes=(440, 2))
+    size = save_tokenizer(source)
+    checkpoint = make_universal(source, tmp_path, "--vocab-size", size)
+    assert f"{440 - size} of 440 rows of the word embeddings are left out" in capsys.readouterr().err
+    assert checkpoint.vocab_size == size < 440
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    assert checkpoint.eod == tokenizer.eos_token_id
+    theirs = their_logits(source)[..., :size]
+    torch.testing.assert_close(our_logits(checkpoint), theirs, rtol=1e-5, atol=1e-5)
+    convert("--load", tmp_path, "--output", tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").config.vocab_size == size
+    text = "def train(model): 日本語"
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
+    source = tmp_path / "theirs"
+    changes = {"n_inner": 56, "n_positions": 40} if kind == "gpt2" else {"seq_length": 24}
+    changes |= {"layer_norm_epsilon": 1e-3}
+    save_theirs(source, kind, sizes=(440, 2), **changes)
+    save_tokenizer(source)
+    saved = make_universal(source, tmp_path, "--tokenizer-name-or-path", source).config
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = line.removeprefix("start from it with: ").split()
+    words += "--micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1 --dry-run".split()
+    config = read_command_line(words).config
+    assert config.model == saved.model and config.data == saved.data
+    assert config.checkpoint.load == str(tmp_path) and config.checkpoint.universal_checkpoint
+    assert config.model.seq_length == (40 if kind == "gpt2" else 24)
+
+
+# --- what lies on the hub ---
+
+
+def as_on_the_hub(kind, weights):
+    """Both families were saved without the head: no prefix; GPT-2 with its buffers."""
+    short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    if kind == "gpt2":
+        for block in range(3):
+            short[f"h.{block}.attn.bias"] = torch.ones(1, 1, SEQ, SEQ)
+            short[f"h.{block}.attn.masked_bias"] = torch.tensor(-1e4)
+    else:
+        short["h.0.self_attention.scale_mask_softmax.causal_mask"] = torch.ones(1)
+    return short
+
+
+def with_a_copy_of_the_head(kind, weights):
+    name = "word_embeddings" if kind == "bloom" else "wte"
+    return weights | {"lm_head.weight": weights[f"transformer.{name}.weight"].clone()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [as_on_the_hub, with_a_copy_of_the_head])
+def test_names_as_on_the_hub_are_read(kind, change, tmp_path):
+    save_theirs(tmp_path, kind)
+    expected = dict(read_hugging_face(tmp_path).weights())
+    change_weights(tmp_path, partial(change, kind))
+    weights = dict(read_hugging_face(tmp_path).weights())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_that_torch_saved_are_read(parts, tmp_path):
+    save_theirs(tmp_path, "gpt2")
+    expected = dict(read_hugging_face(tmp_path).weights())
+    weights = list(load_file(tmp_path / "model.safetensors").items())
+    (tmp_path / "model.safetensors").unlink()
+    files = {f"pytorch_model-{part}.bin": dict(weights[part::parts]) for part in range(parts)}
+    for file, held in files.items():
+        torch.save(held, tmp_path / file)
+    if parts == 1:
+        (tmp_path / "pytorch_model-0.bin").rename(tmp_path / "pytorch_model.bin")
+    else:
+        index = {"weight_map": {name: file for file, held in files.items() for name in held}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    found = dict(read_hugging_face(tmp_path).weights())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_bloom_of_the_hub_has_older_settings(tmp_path):
+    save_theirs(tmp_path, "bloom")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head")}
+    config |= {"torch_dtype": "bfloat16", "seq_length": 2048, "skip_bias_add": True, "offset_alibi": 100}
+    config |= {"pretraining_tp": 4, "masked_softmax_fusion": True, "n_inner": None}
+    del config["dtype"]
+    path.write_text(json.dumps(config))
+    fields = read_hugging_face(tmp_path).fields
+    assert (fields["hidden_size"], fields["num_attention_heads"], fields["seq_length"]) == (32, 4, 2048)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    "kind, changes, named",
+    [
+        ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("bloom", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("bloom", {"slow_but_exact": True}, "slow_but_exact = True"),
+    ],
+)
+def test_a_model_that_ours_cannot_express_is_refused(kind, changes, named, tmp_path):
+    save_theirs(tmp_path, kind, **changes)
+    with pytest.raises(ConfigError, match=named):
+        read_hugging_face(tmp_path)
+
+
+def test_another_family_and_folders_without_weights_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not the folder of a Hugging Face model"):
+        read_hugging_face(tmp_path)
+    GPTNeoXConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of type gpt_neox: expected bloom or gpt2"):
+        read_hugging_face(tmp_path)
+    save_theirs(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="holds no weights: expected model.safetensors or pytorch_model"):
+        read_hugging_face(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    save_theirs(tmp_path, "gpt2", max_shard_size="20KB")
+    weights = next(tmp_path.glob("*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    with pytest.raises(ConfigError, match=f"weights in .*{weights.name} cannot be read"):
+        read_hugging_face(tmp_path)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=f"weights in .*{weights.name} cannot be read"):
+        read_hugging_face(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="index.json is not an index"):
+        read_hugging_face(tmp_path)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    save_theirs(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"wte.weight": print}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pytorch_model.bin cannot be read"):
+        read_hugging_face(tmp_path)
+
+
+BIAS = "transformer.h.1.ln_2.bias"
+CHANGED_WEIGHTS = {
+    "holds, beside those of the model, 1 weights, among them score.weight": lambda weights: (
+        weights | {"score.weight": torch.zeros(2, 32)}
+    ),
+    "lacks 1 weights, among them transformer.h.1.ln_2.bias": lambda weights: {
+        name: weight for name, weight in weights.items() if name != BIAS
+    },
+    r"ln_2.bias of shape \(33,\): its config.json makes it \(32,\)": lambda weights: (
+        weights | {BIAS: torch.zeros(33)}
+    ),
+    "ln_2.bias as torch.int8": lambda weights: weights | {BIAS: torch.zeros(32, dtype=torch.int8)},
+    "lm_head.weight that differs from transformer.wte.weight": lambda weights: (
+        weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}
+    ),
+    "1 weights, among them h.3.attn.bias": lambda weights: weights | {"h.3.attn.bias": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("named", CHANGED_WEIGHTS)
+def test_weights_of_another_model_are_named(named, tmp_path):
+    save_theirs(tmp_path, "gpt2")
+    change_weights(tmp_path, CHANGED_WEIGHTS[named])
+    with pytest.raises(ConfigError, match=named):
+        read_hugging_face(tmp_path)
+
+
+def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
+    source, output = tmp_path / "theirs", tmp_path / "new" / "global_step0_universal"
+    save_theirs(source, "gpt2")
+    both = ["--from-hugging-face", source, "--output", output]
+    assert "not allowed with" in mistake(capsys, *both, "--load", tmp_path)
+    assert "one of the arguments --load --from-hugging-face" in mistake(capsys, "--output", output)
+    assert "--dtype goes with --load only" in mistake(capsys, *both, "--dtype", "bf16")
+    assert "--no-tokenizer goes with --load" in mistake(capsys, *both, "--no-tokenizer")
+    assert "--universal_checkpoint goes" in mistake(capsys, *both, "--universal-checkpoint")
+    flags = ["--load", tmp_path, "--output", output, "--vocab-size", 5]
+    assert "--vocab-size goes with --from-hugging-face only" in mistake(capsys, *flags)
+    nowhere = ["--from-hugging-face", "gpt2", "--output", output]
+    assert "--from-hugging-face gpt2: there is no such folder" in mistake(capsys, *nowhere)
+    assert "give the tokenizer's flags, or --vocab-size" in mistake(capsys, *both)
+    assert "embeddings of 101 tokens, and the tokenizer has 102" in mistake(
+        capsys, *both, "--vocab-size", 102
+    )
+    assert "--vocab-size is 0" in mistake(capsys, *both, "--vocab-size", 0)
+    save_tokenizer(source)
+    assert "--vocab-size 101 contradicts the tokenizer" in mistake(capsys, *both, "--vocab-size", 101)
+    assert not output.parent.exists()
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(tmp_path, capsys):
+    source, output = tmp_path / "theirs", tmp_path / "taken"
+    save_theirs(source, "gpt2")
+    flags = ["--from-hugging-face", source, "--vocab-size", VOCAB]
+    output.mkdir()
+    assert f"{output} exists already" in mistake(capsys, *flags, "--output", output)
+    (tmp_path / "file").touch()
+    assert "cannot be written" in mistake(capsys, *flags, "--output", tmp_path / "file" / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken", "theirs"]
+
+
+# --- which checkpoint a folder means ---
+
+
+def test_a_native_checkpoint_comes_first_unless_asked_otherwise(tmp_path, capsys):
+    save_theirs(tmp_path / "theirs", "gpt2")
+    universal = make_universal(tmp_path / "theirs", tmp_path).folder
+    config = config_of(Row(positions="absolute"))
+    native = write_native(tmp_path, config, random_wholes(config))
+    capsys.readouterr()
+    expected = {
+        ("native", tmp_path): native,
+        ("asked for", tmp_path, "--universal_checkpoint"): universal,
+        ("named", universal): universal,
+    }
+    for (name, folder, *flags), source in expected.items():
+        convert("--load", folder, "--output", tmp_path / name, *flags)
+        iteration = 5 if source == native else 0
+        printed = capsys.readouterr().out
+        assert f"iteration {iteration} of {source}\n" in printed
+        compared = "the digests of the layer files" if source == native else "sizes alone, for"
+        assert f"compared on the way: {compared}" in printed
+    flags = ["--load", native, "--universal_checkpoint", "--output", tmp_path / "none"]
+    assert "has no file latest_universal" in mistake(capsys, *flags)
+
+
+def test_a_universal_checkpoint_of_another_model_is_named(tmp_path):
+    save_theirs(tmp_path / "theirs", "gpt2")
+    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+    path = checkpoint.folder / "zero" / "3.mlp.dense_h_to_4h.bias" / "fp32.pt"
+    torch.save({"param": torch.zeros(127)}, path)
+    with pytest.raises(
+        ConfigError, match=r"dense_h_to_4h.bias/fp32.pt holds a tensor of shape \(127,\), expected \(128,\)"
+    ):
+        our_logits(checkpoint)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"fp32\.pt cannot be read"):
+        our_logits(checkpoint)

@@ -1,0 +1,242 @@
+"""Files of torch.save are read as torch reads them, but nothing is run, and written for torch to read."""
+
+import argparse
+import enum
+import os
+import pickle
+import random
+import sys
+import types
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.torch_files import Inert, load_file, read_file, write_plain, write_tensor
+from megatron.config import ConfigError
+
+
+class Harm:
+    """What a pickle can do to who reads it without care."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+class Foreign:
+    """A class of no program of the family."""
+
+
+@pytest.fixture
+def their_enum():
+    """An enumeration of BigScience's Megatron, which is not installed here."""
+    module = types.ModuleType("megatron.enums")
+    kind = enum.Enum(
+        "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
+    )
+    module.PositionEmbeddingType = kind
+    sys.modules["megatron.enums"] = module
+    yield kind
+    del sys.modules["megatron.enums"]
+
+
+def test_tensors_of_every_type_and_layout_are_read_as_torch_reads_them(tmp_path):
+    whole = torch.arange(48.0).view(6, 8)
+    content = {
+        "slice": whole[1:3, 2:7],
+        "transposed": whole.t(),
+        "shared": whole,
+        "scalar": torch.tensor(5.0),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        **{
+            str(dtype): torch.arange(4).to(dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool)
+        },
+    }
+    torch.save(
+        {"nested": [content, (1, "two", None)], "ordered": OrderedDict(a=torch.zeros(2))}, tmp_path / "f"
+    )
+    read = load_file(tmp_path / "f")
+    assert read["nested"][1] == (1, "two", None) and list(read["ordered"]) == ["a"]
+    for name, tensor in content.items():
+        assert read["nested"][0][name].dtype == tensor.dtype
+        assert torch.equal(read["nested"][0][name], tensor), name
+    assert read_file(tmp_path / "f")["nested"][0]["scalar"].item() == 5.0
+
+
+def test_objects_of_the_family_are_kept_without_their_classes(tmp_path, their_enum):
+    args = argparse.Namespace(lr=6e-5, position_embedding_type=their_enum.alibi, params_dtype=torch.bfloat16)
+    content = {
+        "args": args,
+        "path": tmp_path,
+        "scalar": np.float64(0.5),
+        "np_rng_state": np.random.get_state(),
+        "random_rng_state": random.getstate(),
+        "torch_rng_state": torch.get_rng_state(),
+        "param_shapes": torch.Size([2, 3]),
+    }
+    torch.save(content, tmp_path / "f")
+    read = read_file(tmp_path / "f")
+    assert isinstance(read["args"], Inert) and read["args"].origin == "argparse.Namespace"
+    assert read["args"].lr == 6e-5
+    position = read["args"].position_embedding_type
+    assert (position.origin, position.made_from) == ("megatron.enums.PositionEmbeddingType", (3,))
+    assert read["random_rng_state"] == random.getstate() and read["param_shapes"] == (2, 3)
+    assert isinstance(read["scalar"], Inert)
+
+
+@pytest.mark.parametrize("where", ["alone", "in a dict", "in args", "as a tensor's hook"])
+def test_nothing_of_a_file_is_run(where, tmp_path):
+    mark, path = tmp_path / "harm", tmp_path / "file.pt"
+    harm = Harm(mark)
+    content = {
+        "alone": harm,
+        "in a dict": {"param": torch.ones(2), "cat_dim": harm},
+        "in args": {"args": argparse.Namespace(iteration=harm)},
+        "as a tensor's hook": {"param": torch.ones(2), "more": OrderedDict(x=[harm])},
+    }[where]
+    torch.save(content, path)
+    with pytest.raises(
+        ConfigError, match=rf"{path} cannot be read: it names \w+\.system, .* Nothing of it was run"
+    ):
+        read_file(path)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists(), "the file does no harm at all"
+
+
+@pytest.mark.parametrize("value", [Foreign(), Foreign, print, getattr, np.load, torch.load])
+def test_what_no_checkpoint_needs_is_refused_by_name(value, tmp_path):
+    torch.save({"x": value}, tmp_path / "f")
+    name = getattr(value, "__name__", "Foreign")
+    with pytest.raises(ConfigError, match=rf"it names [\w.]+\.{name}"):
+        read_file(tmp_path / "f")
+
+
+def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
+    """GLOBAL a known function and class, BUILD new attributes into them."""
+    for module, name in (("torch._utils", "_rebuild_tensor_v2"), ("argparse", "Namespace")):
+        pickled = f"\x80\x02c{module}\n{name}\n}}X\x06\x00\x00\x00originX\x01\x00\x00\x00xsb.".encode(
+            "latin1"
+        )
+        with zipfile.ZipFile(tmp_path / "f", "w") as archive:
+            archive.writestr("a/data.pkl", pickled)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_file(tmp_path / "f")
+    assert Inert.origin == ""
+
+
+def pickled_tensor(path, build, on):
+    """The file of a tensor of 4 elements into which BUILD puts other attributes; on: 'tensor', 'storage'."""
+    write_tensor(path, (4,), [np.ones(4, np.float32)])
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = (name for name in members if name.endswith("data.pkl"))
+    state = pickle.dumps(build, protocol=2)[2:-1] + b"b"
+    content = members[name]
+    # Q ends the storage, R the call that makes the tensor.
+    end = content.rindex(b"R.") + 1 if on == "tensor" else content.index(b"tQ") + 2
+    members[name] = content[:end] + state + content[end:]
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, data in members.items():
+            archive.writestr(member, data)
+
+
+@pytest.mark.parametrize("on", ["tensor", "storage"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        {"begin": 0},
+        {"shape": (1000,), "file": "x"},
+        (None, {"begin": 0}),
+        ["/etc/hostname", "float32", 0, (1,), (1,)],
+    ],
+)
+def test_a_pickle_cannot_move_a_tensor_to_other_bytes(build, on, tmp_path):
+    pickled_tensor(tmp_path / "f", build, on)
+    with pytest.raises(ConfigError, match=r"cannot be read \(it would change a _?Stor"):
+        read_file(tmp_path / "f")
+
+
+def test_what_only_looks_like_a_storage_is_none(tmp_path):
+    """A Namespace with all attributes of a storage, the file among them."""
+    fake = argparse.Namespace(file="/etc/hostname", dtype="float32", begin=0, length=4)
+    rebuild = ReducedTo(torch._utils._rebuild_tensor_v2, (fake, 0, (1,), (1,), False, OrderedDict()))
+    with zipfile.ZipFile(tmp_path / "f", "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps(rebuild, protocol=2))
+    with pytest.raises(ConfigError, match="a tensor without a storage"):
+        read_file(tmp_path / "f")
+
+
+class ReducedTo:
+    """Pickled as a call."""
+
+    def __init__(self, function, args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_a_part_lies_within_its_tensor(tmp_path):
+    write_tensor(tmp_path / "f", (4,), [np.ones(4, np.float32)])
+    tensor = read_file(tmp_path / "f")
+    assert tensor.part(1, 3).begin == tensor.begin + 4 and tensor.part(4, 0).numel == 0
+    for start, length in ((-1, 2), (2, 3), (3, -1), (0.0, 1), (Inert(), 1)):
+        with pytest.raises(ConfigError, match="elements from .* it is damaged"):
+            tensor.part(start, length)
+
+
+def test_a_compressed_or_huge_pickle_is_not_unpacked(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "f", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02N." + bytes(1 << 20))
+    with pytest.raises(ConfigError, match="data.pkl is compressed"):
+        read_file(tmp_path / "f")
+    write_plain(tmp_path / "f", list(range(1000)))
+    monkeypatch.setattr("megatron.checkpoint.torch_files._MAX_PICKLE_BYTES", 1000)
+    with pytest.raises(ConfigError, match="its data.pkl has .* bytes, expected 1,000 at most"):
+        read_file(tmp_path / "f")
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_file_that_was_cut_short_is_named(keep, tmp_path):
+    path = tmp_path / "f.pt"
+    torch.save({"param": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+    with pytest.raises(ConfigError, match=rf"{path} cannot be read \(.*take an older checkpoint"):
+        read_file(path)
+
+
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
+    write_tensor(tmp_path / "honest", (4,), [np.ones(4, np.float32)])
+    with zipfile.ZipFile(tmp_path / "honest") as honest, zipfile.ZipFile(tmp_path / "f", "w") as archive:
+        for name in honest.namelist():
+            # Offset 0 and shape (4,): the shape becomes (9,).
+            archive.writestr(name, honest.read(name).replace(b"K\x00K\x04\x85", b"K\x00K\x09\x85"))
+    with pytest.raises(ConfigError, match="does not fit its storage"):
+        read_file(tmp_path / "f")
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_what_is_written_is_read_by_torch_and_by_unzip(mmap, tmp_path):
+    values = torch.randn(7, 5)
+    path = tmp_path / "fp32.pt"
+    write_tensor(path, (7, 5), [values[:3].numpy(), values[3:].numpy()], {"cat_dim": 1, "vocab_tensor": True})
+    read = torch.load(path, weights_only=True, mmap=mmap)
+    assert torch.equal(read.pop("param"), values) and read == {"cat_dim": 1, "vocab_tensor": True}
+    assert read_file(path)["param"].begin % 64 == 0
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    write_tensor(tmp_path / "step.pt", (), [np.float32(5)])
+    assert torch.equal(torch.load(tmp_path / "step.pt", weights_only=True, mmap=mmap), torch.tensor(5.0))
+    plain = {"a": [1, 2.5, None, ("x",)], "b": OrderedDict(c=True)}
+    write_plain(tmp_path / "plain.pt", plain)
+    assert torch.load(tmp_path / "plain.pt", weights_only=True) == plain
+    assert read_file(tmp_path / "plain.pt") == plain

@@ -1,0 +1,205 @@
+"""The head fused with its loss: gradients of the definition, one chunk of logits at a time."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
+from benchmarks.tracked_memory import TrackedMemory
+from megatron.mpu import cross_entropy
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from megatron.mpu.layout import TensorGroup
+
+ONE = TensorGroup()
+BATCH, SEQ, HIDDEN, ROWS = 3, 17, 24, 96
+GENERATOR = torch.Generator().manual_seed(8)
+# Relative errors of losses and gradients, as norms.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+UPSTREAM = {
+    "sum": torch.tensor(2.5).expand(BATCH, SEQ),
+    "mean": torch.full((BATCH, SEQ), 1 / (BATCH * SEQ)),
+    "any": torch.randn(SEQ, BATCH, generator=GENERATOR).t(),
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks, blocks of rows and parts of a product, the last of each incomplete."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", {2: 11, 4: 11})
+    monkeypatch.setattr(cross_entropy, "CPU_WORK_BYTES", 3 * 4 * ROWS)
+    monkeypatch.setattr(cross_entropy, "CPU_PRODUCT_BYTES", 13 * 2 * HIDDEN)
+
+
+def make_inputs(dtype, vocab_size=ROWS):
+    """Hidden states and labels that are not contiguous, and a weight."""
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, generator=GENERATOR).to(dtype).transpose(0, 1).requires_grad_()
+    weight = torch.randn(ROWS, HIDDEN, generator=GENERATOR).mul(0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, vocab_size, (SEQ, BATCH), generator=GENERATOR).t()
+
+
+def reference(hidden, weight, labels, vocab_size, upstream, token_weights, z_loss_weight):
+    """Losses and both gradients in float64, from the definition."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = (hidden @ weight.t())[..., :vocab_size]
+    log_sum = logits.logsumexp(-1)
+    losses = log_sum - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss_weight * log_sum**2
+    losses = losses if token_weights is None else losses * token_weights
+    return losses.detach(), *torch.autograd.grad(losses, (hidden, weight), upstream.double())
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("upstream", UPSTREAM)
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("vocab_size", [ROWS, 70])
+@pytest.mark.parametrize("options", ["bare", "weights", "z-loss"])
+def test_losses_and_gradients_are_those_of_the_definition(dtype, upstream, vocab_size, options):
+    hidden, weight, labels = make_inputs(dtype, vocab_size)
+    token_weights = torch.rand(BATCH, SEQ, generator=GENERATOR).round(decimals=1)
+    token_weights = token_weights if options == "weights" else None
+    z_loss_weight = 0.01 if options == "z-loss" else 0.0
+    losses = vocab_parallel_linear_cross_entropy(
+        hidden, weight, labels, ONE, vocab_size, token_weights=token_weights, z_loss_weight=z_loss_weight
+    )
+    assert losses.dtype == torch.float32 and losses.shape == labels.shape
+    gradients = torch.autograd.grad(losses, (hidden, weight), UPSTREAM[upstream])
+    assert [g.dtype for g in gradients] == [dtype, dtype]
+    expected = reference(hidden, weight, labels, vocab_size, UPSTREAM[upstream], token_weights, z_loss_weight)
+    for found, wanted in zip((losses, *gradients), expected, strict=True):
+        assert relative_error(found, wanted) <= BOUNDS[dtype]
+    assert gradients[1][vocab_size:].abs().sum() == 0
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("upstream, products", [("sum", 3), ("mean", 3), ("any", 5)])
+def test_what_follows_a_sum_costs_three_products(upstream, products):
+    hidden, weight, labels = make_inputs(torch.bfloat16)  # the counter knows mm, not fp32's addmm_
+    with FlopCounterMode(display=False) as counter:
+        losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS)
+        losses.backward(UPSTREAM[upstream])
+    assert counter.get_total_flops() == products * 2 * BATCH * SEQ * HIDDEN * ROWS
+
+
+def test_a_sum_is_known_by_its_gradient_without_looking_at_numbers():
+    """On the meta device there are none."""
+    hidden, weight, labels = (x.detach().to("meta") for x in make_inputs(torch.bfloat16))
+    token_weights = torch.rand(BATCH, SEQ, device="meta")
+    losses = vocab_parallel_linear_cross_entropy(
+        hidden.requires_grad_(), weight.requires_grad_(), labels, ONE, ROWS, token_weights=token_weights
+    )
+    (losses.sum() * 3).backward()
+    assert weight.grad.shape == weight.shape
+
+
+def test_the_logits_of_a_large_vocabulary_are_never_there_as_a_whole():
+    """Micro-batch 8 x 2048, 250368 tokens over 4 ranks, hidden 2048, bf16: 3.82 GiB of fp32 logits."""
+    tokens, rows, width = FULL
+    steps = make_steps(FULL, torch.bfloat16, torch.device("meta"))
+    gradients = (2 * tokens * width + 4 * rows * width) / MIB
+    assert peak_mib(steps["fused"], torch.device("meta")) - gradients <= TARGET_MIB
+    assert peak_mib(steps["plain"], torch.device("meta")) > 5000
+
+
+def test_given_logits_in_fp32_are_not_copied_and_16_bit_ones_once():
+    for dtype, copies in ((torch.float32, 0), (torch.bfloat16, 1)):
+        logits = torch.randn(64, 4096).to(dtype).requires_grad_() * 1
+        with TrackedMemory() as tracked:
+            losses = vocab_parallel_cross_entropy(logits, torch.arange(64), ONE, 4000, overwrite_logits=True)
+        assert losses.shape == (64,)
+        assert copies * 4 * logits.numel() <= tracked.peak <= (copies + 0.05) * 4 * logits.numel()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_the_weights_gradient_goes_to_main_grad_in_fp32(dtype):
+    hidden, weight, labels = make_inputs(dtype)
+    main_grad = torch.zeros(ROWS, HIDDEN)
+    expected = torch.zeros(ROWS, HIDDEN, dtype=torch.float64)
+    for factor in (1.0, 0.5, 64.0):
+        losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS, main_grad=main_grad)
+        (losses.sum() * factor).backward()
+        upstream = torch.full(labels.shape, factor)
+        expected += reference(hidden, weight, labels, ROWS, upstream, None, 0.0)[2]
+    assert weight.grad is None
+    assert relative_error(main_grad, expected) <= BOUNDS[dtype]
+    if dtype != torch.float32:
+        assert not torch.equal(main_grad, main_grad.to(dtype).float())
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_without_gradients_only_losses_are_made():
+    hidden, weight, labels = make_inputs(torch.bfloat16)
+    expected = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS)
+    assert torch.equal(losses, expected) and not losses.requires_grad
+    assert counter.get_total_flops() == 2 * BATCH * SEQ * HIDDEN * ROWS
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_of_two_gradients_one_may_be_left_out(frozen):
+    inputs = make_inputs(torch.float32)
+    both = torch.autograd.grad(vocab_parallel_linear_cross_entropy(*inputs, ONE, ROWS).sum(), inputs[:2])
+    inputs[frozen].requires_grad_(False)
+    vocab_parallel_linear_cross_entropy(*inputs, ONE, ROWS).sum().backward()
+    assert inputs[frozen].grad is None
+    assert torch.equal(inputs[1 - frozen].grad, both[1 - frozen])
+
+
+def test_it_is_the_loss_of_the_logits():
+    hidden, weight, labels = make_inputs(torch.float32, 70)
+    losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, 70)
+    logits = (hidden @ weight.t()).detach()
+    torch.testing.assert_close(losses, vocab_parallel_cross_entropy(logits, labels, ONE, 70))
+
+
+def test_fp16_holds_the_gradient_of_one_label_for_all_and_of_many_small_probabilities():
+    hidden = torch.full((2048, 8), 100.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(ROWS, 8, dtype=torch.float16, requires_grad=True)
+    main_grad = torch.zeros(ROWS, 8)
+    labels = torch.zeros(2048, dtype=torch.int64)
+    vocab_parallel_linear_cross_entropy(
+        hidden, weight, labels, ONE, ROWS, main_grad=main_grad
+    ).sum().backward()
+    expected = torch.full((ROWS, 8), 2048 * 100 / ROWS)
+    expected[0] -= 2048 * 100
+    torch.testing.assert_close(main_grad, expected, rtol=2e-3, atol=0.0)
+
+
+def test_a_label_outside_the_vocabulary_makes_its_loss_nan():
+    hidden, weight = torch.randn(5, HIDDEN), torch.randn(8, HIDDEN)
+    losses = vocab_parallel_linear_cross_entropy(hidden, weight, torch.tensor([0, 6, 7, -1, 5]), ONE, 6)
+    assert losses.isnan().tolist() == [False, True, True, True, False]
+
+
+def test_masked_tokens_alone_leave_gradients_of_zero():
+    hidden, weight, labels = make_inputs(torch.bfloat16)
+    losses = vocab_parallel_linear_cross_entropy(
+        hidden, weight, labels, ONE, ROWS, token_weights=torch.zeros(BATCH, SEQ)
+    )
+    losses.sum().backward()
+    assert losses.abs().sum() == hidden.grad.abs().sum() == weight.grad.abs().sum() == 0
+
+
+def test_a_second_backward_pass_is_refused():
+    losses = vocab_parallel_linear_cross_entropy(*make_inputs(torch.float32), ONE, ROWS).sum()
+    losses.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        losses.backward()
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda h, w, y: (h[..., 1:], w, y), "expected"),
+        (lambda h, w, y: (h, w, y[1:]), "expected"),
+        (lambda h, w, y: (h, w.half(), y), "one dtype"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        vocab_parallel_linear_cross_entropy(*change(*make_inputs(torch.float32)), ONE, ROWS)
