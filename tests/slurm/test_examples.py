@@ -25,8 +25,7 @@ TINY = {
 STEPS = 4  # of 2, 2, 4 and 4 samples
 ON_BOTH_NODES = ("--nodes=2",)
 
-# Strict: the day the feature is there, these marks have to go.
-WAITS_FOR_8_BIT_ADAM = pytest.mark.xfail(strict=True, raises=AssertionError, reason="8-bit Adam is refused")
+# Strict: the day the feature is there, the mark has to go.
 WAITS_FOR_CURRICULA = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="curriculum learning is refused"
 )
@@ -129,7 +128,6 @@ def test_a_large_vocabulary(
     assert f"--partition-method {cut}" in first.log()
 
 
-@WAITS_FOR_8_BIT_ADAM
 def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
     train_leave_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
 
@@ -221,7 +219,7 @@ STUBS = {
         ("tr8-104B.slurm", 64, 50_257, TR8_LAYOUT),
         ("tr8-104B-mt5-32.slurm", 32, 250_100, "128 processes = tensor 4 x pipeline 32 x data 1"),
         ("tr11-176B-ml.slurm", 48, 250_680, "384 processes = tensor 4 x pipeline 12 x data 8"),
-        pytest.param("tr8b-104B-bnb.slurm", 64, 50_257, TR8_LAYOUT, marks=WAITS_FOR_8_BIT_ADAM),
+        ("tr8b-104B-bnb.slurm", 64, 50_257, TR8_LAYOUT),
         pytest.param("tr8b-104B-cl.slurm", 64, 50_257, TR8_LAYOUT, marks=WAITS_FOR_CURRICULA),
     ],
 )
