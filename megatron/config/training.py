@@ -98,6 +98,13 @@ class TrainingConfig(Section):
         help="fused: head and loss a chunk of tokens at a time, so that the logits are never there as a "
         "whole; plain: all logits at once, to compare with",
     )
+    z_loss_weight: float = flag(
+        0.0,
+        at_least=0,
+        group="regularization",
+        help="the training loss of a token grows by this times log(Z)^2, Z the sum of its exp(logits), which "
+        "keeps logits small (PaLM: 1e-4); the logged lm loss includes it, the validation loss does not",
+    )
     dry_run: bool = flag(
         False, help="check all flags, print layout, batches and stages, and exit; data is not read"
     )

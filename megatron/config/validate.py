@@ -140,6 +140,11 @@ def _check_layout(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    if config.training.z_loss_weight and config.training.loss_implementation == "plain":
+        raise ConfigError(
+            f"--z-loss-weight {config.training.z_loss_weight:g} with --loss-implementation plain: only the "
+            "fused loss has it, drop one of the two"
+        )
     for name in ("num_attention_heads", "ffn_hidden_size"):
         size = getattr(model, name)
         if size % tensor:

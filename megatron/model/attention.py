@@ -14,12 +14,6 @@ from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream, dropout
 
 
-def _fused_kernel_dtype(query: Tensor) -> torch.dtype:
-    """In which precision PyTorch's fused attention is fastest: its 16-bit backward kernel for CPUs takes 1.6
-    times as long as the fp32 one."""
-    return torch.float32 if query.device.type == "cpu" else query.dtype
-
-
 class ParallelSelfAttention(nn.Module):
     """[seq, batch, hidden] -> [seq, batch, hidden].
 
@@ -76,14 +70,11 @@ class ParallelSelfAttention(nn.Module):
             positions = positions_within_segments(segments) if self.positions_restart else None
             query, key = self.rotary.rotate(query, key, positions)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
-        spelt_out = self.training and self.dropout_rate > 0
-        dtype = query.dtype if spelt_out else _fused_kernel_dtype(query)
-        bias = self.masks.bias(seq, dtype, query.device, segments)
-        if spelt_out:
+        bias = self.masks.bias(seq, query.dtype, query.device, segments)
+        if self.training and self.dropout_rate > 0:
             context = self._attend_apart(query, key, value, bias)
         else:
-            wide = (x.to(dtype) for x in (query, key, value))
-            context = F.scaled_dot_product_attention(*wide, bias, is_causal=bias is None).to(query.dtype)
+            context = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
         context = context.permute(2, 0, 1, 3).reshape(seq, batch, self.heads * self.head_dim)
         return self.dense(context)
 

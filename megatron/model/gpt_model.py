@@ -86,11 +86,13 @@ class CrossEntropy:
 
     Averaging per sample first, the loss of a global batch does not depend on how it is cut into
     micro-batches and data-parallel ranks, even when `--eod-mask-loss` leaves samples of unequal length.
+    `z_loss_weight` acts on `of_hidden` in training, see `vocab_parallel_linear_cross_entropy`.
     """
 
-    def __init__(self, tensor: TensorGroup, vocab_size: int) -> None:
+    def __init__(self, tensor: TensorGroup, vocab_size: int, z_loss_weight: float = 0.0) -> None:
         self.tensor = tensor
         self.vocab_size = vocab_size
+        self.z_loss_weight = z_loss_weight
 
     def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """logits [batch, seq, padded_vocab / TP], labels [batch, seq], mask [batch, seq] -> scalar fp32."""
@@ -116,6 +118,7 @@ class CrossEntropy:
             self.tensor,
             self.vocab_size,
             token_weights=token_weights,
+            z_loss_weight=self.z_loss_weight if torch.is_grad_enabled() else 0.0,
             main_grad=getattr(weight, "main_grad", None),
         ).sum()
 
@@ -188,7 +191,7 @@ class GPTModelPipe(PipelineModule):
     ) -> None:
         self.config = config
         self.stage_bounds = list(bounds)
-        self.cross_entropy = CrossEntropy(tensor, vocab_size)
+        self.cross_entropy = CrossEntropy(tensor, vocab_size, config.training.z_loss_weight)
         self._head_in_loss = False
         self.stream = DropoutStream(config.training.seed)
         context = LayerContext(config, tensor, self.stream)

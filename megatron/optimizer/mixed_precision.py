@@ -277,7 +277,8 @@ class MixedPrecisionOptimizer:
         square = squares[self._counted].sum() + squares.sum() * 0.0
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
-        return math.sqrt(square.item()) if square.isfinite() else float("inf")
+        total = square.item()  # the step's one wait for the device
+        return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().current_device_name())

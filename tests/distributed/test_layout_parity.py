@@ -93,6 +93,15 @@ def test_the_plain_loss_trains_as_the_fused_one_does(row):
         assert norm_error <= (FP32_BOUND if exact else 0.05)
 
 
+@pytest.mark.parametrize("row", [Row(tp=2, pp=2, dp=2, zero=1)], ids=str)
+def test_z_loss_does_not_depend_on_the_layout(row):
+    z_loss = {"training": {"z_loss_weight": 0.1}}
+    expected = run_world(1, train_with, Row(), SHORT, z_loss)[0]
+    assert relative_errors(expected, reference(row.reference)[:SHORT])[0] > 1e-2, "z-loss changed nothing"
+    for history in run_world(row.world_size, train_with, row, SHORT, z_loss, timeout=TIMEOUT_S):
+        assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
 @cache
 def dropout_reference(row):
     """The single-process fp32 history with dropout."""

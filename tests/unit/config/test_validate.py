@@ -34,6 +34,7 @@ REFUSED = [
     ("--hidden-size 66", ("--hidden-size 66", "--num-attention-heads 4", "--kv-channels")),
     ("--position-embedding-type rotary --hidden-size 60", ("rotary", "15", "--kv-channels")),
     ("--seq-length 64", ("--seq-length 64", "--max-position-embeddings 32")),
+    ("--z-loss-weight 1e-4 --loss-implementation plain", ("--z-loss-weight 0.0001", "plain", "fused")),
     ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "data-parallel size 1")),
     ("--world-size 16", ("--global-batch-size 8", "data-parallel size 16", "= 16")),
     (

@@ -217,6 +217,15 @@ def test_logits_are_there_where_they_are_asked_for(precision):
         assert found == [[logits, for_loss, logits]]
 
 
+def validation_loss(z_loss_weight):
+    engine = build_engine(config_of(Row(), training={"z_loss_weight": z_loss_weight}))
+    return engine.evaluate(iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))]), 1).item()
+
+
+def test_the_validation_loss_has_no_z_loss():
+    assert run_world(1, validation_loss, 0.1) == run_world(1, validation_loss, 0.0)
+
+
 def model_cut_behind_the_head():
     with pytest.raises(ValueError, match="begins with layer 10, behind the head, layer 9"):
         build_model(config_of(Row(pp=2, precision="bf16")), [0, 10, 11])
