@@ -26,6 +26,11 @@ def rank_of(env: Mapping[str, str]) -> str:
     return env.get("RANK") or (env.get("SLURM_PROCID", "0") if _in_step(env) else "0")
 
 
+def has_torch_launcher(env: Mapping[str, str]) -> bool:
+    """Whether torchrun or torch.distributed.launch started this process."""
+    return "TORCHELASTIC_RUN_ID" in env
+
+
 def adopt_slurm_task(env: MutableMapping[str, str] = os.environ) -> None:
     """Makes srun's task a process that torch knows, see `torch_variables`."""
     env.update(torch_variables(env))

@@ -21,7 +21,8 @@ from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
 from megatron.training.first_steps import FirstSteps
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
-from megatron.training.signals import ExitConditions
+from megatron.training.signals import ExitConditions, Reason
+from megatron.training.watchdog import Watchdog
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
@@ -41,9 +42,11 @@ class Trainer:
     batches: BatchSchedule
     rates: LearningRateSchedule
     metrics: MetricsLogger
-    exits: ExitConditions
+    watchdog: Watchdog
     save: Callable[[TrainingState], Path]
     """Writes a checkpoint of the given state; returns its folder."""
+    left: Reason | None = field(default=None, init=False)
+    """Why `train` left before the last iteration, if it did."""
     first_steps: FirstSteps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,19 +58,23 @@ class Trainer:
         if training.no_train:
             return state
         saved = state
-        reason = self.exits.reason_before_training(self.engine.device)
-        while state.iteration < self.length.iterations and reason is None:
+        exits = ExitConditions.from_config(training, self.watchdog.report)
+        exits.listen()
+        self.watchdog.watch(training.hang_timeout)
+        self.left = exits.reason_before_training(self.engine.device)
+        while state.iteration < self.length.iterations and self.left is None:
             state = self.step(state)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 self.evaluate(state, "validation")
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
-            reason = self.exits.reason(state.iteration, self.engine.device)
+            self.left = exits.reason(state.iteration, self.engine.device)
+            self.watchdog.beat(state.iteration)
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
-        if reason:
-            self.metrics.print(reason)
+        if self.left:
+            self.metrics.print(self.left.sentence)
         return state
 
     def step(self, state: TrainingState) -> TrainingState:

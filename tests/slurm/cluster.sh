@@ -87,6 +87,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
 KillWait=15
+SlurmdTimeout=20
 ReturnToService=2
 SlurmdParameters=config_overrides
 GresTypes=gpu
