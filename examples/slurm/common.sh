@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the scripts of this folder share: sourced by them, never run. They hold the sizes; here is how a job finds its
 # nodes, starts one launcher on each, and ends. After sourcing, a script sets its sizes and calls, in this order,
 #
@@ -104,8 +105,8 @@ run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and retur
         if kill -0 "$step" 2>/dev/null; then waiting=yes; fi
     done
     code=0
-    PYTHONPATH=$REPO "$PYTHON" -m megatron.training.verdict "$REPORTS" --job "$SLURM_JOB_ID" \
-        --processes $((NNODES * GPUS_PER_NODE)) ${ENDED_BY_SLURM:+--ended-by-slurm} || code=$?
+    PYTHONPATH=$REPO "$PYTHON" -m megatron.training.verdict "$REPORTS" --processes $((NNODES * GPUS_PER_NODE)) \
+        --slurm "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" ${ENDED_BY_SLURM:+--ended-by-slurm} || code=$?
     if ((code == 0 || code == TO_BE_CONTINUED)); then rm -rf "$REPORTS"; fi
     REPORTS=''
     return "$code"

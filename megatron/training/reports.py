@@ -44,8 +44,9 @@ class End(str, Enum):
 class RankReport:
     """The report of this rank. Threads may write at the same time; the first end that is told counts."""
 
-    def __init__(self, folder: str | None, rank: str) -> None:
-        """folder: None for no report. Never raises: a run does not fail for its reports."""
+    def __init__(self, folder: str | None, rank: str, host: str | None = None) -> None:
+        """folder: None for no report. host: the node's name, if it is not the machine's. Never raises: a run
+        does not fail for its reports."""
         self.rank = rank
         self.started_at = time.monotonic()
         self.folder = None if folder is None else Path(folder)
@@ -62,12 +63,12 @@ class RankReport:
             self._stacks = open(path.with_suffix(".stacks"), "w")
             # A crash in native code leaves its signal and its stack there.
             faulthandler.enable(self._stacks)
-            self.note(rank=int(rank), host=socket.gethostname(), pid=os.getpid(), started=time.time())
+            self.note(rank=int(rank), host=host or socket.gethostname(), pid=os.getpid(), started=time.time())
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
         """The report in the folder that RANK_REPORTS names."""
-        return cls(env.get(FOLDER_VARIABLE) or None, rank_of(env))
+        return cls(env.get(FOLDER_VARIABLE) or None, rank_of(env), env.get("SLURMD_NODENAME"))
 
     @property
     def is_kept(self) -> bool:

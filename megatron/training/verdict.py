@@ -1,6 +1,6 @@
 """How a job ended, and which rank was the first cause, from the reports of its ranks.
 
-    python -m megatron.training.verdict FOLDER --processes N [--ended-by-slurm] [--job ID]
+    python -m megatron.training.verdict FOLDER --processes N [--ended-by-slurm] [--slurm JOB NODES]
 
 FOLDER is what RANK_REPORTS was for the ranks. Prints nothing on a run that ended well, else the error once
 and, as the last line, the cause. Exit code 0: finished; 75: to be continued; 1: failed, and a restart may
@@ -51,23 +51,22 @@ def judge(
     if len(reports) == processes and ends == {End.FINISHED}:
         return Verdict(0)
     if len(reports) == processes and ends <= {End.FINISHED, End.CONTINUED}:
-        text = f"Slurm ended the job{_state(slurm)}{_progress(reports)}: saved, to be continued"
+        text = f"{_ended(slurm)}{_progress(reports)}: saved, to be continued"
         return Verdict(TO_BE_CONTINUED_EXIT_CODE, text if ended_by_slurm else "")
     for end in (End.MISTAKE, End.STOPPED):
         if found := _first([report for report in reports if report.get("end") == end]):
             return Verdict(CONFIG_ERROR_EXIT_CODE, found["text"])
-    if slurm.lost_nodes:
-        nodes = ", ".join(slurm.lost_nodes)
-        return Verdict(
-            FAILURE_EXIT_CODE, f"error: lost the node {nodes}{_progress(reports)}: Slurm gets no answer"
-        )
-    if ended_by_slurm:
-        return Verdict(FAILURE_EXIT_CODE, f"error: Slurm ended the job{_state(slurm)}{_progress(reports)}")
+    if slurm.lost_nodes or ended_by_slurm:
+        return Verdict(FAILURE_EXIT_CODE, f"error: {_ended(slurm)}{_progress(reports)}")
     return Verdict(FAILURE_EXIT_CODE, _fault(reports, processes))
 
 
-def _state(slurm: Slurm) -> str:
-    return f" ({slurm.state})" if slurm.state else ""
+def _ended(slurm: Slurm) -> str:
+    if slurm.lost_nodes:
+        return f"lost the node {', '.join(slurm.lost_nodes)}, which does not answer Slurm"
+    # While it ends, the job's state need not say yet what it ends of.
+    state = "" if slurm.state in ("", "RUNNING", "COMPLETING") else f" ({slurm.state})"
+    return f"Slurm ended the job{state}"
 
 
 def _fault(reports: Sequence[Report], processes: int) -> str:
@@ -164,14 +163,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def ask_slurm(job: str) -> Slurm:
-    """What Slurm says of a job now; nothing where it does not answer."""
-    shown = _answer("scontrol", "show", "job", "--oneliner", job)
-    state, nodes = re.search(r"\bJobState=(\w+)", shown), re.search(r"\bNodeList=(\S+)", shown)
-    if nodes is None or nodes[1] == "(null)":
-        return Slurm(state[1] if state else "")
+def ask_slurm(job: str, nodes: str) -> Slurm:
+    """What Slurm says now of a job and of the nodes that it had (both as Slurm writes them); nothing where it
+    does not answer."""
+    state = re.search(r"\bJobState=(\w+)", _answer("scontrol", "show", "job", "--oneliner", job))
     # A state with * does not answer.
-    listed = _answer("sinfo", "--noheader", "--Node", "--nodes", nodes[1], "--format=%N %t").splitlines()
+    listed = _answer("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t").splitlines()
     lost = {line.split()[0] for line in listed if re.search(r" (down|fail|unk)|\*", line)}
     return Slurm(state[1] if state else "", tuple(sorted(lost)))
 
@@ -191,9 +188,9 @@ def main() -> None:
     parser.add_argument(
         "--ended-by-slurm", action="store_true", help="Slurm has told the job's script to end"
     )
-    parser.add_argument("--job", help="id of the job, to ask Slurm for its nodes")
+    parser.add_argument("--slurm", nargs=2, metavar=("JOB", "NODES"), help="what to ask Slurm about")
     arguments = parser.parse_args()
-    slurm = ask_slurm(arguments.job) if arguments.job else Slurm()
+    slurm = ask_slurm(*arguments.slurm) if arguments.slurm else Slurm()
     verdict = judge(read_reports(arguments.folder), arguments.processes, slurm, arguments.ended_by_slurm)
     if verdict.text:
         print(verdict.text, file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ class Watchdog:
     def __init__(self, report: RankReport) -> None:
         self.report = report
         self._timeout_s = 0.0
-        self._silent_s = 0.0
+        self._beats = 0
         self._watching = self._stopped = False
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
@@ -50,11 +50,12 @@ class Watchdog:
 
     def watch(self, timeout_s: float) -> None:
         """From now on there must be a `beat` every timeout_s seconds; 0: never mind."""
-        self._silent_s, self._timeout_s, self._watching = 0.0, timeout_s, True
+        self._beats += 1
+        self._timeout_s, self._watching = timeout_s, True
 
     def beat(self, iteration: int) -> None:
         """The main thread has done `iteration` steps."""
-        self._silent_s = 0.0
+        self._beats += 1
         self.report.reach(iteration)
 
     def stop(self) -> None:
@@ -64,16 +65,16 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        before = time.monotonic()
+        before, beats, silent_s = time.monotonic(), 0, 0.0
         while not self._stopped:
             ready, _, _ = select.select([self._wake], [], [], _TICK_S)
             if ready and signal.SIGTERM in os.read(self._wake, 4096):
                 self._take_note_of_sigterm()
             now = time.monotonic()
             # Time in which this process stood still as a whole (Ctrl-Z, a suspended job) does not count.
-            self._silent_s += min(now - before, _TICK_S)
-            before = now
-            if self._watching and 0 < self._timeout_s < self._silent_s:
+            silent_s = silent_s + min(now - before, _TICK_S) if beats == self._beats else 0.0
+            before, beats = now, self._beats
+            if self._watching and 0 < self._timeout_s < silent_s:
                 self._end_a_hang()
 
     def _take_note_of_sigterm(self) -> None:

@@ -7,7 +7,8 @@
 #
 # Needs Debian's slurmctld, slurmd, slurm-client and munge; no systemd, no accounting database, and root only if other
 # users are to submit. Configuration, state and logs are in one folder under TMPDIR. The nodes claim CPUs and GPUs that
-# do not exist, so that what the examples request fits. A second start finds the cluster of the first.
+# do not exist, so that what the examples request fits. A second start finds the cluster of the first. A node that does
+# not answer for SLURM_TEST_SLURMD_TIMEOUT seconds (default: 300) is down.
 set -euo pipefail
 
 folder=${SLURM_TEST_FOLDER:-${TMPDIR:-/tmp}/slurm-two-nodes-$(id -u)}
@@ -87,7 +88,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
 KillWait=15
-SlurmdTimeout=20
+SlurmdTimeout=${SLURM_TEST_SLURMD_TIMEOUT:-300}
 ReturnToService=2
 SlurmdParameters=config_overrides
 GresTypes=gpu

@@ -23,17 +23,17 @@ from megatron.training.watchdog import Watchdog
 watchdog = Watchdog(RankReport.from_environment())
 {}
 print("ready", flush=True)
-lock = threading.Lock()
-lock.acquire()
-time.sleep(1.5)
 if "beats" in sys.argv:
-    watchdog.beat(6)
-    time.sleep(1.5)
+    for step in range(8):
+        time.sleep(0.5)
+        watchdog.beat(step)
 else:
+    lock = threading.Lock()
+    lock.acquire()
     lock.acquire()
 watchdog.stop()
 """
-WATCH = "watchdog.watch(2.0); watchdog.beat(5)"
+WATCH = "watchdog.watch(3.0); watchdog.beat(5)"
 
 
 def start(program: str, *argv: str, reports: Path | None = None) -> subprocess.Popen[str]:
@@ -54,7 +54,7 @@ def test_a_step_that_never_ends_is_found_with_its_stack(tmp_path: Path) -> None:
     assert process.wait(30) == 124
     (report,) = read_reports(tmp_path)
     assert (report["end"], report["iteration"]) == ("hang", 5)
-    assert "<string>" in report["place"] and 'File "<string>", line 16' in report["stacks"]
+    assert "<string>" in report["place"] and 'File "<string>", line 15' in report["stacks"]
 
 
 def test_without_reports_a_hang_is_told_on_stderr() -> None:
@@ -62,7 +62,7 @@ def test_without_reports_a_hang_is_told_on_stderr() -> None:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 124
     assert stderr.splitlines()[-1].startswith("error: rank 3 on ")
-    assert "no step ended for 2 s (--hang-timeout)" in stderr and "Thread" in stderr
+    assert "no step ended for 3 s (--hang-timeout)" in stderr and "Thread" in stderr
 
 
 def test_beats_keep_a_process_alive(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_beats_keep_a_process_alive(tmp_path: Path) -> None:
 def test_standing_still_as_a_whole_is_no_hang(tmp_path: Path) -> None:
     process = start(PROGRAM.format(WATCH), "beats", reports=tmp_path)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(4)
     process.send_signal(signal.SIGCONT)
     assert process.wait(30) == 0
 
