@@ -54,7 +54,7 @@ def test_a_step_that_never_ends_is_found_with_its_stack(tmp_path: Path) -> None:
     assert process.wait(30) == 124
     (report,) = read_reports(tmp_path)
     assert (report["end"], report["iteration"]) == ("hang", 5)
-    assert "<string>" in report["place"] and 'File "<string>", line 15' in report["stacks"]
+    assert "<module>" in report["place"] and 'File "<string>", line 16 in <module>' in report["stacks"]
 
 
 def test_without_reports_a_hang_is_told_on_stderr() -> None:
