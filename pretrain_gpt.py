@@ -48,6 +48,7 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
     from megatron.training.data import fingerprint_of, open_data
     from megatron.training.layer_times import find_layer_times, is_measured, read_layer_times
     from megatron.training.output import make_output_folders
+    from megatron.training.preflight import preflight
     from megatron.training.train import Trainer, make_metrics, run_length
     from megatron.training.vocabulary import find_vocabulary
 
@@ -67,6 +68,7 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
     make_output_folders(config)
 
     rank = processes.join_world(config)
+    notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
     checkpoint = native.settle_on_checkpoint(checkpoint, config, vocab.size, fingerprint)
     rates, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     layout, schedule = ParallelLayout.from_config(config.parallel, rank), config.parallel.pipeline_schedule
@@ -75,7 +77,6 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
     if plan is None:
         times = find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
         plan = plan_stages(config, vocab.size, times)
-    notes = [*notes, *processes.device_notes(config)]
     metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)

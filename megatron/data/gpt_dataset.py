@@ -60,6 +60,14 @@ def prepare_index_files(
             prepare_sample_index(request)
 
 
+def missing_index_files(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> list[str]:
+    """Those that `prepare_index_files` with the same arguments would have to make."""
+    requests = filter(None, _requests(data, seq_length, seed, num_samples))
+    return [path for request in requests for path in request.paths() if not os.path.exists(path)]
+
+
 def build_gpt_datasets(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError
-from megatron.training.launch import has_torch_launcher
+from megatron.training.launch import has_torch_launcher, node_name
 from megatron.training.reports import End, RankReport
 
 FAILURE_EXIT_CODE = 1
@@ -60,7 +59,7 @@ def told_once(report: RankReport, *, same_everywhere: bool = False) -> Iterator[
     except KeyboardInterrupt:
         end, sentence, code, by_rank_0 = End.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE, True
     except Exception as error:
-        where = f"rank {report.rank} on {socket.gethostname()}"
+        where = f"rank {report.rank} on {node_name(os.environ)}"
         sentence = f"{traceback.format_exc()}error: {where}: {type(error).__name__}: {error}"
         end, code, by_rank_0 = End.FAILED, FAILURE_EXIT_CODE, False
     else:
@@ -77,7 +76,7 @@ def told_once(report: RankReport, *, same_everywhere: bool = False) -> Iterator[
     if not speaks:
         _wait_to_be_ended(code)
         if not met and not same_everywhere and not by_rank_0:
-            sentence, speaks = f"rank {rank} on {socket.gethostname()}: {sentence}", True
+            sentence, speaks = f"rank {rank} on {node_name(os.environ)}: {sentence}", True
     _end(sentence if speaks else None, code)
 
 

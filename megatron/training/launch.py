@@ -26,6 +26,11 @@ def rank_of(env: Mapping[str, str]) -> str:
     return env.get("RANK") or (env.get("SLURM_PROCID", "0") if _in_step(env) else "0")
 
 
+def node_name(env: Mapping[str, str]) -> str:
+    """This node as Slurm calls it, else as it calls itself."""
+    return env.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def has_torch_launcher(env: Mapping[str, str]) -> bool:
     """Whether torchrun or torch.distributed.launch started this process."""
     return "TORCHELASTIC_RUN_ID" in env

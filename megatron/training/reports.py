@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron.training.launch import rank_of
+from megatron.training.launch import node_name, rank_of
 
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Its place on the disk is taken at the start: a report of a full disk still fits on it.
@@ -44,9 +43,8 @@ class End(str, Enum):
 class RankReport:
     """The report of this rank. Threads may write at the same time; the first end that is told counts."""
 
-    def __init__(self, folder: str | None, rank: str, host: str | None = None) -> None:
-        """folder: None for no report. host: the node's name, if it is not the machine's. Never raises: a run
-        does not fail for its reports."""
+    def __init__(self, folder: str | None, rank: str, host: str = "") -> None:
+        """folder: None for no report. Never raises: a run does not fail for its reports."""
         self.rank = rank
         self.started_at = time.monotonic()
         self.folder = None if folder is None else Path(folder)
@@ -63,12 +61,12 @@ class RankReport:
             self._stacks = open(path.with_suffix(".stacks"), "w")
             # A crash in native code leaves its signal and its stack there.
             faulthandler.enable(self._stacks)
-            self.note(rank=int(rank), host=host or socket.gethostname(), pid=os.getpid(), started=time.time())
+            self.note(rank=int(rank), host=host, pid=os.getpid(), started=time.time())
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
         """The report in the folder that RANK_REPORTS names."""
-        return cls(env.get(FOLDER_VARIABLE) or None, rank_of(env), env.get("SLURMD_NODENAME"))
+        return cls(env.get(FOLDER_VARIABLE) or None, rank_of(env), node_name(env))
 
     @property
     def is_kept(self) -> bool:

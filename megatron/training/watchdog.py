@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
+from megatron.training.launch import node_name
 from megatron.training.reports import End, RankReport
 
 # As timeout(1) says it.
@@ -89,7 +89,7 @@ class Watchdog:
         self.report.dump_stacks()
         stopped = [rank for rank, pid in self.report.siblings().items() if _is_stopped(pid)]
         if not self.report.end(End.HANG, pause, place=place, stopped=stopped):
-            where = f"rank {self.report.rank} on {socket.gethostname()}"
+            where = f"rank {self.report.rank} on {node_name(os.environ)}"
             print(f"error: {where}: {pause} (--hang-timeout), at {place}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         os._exit(HANG_EXIT_CODE)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,18 @@ TIMEOUT_S = 300
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a shell that talks to a cluster of its own."""
     # Without what a job or a launcher around these tests has set.
-    ours = ("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "NNODES", "GPUS_PER_NODE")
+    ours = (
+        "SLURM",
+        "SBATCH",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "NNODES",
+        "GPUS_PER_NODE",
+        "MAX_RESTARTS",
+        "REQUEUE",
+    )
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env["PATH"] += ":/usr/sbin:/sbin"
     if shutil.which("slurmctld", path=env["PATH"]) is None:
@@ -73,6 +85,15 @@ class Job:
             assert time.monotonic() < deadline, f"job {self.number} does not end:\n{self.log()}"
             time.sleep(0.5)
         return code
+
+    def rank(self, rank: int) -> int:
+        """The process id of a rank, by what Slurm and the launcher put into its environment."""
+        words = {f"SLURM_CONF={self.env['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}", f"RANK={rank}"}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if words <= set(path.read_text(errors="replace").split("\0")):
+                    return int(path.parent.name)
+        raise LookupError(f"job {self.number} has no rank {rank}")
 
     def control(self, *command: str) -> str:
         """Runs a command of Slurm's on the job."""

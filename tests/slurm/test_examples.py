@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,32 +164,63 @@ def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[
     assert steps(run.stdout) == [1, 2]
 
 
-PROBE = """\
-import os, signal, sys, time
+def losses(log: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"^ iteration +(\d+)/.*lm loss: (\S+)", log, re.M)}
 
-rank = os.environ["RANK"]
-signal.signal(signal.SIGUSR2, lambda *_: (print(f"rank {rank}: saves and exits", flush=True), sys.exit()))
-print(f"rank {rank}: restart {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
-if "--fail" in sys.argv:
-    sys.exit(1)
-time.sleep(100)
+
+def test_a_job_survives_a_kill_and_goes_back_into_the_queue_when_time_is_nearly_up(
+    submit: Submit, places: dict[str, object]
+) -> None:
+    variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="survivor", **variables)
+    job.wait_for("saved survivor/checkpoints/global_step5 ")
+    os.kill(job.rank(2), signal.SIGKILL)
+    job.wait_for("compared with what was saved")
+    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
+    assert job.end() == 0, job.log()
+    log = job.log()
+    assert re.search(r"^error: rank 2 on n2, stage 1 .*: killed \(SIGKILL\)", log, re.MULTILINE)
+    assert "restart 1 of 3, from the newest complete checkpoint" in log
+    assert "the job's script asked for it" in log and "goes back into the queue" in log
+    assert log.count("starting from survivor/checkpoints/global_step") == 2
+    uninterrupted = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="other", **variables)
+    assert uninterrupted.end() == 0
+    assert losses(log) == losses(uninterrupted.log()) and len(losses(log)) == 16
+
+
+PROBE = """\
+import os, sys, time
+from megatron.training.failures import exit_code, told_once
+from megatron.training.reports import RankReport
+
+report = RankReport.from_environment()
+print(f"rank {report.rank}: restart {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
+with told_once(report):
+    if "--fail" in sys.argv:
+        raise ValueError("broken")
+while not report.asked_to_leave():
+    time.sleep(0.1)
+sys.exit(exit_code(report, to_be_continued=True))
 """
 
 
 @pytest.fixture
 def probe(tmp_path: Path) -> Path:
     """A repository whose pretrain_gpt.py tells what the scripts do with its processes."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "megatron"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "pretrain_gpt.py").write_text(PROBE)
     return tmp_path
 
 
-def test_before_the_time_is_up_all_processes_are_told(submit: Submit, probe: Path) -> None:
-    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, **TINY)
+def test_a_job_that_may_not_requeue_says_by_its_code_that_it_is_to_be_continued(
+    submit: Submit, probe: Path
+) -> None:
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, REQUEUE="no", **TINY)
     job.wait_for(": restart 0", times=4)
-    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
-    assert job.end() == 0, job.log()
-    assert job.log().count(": saves and exits") == 4
+    job.control("scancel", "--batch", "--signal=USR2")
+    assert job.end() == 75, job.log()
+    assert not list(probe.glob("runs/*/reports/*"))
 
 
 def test_a_requeued_job_starts_again(submit: Submit, probe: Path) -> None:
@@ -200,15 +232,20 @@ def test_a_requeued_job_starts_again(submit: Submit, probe: Path) -> None:
     assert job.end() != 0
 
 
-def test_a_failure_ends_the_job_on_all_nodes(submit: Submit, probe: Path) -> None:
-    job = submit("tr8-104B.slurm", "--fail", options=ON_BOTH_NODES, REPO=probe, **TINY)
-    assert job.end() != 0
+def test_a_failure_that_comes_again_ends_the_job_with_its_cause_last(submit: Submit, probe: Path) -> None:
+    job = submit("tr8-104B.slurm", "--fail", options=ON_BOTH_NODES, REPO=probe, MAX_RESTARTS=1, **TINY)
+    assert job.end() == 1
+    lines = job.log().splitlines()
+    assert lines.count("restart 1 of 1, from the newest complete checkpoint") == 1
+    assert re.search(r"^error: rank \d on n[12] \(pid \d+\), .*: ValueError: broken$", lines[-1])
+    assert job.log().count("ValueError: broken") == 4  # twice a traceback and a sentence
 
 
 TR8_LAYOUT = "256 processes = tensor 4 x pipeline 32 x data 2"
 # srun writes down the flags that it was to start pretrain_gpt.py with.
 STUBS = {
     "scontrol": '[ "$2" = hostnames ] && echo localhost || true',
+    "sinfo": "true",
     "srun": 'while [[ $1 != */pretrain_gpt.py ]]; do shift; done; printf "%s\\n" "${@:2}" >"$FLAGS"',
 }
 
@@ -231,12 +268,12 @@ def test_the_real_size_passes_a_dry_run(
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{commands}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "localhost"}
+    job["MAX_RESTARTS"] = "0"  # without processes there are no reports of their success
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FLAGS": str(tmp_path / "flags")}
     subprocess.run(
         ["bash", str(EXAMPLES / script)],
         cwd=ROOT,
         env={**os.environ, **job, **path, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path)},
-        check=True,
         timeout=60,
     )
     flags = (tmp_path / "flags").read_text().splitlines()
