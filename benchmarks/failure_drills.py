@@ -34,7 +34,7 @@ from benchmarks.machine import describe_machine  # noqa: E402
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 FAULTS = ("scancel", "kill", "stop", "node", "disk")
 SAVE_INTERVAL = 10
-HANG_TIMEOUT_S = 15
+HANG_TIMEOUT_S = 10
 LIMIT_S = 60.0
 JOB = f"""#!/usr/bin/env bash
 #SBATCH --job-name=drill --nodes=2 --exclusive --no-requeue --output=%x-%j.out
@@ -135,7 +135,13 @@ def cluster(folder: Path) -> Iterator[Place]:
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
         **{"SLURM_TEST_FOLDER": str(folder / "cluster"), "SLURM_TEST_SLURMD_TIMEOUT": "10"},
-        **{"REPO": str(ROOT), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "MAX_RESTARTS": "0"},
+        **{
+            "REPO": str(ROOT),
+            "PYTHON": sys.executable,
+            "DS_ACCELERATOR": "cpu",
+            "MAX_RESTARTS": "0",
+            "REQUEUE": "no",
+        },
     }
     place = Place(folder, {**env, "SLURM_CONF": str(folder / "cluster" / "slurm.conf")})
     (folder / "job.slurm").write_text(JOB)

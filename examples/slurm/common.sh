@@ -81,7 +81,7 @@ launch() {
 }
 
 run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and returns the verdict's code
-    local port=$1 step waiting=yes code=0
+    local port=$1 step waiting=yes code=0 launcher
     shift
     launched=$((launched + 1))
     REPORTS=${RUN_DIR:-.}/reports/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$launched
@@ -91,7 +91,8 @@ run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and retur
     # One task per node: each starts a launcher, which starts the node's processes. Its name for the task's number is
     # known only inside the task. The launcher must outlive a USR2 that somebody sends to the step.
     # shellcheck disable=SC2016
-    local task='trap "" USR2; exec "$0" -u -m torch.distributed.launch --node_rank "$SLURM_PROCID" "$@"'
+    local task='echo $$ >"$RANK_REPORTS/launcher-$SLURM_NODEID"; trap "" USR2
+        exec "$0" -u -m torch.distributed.launch --node_rank "$SLURM_PROCID" "$@"'
     # --cpu-bind=none: all of a node's cores for its one task. --kill-on-bad-exit, --wait: when one node has failed,
     # the others do not hold the allocation.
     RANK_REPORTS=$REPORTS srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
@@ -104,6 +105,9 @@ run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and retur
         wait "$step" || code=$?
         if kill -0 "$step" 2>/dev/null; then waiting=yes; fi
     done
+    # Without this node's daemon Slurm cannot end the launcher, which waits five minutes for those of other nodes.
+    launcher=$(cat "$REPORTS/launcher-0" 2>/dev/null || true)
+    if grep -qs torch.distributed.launch "/proc/$launcher/cmdline"; then kill "$launcher" || true; fi
     code=0
     PYTHONPATH=$REPO "$PYTHON" -m megatron.training.verdict "$REPORTS" --processes $((NNODES * GPUS_PER_NODE)) \
         --slurm "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" ${ENDED_BY_SLURM:+--ended-by-slurm} || code=$?
@@ -116,8 +120,9 @@ go_on_later() { # the run was cut short and has saved: the same job goes on wher
     [ -z "$ENDED_BY_SLURM" ] && [ "$REQUEUE" = yes ] || exit "$TO_BE_CONTINUED"
     trap '' TERM
     echo "job $THIS_JOB goes back into the queue, to go on from its checkpoint"
-    scontrol requeue "$THIS_JOB" || exit "$TO_BE_CONTINUED"
-    exit 0
+    scontrol requeue "$THIS_JOB" 2>/dev/null && exit
+    echo "it may not go back (sbatch --requeue): submit it again to go on"
+    exit "$TO_BE_CONTINUED"
 }
 
 # Slurm signals the script, and the script alone: USR2 before the time is up (#SBATCH --signal=B:USR2@600), and TERM on

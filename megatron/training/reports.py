@@ -26,6 +26,7 @@ FOLDER_VARIABLE = "RANK_REPORTS"
 # Its place on the disk is taken at the start: a report of a full disk still fits on it.
 _REPORT_BYTES = 16_384
 LEAVE_FILE = "leave"
+FAILED_FILE = "failed"
 
 
 class End(str, Enum):
@@ -88,6 +89,7 @@ class RankReport:
         cannot be kept."""
         with self._lock:
             if "end" not in self._facts:
+                self._tell_others_of(end)
                 self._facts |= {"end": end, "text": text, "ended": time.time(), **facts}
             return self._write()
 
@@ -105,6 +107,15 @@ class RankReport:
     def asked_to_leave(self) -> bool:
         """Whether the job's script has asked the run to save and exit, by a file beside the reports."""
         return self.folder is not None and (self.folder / LEAVE_FILE).exists()
+
+    def others_have_failed(self) -> bool:
+        """Whether a rank has told that it failed: then no step of this run will end any more."""
+        return self.folder is not None and (self.folder / FAILED_FILE).exists()
+
+    def _tell_others_of(self, end: End) -> None:
+        if self.folder is not None and end not in (End.FINISHED, End.CONTINUED, End.SIGNALLED):
+            with suppress(OSError):
+                (self.folder / FAILED_FILE).touch()
 
     def _write(self) -> bool:
         if self._file is None:

@@ -52,7 +52,7 @@ def judge(
         return Verdict(0)
     if len(reports) == processes and ends <= {End.FINISHED, End.CONTINUED}:
         text = f"{_ended(slurm)}{_progress(reports)}: saved, to be continued"
-        return Verdict(TO_BE_CONTINUED_EXIT_CODE, text if ended_by_slurm else "")
+        return Verdict(TO_BE_CONTINUED_EXIT_CODE, text if ended_by_slurm or slurm.lost_nodes else "")
     for end in (End.MISTAKE, End.STOPPED):
         if found := _first([report for report in reports if report.get("end") == end]):
             return Verdict(CONFIG_ERROR_EXIT_CODE, found["text"])

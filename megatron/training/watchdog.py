@@ -27,15 +27,15 @@ _TICK_S = 1.0
 
 
 class Watchdog:
-    """Where a report is kept, SIGTERM is noted in it: before `watch` it ends the process, from then on the
-    training loop handles it. Between `watch` and `stop` the watchdog waits for a beat after every step. To
-    be made in the main thread."""
+    """Notes SIGTERM where a report is kept, and ends the process on it before `watch`, and once another rank
+    has failed; else the training loop handles it. From `watch` to `stop` it waits for a beat after every
+    step. To be made in the main thread."""
 
     def __init__(self, report: RankReport) -> None:
         self.report = report
         self._timeout_s = 0.0
         self._beats = 0
-        self._watching = self._stopped = False
+        self._watching = self._signalled = self._stopped = False
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
@@ -69,20 +69,19 @@ class Watchdog:
         while not self._stopped:
             ready, _, _ = select.select([self._wake], [], [], _TICK_S)
             if ready and signal.SIGTERM in os.read(self._wake, 4096):
-                self._take_note_of_sigterm()
+                self._signalled = True
+                self.report.note(signal="SIGTERM")
+            # Nobody else will handle it: training has not begun, or is stuck for another's failure. Slurm and
+            # torch's launcher would wait half a minute before they kill.
+            if self._signalled and (not self._watching or self.report.others_have_failed()):
+                self.report.end(End.SIGNALLED)
+                os._exit(128 + signal.SIGTERM)
             now = time.monotonic()
             # Time in which this process stood still as a whole (Ctrl-Z, a suspended job) does not count.
             silent_s = silent_s + min(now - before, _TICK_S) if beats == self._beats else 0.0
             before, beats = now, self._beats
             if self._watching and 0 < self._timeout_s < silent_s:
                 self._end_a_hang()
-
-    def _take_note_of_sigterm(self) -> None:
-        if self._watching:
-            self.report.note(signal="SIGTERM")
-            return
-        self.report.end(End.SIGNALLED, signal="SIGTERM")
-        os._exit(128 + signal.SIGTERM)
 
     def _end_a_hang(self) -> NoReturn:
         place, pause = place_of_main_thread(), f"no step ended for {self._timeout_s:g} s"

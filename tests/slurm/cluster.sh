@@ -87,7 +87,6 @@ SchedulerParameters=bf_interval=2,sched_interval=2
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
-KillWait=15
 SlurmdTimeout=${SLURM_TEST_SLURMD_TIMEOUT:-300}
 ReturnToService=2
 SlurmdParameters=config_overrides

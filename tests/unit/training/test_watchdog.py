@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.reports import read_reports
+from megatron.training.reports import End, RankReport, read_reports
 from tests.end_to_end.command import ROOT
 
 # The lock is native code in which no Python handler runs, as a collective is.
@@ -86,3 +86,12 @@ def test_sigterm_is_noted_though_the_main_thread_is_in_native_code(
     assert process.wait(30) == code
     (report,) = read_reports(tmp_path)
     assert (report["signal"], report["end"]) == ("SIGTERM", end)
+
+
+def test_sigterm_ends_a_process_that_is_stuck_for_the_failure_of_another(tmp_path: Path) -> None:
+    process = start(PROGRAM.format("watchdog.watch(600.0); watchdog.beat(5)"), reports=tmp_path)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    RankReport(str(tmp_path), "0").end(End.FAILED, "error: broken")
+    assert process.wait(30) == 143
