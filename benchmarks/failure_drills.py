@@ -57,18 +57,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default: 0)")
     arguments = parser.parse_args()
     print(describe_machine())
-    lot, drills = random.Random(arguments.seed), []
+    lot = random.Random(arguments.seed)
+    drills: list[Drill] = []
     with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as place:
-        for round in range(arguments.each):
-            for fault in arguments.faults:
-                drills.append(drill(place, fault, lot, drills[-1] if drills else None))
-                print(f"round {round + 1}: {drills[-1].describe()}", flush=True)
-        start(place, drills[-1]).end("scancel", place)
-    print(
-        f"\n{'fault':8} drills  ended in {LIMIT_S:.0f} s  median  most  cause named  resumed  most steps lost"
-    )
+        try:
+            for round in range(arguments.each):
+                for fault in arguments.faults:
+                    drills.append(drill(place, fault, lot, drills[-1] if drills else None))
+                    print(f"round {round + 1}: {drills[-1].describe()}", flush=True)
+            start(place, drills[-1]).end("scancel", place)
+        except KeyboardInterrupt:
+            drills = drills[:-1]  # of which nobody has seen how the next job goes on
+    print(f"\nfault    drills  ended in {LIMIT_S:.0f} s  median  most  cause named  resumed  most steps lost")
     for fault in arguments.faults:
-        print(row(fault, [done for done in drills if done.fault == fault]))
+        if of_kind := [done for done in drills if done.fault == fault]:
+            print(row(fault, of_kind))
     sys.exit(0 if all(done.good for done in drills) else 1)
 
 
@@ -224,7 +227,7 @@ class Job:
             )
             if over and not self.processes(place):
                 return
-            time.sleep(0.2)
+            time.sleep(0.5)
 
 
 def drill(place: Place, fault: str, lot: random.Random, before: Drill | None) -> Drill:
