@@ -260,7 +260,7 @@ def save_checkpoint(
             _put_in_place(saving, folder / tag)
             write_atomically(folder / LATEST_FILE, tag)
     except (OSError, RuntimeError) as error:
-        raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
+        raise SaveError(f"checkpoint {folder / tag} cannot be written ({error}; {_space(folder)})") from error
     if engine.global_rank == 0:
         before = [name for name in engine.checkpoint_lineage if name != tag and (folder / name).exists()]
         _remove_old(folder, before, engine.run_config.checkpoint.keep_last)
@@ -277,6 +277,14 @@ def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return {name: record for records in everywhere for name, record in records.items()}
+
+
+def _space(folder: Path) -> str:
+    """PyTorch's errors do not say that a disk is full."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
+    except OSError as error:
+        return f"its file system does not answer: {error.strerror}"
 
 
 def _put_in_place(saving: Path, final: Path) -> None:

@@ -232,7 +232,7 @@ def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
         return f"{text} (required)"
     if field.default is None or field.default is False or field.default == ():
         return text
-    return f"{text} (default: {field.default})"
+    return f"{text} (default: {_shown(field.default)})"
 
 
 def _add_old_flags(parser: argparse.ArgumentParser) -> None:

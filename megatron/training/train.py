@@ -20,8 +20,9 @@ from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
 from megatron.training.first_steps import FirstSteps
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
-from megatron.training.signals import ExitConditions
+from megatron.training.signals import ExitConditions, Reason
 from megatron.training.trouble import Trouble
+from megatron.training.watchdog import Watchdog
 from megatron.training.writers import make_writers
 
 
@@ -42,8 +43,10 @@ class Trainer:
     batches: BatchSchedule
     rates: LearningRateSchedule
     metrics: MetricsLogger
-    exits: ExitConditions
+    watchdog: Watchdog
     checkpoints: RunCheckpoints
+    left: Reason | None = field(default=None, init=False)
+    """Why `train` left before the last iteration, if it did."""
     first_steps: FirstSteps = field(init=False)
     trouble: Trouble = field(init=False)
 
@@ -57,8 +60,11 @@ class Trainer:
         if training.no_train:
             return state
         saved = state
-        reason = self.exits.reason_before_training(self.engine.device)
-        while state.iteration < self.length.iterations and reason is None:
+        exits = ExitConditions.from_config(training, self.watchdog.report)
+        exits.listen()
+        self.watchdog.watch(training.hang_timeout)
+        self.left = exits.reason_before_training(self.engine.device)
+        while state.iteration < self.length.iterations and self.left is None:
             state = self.advance(state)
             self.trouble.check_invariants(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
@@ -66,11 +72,12 @@ class Trainer:
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
-            reason = self.exits.reason(state.iteration, self.engine.device)
+            self.left = exits.reason(state.iteration, self.engine.device)
+            self.watchdog.beat(state.iteration)
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
-        if reason:
-            self.metrics.print(reason)
+        if self.left:
+            self.metrics.print(self.left.sentence)
         return state
 
     def advance(self, state: TrainingState) -> TrainingState:
