@@ -3,27 +3,34 @@
 
 python pretrain_gpt.py --help
 python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
+srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 """
 
-import time
-from functools import partial
+import sys
 
 from megatron.config import Config, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
-from megatron.training.failures import told_once
+from megatron.training.failures import exit_code, told_once
+from megatron.training.launch import adopt_slurm_task
+from megatron.training.reports import RankReport
+from megatron.training.watchdog import Watchdog
 
 
 def main() -> None:
-    started_at = time.monotonic()
-    with told_once(same_everywhere=True):
+    report = RankReport.from_environment()
+    watchdog = Watchdog(report)
+    with told_once(report, same_everywhere=True):
+        adopt_slurm_task()
         command_line = read_command_line()
-    with told_once():
+    with told_once(report):
         settings = read_deepspeed_config(command_line.config)
-        run(settings.config, [*command_line.notes, *settings.notes], started_at)
+        notes = [*command_line.notes, *settings.notes]
+        to_be_continued = run(settings.config, notes, watchdog)
+    sys.exit(exit_code(report, to_be_continued))
 
 
-def run(config: Config, notes: list[str], started_at: float) -> None:
-    """The whole run. `notes`: what to say of the flags; `started_at`: see `ExitConditions`."""
+def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
+    """The whole run; returns whether it is to be continued. `notes`: what to say of the flags."""
     # Imported only now: a wrong flag is answered before torch is loaded.
     from megatron.training import processes
 
@@ -40,7 +47,7 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     from megatron.training.data import fingerprint_of, open_data
     from megatron.training.layer_times import find_layer_times, is_measured, read_layer_times
     from megatron.training.output import make_output_folders
-    from megatron.training.signals import ExitConditions
+    from megatron.training.preflight import preflight
     from megatron.training.train import Trainer, make_metrics, run_length
     from megatron.training.vocabulary import find_vocabulary
 
@@ -54,45 +61,36 @@ def run(config: Config, notes: list[str], started_at: float) -> None:
     if config.training.dry_run:
         if processes.is_main_process():
             print(run_report(config, plan, vocab.size, notes, rates.describe()))
-        return
+        return False
     fingerprint = fingerprint_of(config, length)
     checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
     make_output_folders(config)
 
     rank = processes.join_world(config)
+    notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
     checkpoint = native.settle_on_checkpoint(checkpoint, config, vocab.size, fingerprint)
     rates, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
-    parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    layout = ParallelLayout.create(
-        parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
-    )
+    layout, schedule = ParallelLayout.from_config(config.parallel, rank), config.parallel.pipeline_schedule
+    watchdog.report.note(stage=layout.pipeline_stage)
     tensor = layout.make_tensor_group()
     if plan is None:
-        plan = plan_stages(
-            config, vocab.size, find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
-        )
-    notes = [*notes, *processes.device_notes(config)]
+        times = find_layer_times(config, layout, tensor, vocab.size, vocab.eod)
+        plan = plan_stages(config, vocab.size, times)
     metrics.print(run_report(config, plan, vocab.size, notes, rates.describe()))
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)
     state = native.start_from(engine, checkpoint, fingerprint, metrics.print)
     data = open_data(config, layout, length, vocab)
-    save = partial(
-        native.save_checkpoint,
-        engine,
-        config.checkpoint.save,
-        vocab_size=vocab.size,
-        eod=vocab.eod,
-        fingerprint=fingerprint,
-    )
-    exits = ExitConditions.from_config(config.training, started_at)
-    trainer = Trainer(config, engine, data, length, batches, rates, metrics, exits, save)
+    checkpoints = native.RunCheckpoints(engine, vocab.size, vocab.eod, fingerprint)
+    trainer = Trainer(config, engine, data, length, batches, rates, metrics, watchdog, checkpoints)
     try:
         state = trainer.train(state)
         trainer.evaluate_at_end(state)
     finally:
         metrics.close()
+    watchdog.stop()
     processes.leave_world()
+    return trainer.left is not None and trainer.left.to_be_continued
 
 
 if __name__ == "__main__":

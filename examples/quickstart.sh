@@ -99,7 +99,7 @@ say "5/6 training goes on from the checkpoint, as far as step $TRAIN_ITERS"
 train
 
 say "6/6 what came of it"
-python tools/plot_loss.py "$log" --output "$RUN_DIR/loss.png" --title "quickstart"
+python tools/job_report.py "$log" --output "$RUN_DIR/loss.png" --title "quickstart"
 printf '\nThe model continues "%s":\n\n' "$PROMPT"
 python tools/generate.py --load "$checkpoints" --prompt "$PROMPT" --max-new-tokens "$NEW_TOKENS" \
     --temperature 0.7 --top-k 40

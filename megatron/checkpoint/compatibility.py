@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from megatron.checkpoint.folders import Checkpoint
-from megatron.config import Config, ConfigError
+from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.data.gpt_dataset import fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule
 
@@ -136,7 +137,13 @@ def _has_schedule(checkpoint: Checkpoint) -> bool:
 
 
 def _schedule_of(config: Config) -> LearningRateSchedule:
-    return LearningRateSchedule.from_config(config.schedule, config.training, config.model.seq_length)
+    seq_length = config.model.seq_length
+    tokens_of_samples = partial(
+        BatchSchedule.from_config(config.batch).tokens_of_samples,
+        seq_length=seq_length,
+        curriculum=config.curriculum,
+    )
+    return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 
 
 def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:

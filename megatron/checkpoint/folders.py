@@ -26,6 +26,17 @@ class TrainingState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_iterations: int = 0
+    """Without an update, for whatever reason."""
+    skips_in_a_row: int = 0
+    """Of the last steps; those of --skip-train-iteration-range are no steps."""
+    rollbacks: int = 0
+    recent_losses: tuple[float, ...] = ()
+    """Of the last steps that were taken, oldest first; kept where a spike is looked for."""
+    recent_grad_norms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("recent_losses", "recent_grad_norms"):  # JSON makes lists of them
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True)

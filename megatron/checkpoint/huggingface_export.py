@@ -34,6 +34,11 @@ def family_of(model: ModelConfig) -> str:
             "a model with --position-embedding-type rotary cannot be written for Hugging Face: BLOOM takes "
             "alibi, GPT-2 absolute"
         )
+    if model.mup:
+        raise ConfigError(
+            "a model with --mup cannot be written for Hugging Face: BLOOM and GPT-2 have no factor for their "
+            "logits"
+        )
     if model.glu_activation is not None:
         raise ConfigError(
             f"a model with --glu-activation {model.glu_activation} cannot be written for Hugging Face: the "

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from megatron.checkpoint.folders import (
     describe_start,
     find_latest,
     is_universal,
+    open_checkpoint,
 )
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
 from megatron.checkpoint.reshape import SavedParameters, spec_record
@@ -54,6 +55,28 @@ _LOG = logging.getLogger(__name__)
 
 class SaveError(OSError):
     """A checkpoint cannot be written; those that were complete are still there."""
+
+
+@dataclass(frozen=True)
+class RunCheckpoints:
+    """The checkpoints that a run writes to --save, and goes back to."""
+
+    engine: GPTEngine
+    vocab_size: int
+    eod: int | None
+    fingerprint: dict[str, Any]
+
+    def save(self, state: TrainingState) -> Path:
+        """Writes one; returns its folder. See `save_checkpoint`."""
+        folder = self.engine.run_config.checkpoint.save
+        return save_checkpoint(self.engine, folder, state, self.vocab_size, self.eod, self.fingerprint)
+
+    def go_back(self) -> Checkpoint | None:
+        """Loads the run's newest; None where it has none yet, and nothing is loaded. Collective."""
+        checkpoint = newest_of_this_run(self.engine)
+        if checkpoint is not None:
+            load_checkpoint(self.engine, checkpoint, self.fingerprint)
+        return checkpoint
 
 
 def find_checkpoint(
@@ -146,6 +169,29 @@ def _check_agreement(checkpoint: Checkpoint | None) -> None:
         )
 
 
+def newest_of_this_run(engine: GPTEngine) -> Checkpoint | None:
+    """The newest of the native checkpoints in --save that this run has come by and that is as it was written;
+    None if there is none. Reads its files, shared over the ranks. Collective."""
+    names = [engine.checkpoint_lineage]
+    dist.broadcast_object_list(names)  # rank 0 keeps the list
+    for name in reversed(names[0]):
+        checkpoint = _opened(Path(engine.run_config.checkpoint.save or "") / name)
+        opened: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(opened, checkpoint is not None)
+        if checkpoint is not None and all(opened):
+            if first_damaged(checkpoint.folder, checkpoint.run["files"]) is None:
+                return checkpoint
+    return None
+
+
+def _opened(folder: Path) -> Checkpoint | None:
+    """The checkpoint of a folder if all its files are there."""
+    try:
+        return open_checkpoint(folder)
+    except ConfigError:
+        return None
+
+
 def layout_record(config: Config) -> dict[str, Any]:
     """The layout in words for people and tools."""
     parallel = config.parallel
@@ -214,7 +260,7 @@ def save_checkpoint(
             _put_in_place(saving, folder / tag)
             write_atomically(folder / LATEST_FILE, tag)
     except (OSError, RuntimeError) as error:
-        raise SaveError(f"checkpoint {folder / tag} cannot be written ({error})") from error
+        raise SaveError(f"checkpoint {folder / tag} cannot be written ({error}; {_space(folder)})") from error
     if engine.global_rank == 0:
         before = [name for name in engine.checkpoint_lineage if name != tag and (folder / name).exists()]
         _remove_old(folder, before, engine.run_config.checkpoint.keep_last)
@@ -231,6 +277,14 @@ def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return {name: record for records in everywhere for name, record in records.items()}
+
+
+def _space(folder: Path) -> str:
+    """PyTorch's errors do not say that a disk is full."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
+    except OSError as error:
+        return f"its file system does not answer: {error.strerror}"
 
 
 def _put_in_place(saving: Path, final: Path) -> None:

@@ -14,6 +14,7 @@ from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.split import parse_split
 from megatron.config.training import BatchConfig, TrainingConfig
+from megatron.config.trouble import TroubleConfig
 from megatron.config.validate import validate
 from megatron.config.vocab import padded_vocab_size
 
@@ -33,6 +34,7 @@ __all__ = [
     "PrecisionConfig",
     "ScheduleConfig",
     "TrainingConfig",
+    "TroubleConfig",
     "exit_on_config_error",
     "legacy_flags_used",
     "padded_vocab_size",

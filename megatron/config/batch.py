@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.config.curriculum import LengthCurriculum
 from megatron.config.errors import ConfigError
 from megatron.config.training import BatchConfig, TrainingConfig
 
@@ -87,7 +88,9 @@ class BatchSchedule:
         iterations = self.iterations_until(samples, consumed_samples)
         return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
 
-    def total_iterations(self, training: TrainingConfig, seq_length: int) -> int:
+    def total_iterations(
+        self, training: TrainingConfig, seq_length: int, curriculum: LengthCurriculum | None = None
+    ) -> int:
         """Steps of the whole run: --train-iters, or the full batches in --train-samples.
 
         With train_tokens the run ends with the first step that reaches them, if that comes earlier.
@@ -99,9 +102,41 @@ class BatchSchedule:
         else:
             raise ConfigError("the length of the run is missing: give --train-samples or --train-iters")
         if training.train_tokens is not None:
-            samples = -(-training.train_tokens // seq_length)
-            iterations = min(iterations, self.iterations_until(samples))
+            iterations = min(
+                iterations, self.iterations_until_tokens(training.train_tokens, seq_length, curriculum)
+            )
         return iterations
+
+    def iterations_until_tokens(
+        self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None
+    ) -> int:
+        """The least number of steps that consume `target_tokens` or more."""
+        iteration, samples, tokens = 0, 0, 0
+        if curriculum is not None:
+            seq_length = curriculum.length_at(curriculum.steps)
+            while iteration < curriculum.steps and tokens < target_tokens:
+                iteration += 1
+                size = self.global_batch_size_at(samples)
+                samples += size
+                tokens += size * curriculum.length_at(iteration)
+        left = max(0, -(-(target_tokens - tokens) // seq_length))
+        return iteration + self.iterations_until(samples + left, samples)
+
+    def tokens_of_samples(
+        self, target_samples: float, seq_length: int, curriculum: LengthCurriculum | None
+    ) -> float:
+        """Tokens consumed when samples come to `target_samples`; in the midst of a step, its share."""
+        iteration, samples, tokens = 0, 0, 0
+        if curriculum is not None:
+            seq_length = curriculum.length_at(curriculum.steps)
+            while iteration < curriculum.steps and samples < target_samples:
+                iteration += 1
+                size = self.global_batch_size_at(samples)
+                samples += size
+                tokens += size * curriculum.length_at(iteration)
+            if samples > target_samples:
+                return tokens - (samples - target_samples) * curriculum.length_at(iteration)
+        return tokens + (target_samples - samples) * seq_length
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
         """(consumed samples at its begin, batch size, steps) of each stretch of equal sizes; None: no end."""

@@ -16,16 +16,17 @@ from typing import Any, NoReturn
 from megatron.config.config import SECTIONS, Config
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Flag, flag_of, option_name
-from megatron.config.legacy import NOTHING_LEFT_TO_DO, OLD_FLAGS, STILL_TO_COME, OldFlag
+from megatron.config.legacy import OLD_FLAGS
 from megatron.config.split import SPLIT_NAMES
 from megatron.config.validate import remarks, validate
 from megatron.config.weighted_paths import read_groups_file
 
-# Megatron's names and order of the groups of --help.
+# Megatron's names and order of the groups of --help, and one of ours.
 HELP_GROUPS = (
     "network size",
     "regularization",
     "training",
+    "trouble",
     "initialization",
     "learning rate",
     "checkpointing",
@@ -49,9 +50,6 @@ def read_command_line(argv: Sequence[str] | None = None, env: Mapping[str, str] 
     """Parse and validate argv (None: sys.argv[1:]); ConfigError for everything that cannot be run."""
     argv = list(sys.argv[1:] if argv is None else argv)
     given = _parse(argv)
-    for old in STILL_TO_COME:
-        if old.name in given.old:
-            raise ConfigError(f"{old.name}: {old.reason}")
     _take_launcher_settings(given.settings, env)
     _take_groups_files(given.settings)
     _require_all(given.settings)
@@ -72,9 +70,7 @@ def legacy_flags_used(argv: Sequence[str] | None = None) -> tuple[str, ...]:
 
 def _legacy_notes(old: frozenset[str]) -> tuple[str, ...]:
     return tuple(
-        f"{flag.name} has nothing left to do: {flag.reason}"
-        for flag in NOTHING_LEFT_TO_DO
-        if flag.name in old
+        f"{flag.name} has nothing left to do: {flag.reason}" for flag in OLD_FLAGS if flag.name in old
     )
 
 
@@ -94,8 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         for field in dataclasses.fields(kind):
             group = groups[flag_of(field).group or kind.group]
             _add_field(group, f"{section}.{field.name}", field, types[field.name])
-    _add_old_flags(parser, "old flags with nothing left to do (accepted and reported)", NOTHING_LEFT_TO_DO)
-    _add_old_flags(parser, "flags still to come (refused)", STILL_TO_COME)
+    _add_old_flags(parser)
     return parser
 
 
@@ -257,12 +252,12 @@ def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
         return f"{text} (required)"
     if field.default is None or field.default is False or field.default == ():
         return text
-    return f"{text} (default: {field.default})"
+    return f"{text} (default: {_shown(field.default)})"
 
 
-def _add_old_flags(parser: argparse.ArgumentParser, title: str, flags: tuple[OldFlag, ...]) -> None:
-    group = parser.add_argument_group(title)
-    for old in flags:
+def _add_old_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("old flags with nothing left to do (accepted and reported)")
+    for old in OLD_FLAGS:
         if old.nargs == 0:
             group.add_argument(*old.names, dest=old.name, action="store_true", help=old.reason)
         else:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config.curriculum import LengthCurriculum
 from megatron.config.data import DataConfig
 from megatron.config.errors import ConfigError
 from megatron.config.model import ModelConfig
@@ -14,6 +15,7 @@ from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, Schedule
 from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import BatchConfig, TrainingConfig
+from megatron.config.trouble import TroubleConfig
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
@@ -26,6 +28,7 @@ SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "trouble": TroubleConfig,
 }
 
 
@@ -43,16 +46,26 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    trouble: TroubleConfig = field(default_factory=TroubleConfig)
+    curriculum: LengthCurriculum | None = None
+    """Not of the flags but of --deepspeed_config."""
+
+    def seq_length_at(self, iteration: int) -> int:
+        """Tokens per sample in step `iteration`, counted from 1; in evaluations it is --seq-length."""
+        return self.model.seq_length if self.curriculum is None else self.curriculum.length_at(iteration)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Section name -> field name -> value, in types that JSON knows (tuples become lists)."""
-        return {
+        sections = {
             section: {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in dataclasses.asdict(getattr(self, section)).items()
             }
             for section in SECTIONS
         }
+        if self.curriculum is not None:
+            sections["curriculum"] = dataclasses.asdict(self.curriculum)
+        return sections
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -61,6 +74,8 @@ class Config:
         Raises ConfigError for a section or a field that does not exist, and for a missing one that has no
         default.
         """
+        settings = dict(settings)
+        curriculum = settings.pop("curriculum", None)
         for section in settings:
             if section not in SECTIONS:
                 raise ConfigError(f"'{section}' is no section of the config: expected {', '.join(SECTIONS)}")
@@ -68,7 +83,7 @@ class Config:
             section: _section_from_dict(section, kind, settings.get(section, {}))
             for section, kind in SECTIONS.items()
         }
-        return cls(**sections)
+        return cls(**sections, curriculum=LengthCurriculum(**curriculum) if curriculum else None)
 
 
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:

@@ -48,7 +48,7 @@ class DataConfig(Section):
     train_weighted_split_paths_path: str | None = _groups_file("the group")
     valid_weighted_split_paths_path: str | None = _groups_file("groups")
     test_weighted_split_paths_path: str | None = _groups_file("groups")
-    num_workers: int = flag(0, at_least=0, help="threads that read training data ahead; 0: none")
+    num_workers: int = flag(2, at_least=0, help="threads that read training data ahead; 0: none")
     valid_num_workers: int = flag(
         derived="--num-workers", at_least=0, help="threads that read validation and test data ahead"
     )

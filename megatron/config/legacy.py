@@ -1,4 +1,4 @@
-"""Flags of published scripts that are no settings here: with nothing left to do, or still to come."""
+"""Flags of published scripts that have nothing left to do here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OldFlag:
-    """A flag that scripts pass. nargs and choices as in argparse, nargs 0 for no value. reason: see the two
-    tables."""
+    """A flag that scripts pass. nargs and choices as in argparse, nargs 0 for no value. reason: what became
+    of it."""
 
     names: tuple[str, ...]
     reason: str
@@ -22,8 +22,8 @@ class OldFlag:
         return self.names[0]
 
 
-# Accepted and reported once. The reason says what became of the flag.
-NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
+# Accepted and reported once.
+OLD_FLAGS: tuple[OldFlag, ...] = (
     OldFlag(("--deepspeed",), "DeepSpeed is always the engine"),
     OldFlag(
         ("--deepspeed-activation-checkpointing",), "--checkpoint-activations alone decides on recomputation"
@@ -41,30 +41,3 @@ NOTHING_LEFT_TO_DO: tuple[OldFlag, ...] = (
     ),
     OldFlag(("--codecarbon-dir",), "emissions are not tracked", nargs=None, metavar="FOLDER"),
 )
-
-# Refused. The reason says what to do until the flag is there.
-STILL_TO_COME: tuple[OldFlag, ...] = (
-    OldFlag(("--mup",), "muP is not supported yet: drop all --mup flags for the standard parametrisation"),
-    *(
-        OldFlag(
-            (name,),
-            "muP is not supported yet: drop all --mup flags for the standard parametrisation",
-            nargs=None,
-            metavar="NUMBER",
-        )
-        for name in ("--mup-input-mult", "--mup-output-mult", "--mup-attn-mult")
-    ),
-    OldFlag(
-        ("--skip-train-iteration-range",),
-        "skipping ranges of steps is not supported yet: drop the flag",
-        nargs="+",
-        metavar="FIRST-LAST",
-    ),
-    OldFlag(
-        ("--sync-tp-duplicated-parameters",),
-        "averaging of duplicated parameters is not supported yet: drop the flag, their gradients are equal "
-        "here",
-    ),
-)
-
-OLD_FLAGS = NOTHING_LEFT_TO_DO + STILL_TO_COME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,12 +65,67 @@ class ModelConfig(Section):
         group="initialization",
         help="standard deviation of the normal distribution of initial weights",
     )
+    mup: bool = flag(
+        False,
+        group="initialization",
+        help="maximal update parametrisation (Tensor Programs V, for Adam): settings found on a narrow "
+        "model hold for a wide one. With W = hidden size / --mup-base-hidden-size, matrices of transformer "
+        "layers start with a standard deviation of --init-method-std / sqrt(W) and learn at 1 / W of the "
+        "rate, logits are multiplied by --mup-output-mult / W, attention scores by --mup-attn-mult / head "
+        "width",
+    )
+    mup_base_hidden_size: int = flag(
+        1,
+        at_least=1,
+        group="initialization",
+        help="hidden size at which --mup changes neither start nor rate",
+    )
+    mup_input_mult: float = flag(
+        1.0, above=0, group="initialization", help="with --mup, factor of the embedding's output"
+    )
+    mup_output_mult: float = flag(1.0, above=0, group="initialization", help="with --mup, see there")
+    mup_attn_mult: float = flag(1.0, above=0, group="initialization", help="with --mup, see there")
     hidden_dropout: float = flag(
         0.1, at_least=0, below=1, group="regularization", help="dropout on the residual branches"
     )
     attention_dropout: float = flag(
-        0.1, at_least=0, below=1, group="regularization", help="dropout on the attention probabilities"
+        0.1,
+        at_least=0,
+        below=1,
+        group="regularization",
+        help="dropout on the attention probabilities; above 0 no fused kernel can be used, which takes "
+        "longer, and memory of sequence length squared (--recompute-granularity selective gives it back)",
     )
+
+    @property
+    def width_ratio(self) -> float:
+        """How many times as wide as the base of --mup the model is; 1 without --mup."""
+        return self.hidden_size / self.mup_base_hidden_size if self.mup else 1.0
+
+    @property
+    def matrix_init_std(self) -> float:
+        """Standard deviation of the initial matrices of transformer layers."""
+        return self.init_method_std / math.sqrt(self.width_ratio)
+
+    @property
+    def matrix_rate_factor(self) -> float:
+        """Factor of the learning rate of the matrices of transformer layers."""
+        return 1.0 / self.width_ratio
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of what the embedding gives to the first transformer layer."""
+        return self.mup_input_mult if self.mup else 1.0
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of query x key."""
+        return self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
+
+    @property
+    def logits_multiplier(self) -> float:
+        """Factor of the logits."""
+        return self.mup_output_mult / self.width_ratio if self.mup else 1.0
 
     def derive(self) -> dict[str, Any]:
         derived: dict[str, Any] = {}

@@ -41,7 +41,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
-    """What is printed and what goes to TensorBoard."""
+    """What is printed and what goes to TensorBoard and Weights & Biases."""
 
     group: ClassVar[str] = "logging"
 
@@ -50,11 +50,22 @@ class LoggingConfig(Section):
     tensorboard_queue_size: int = flag(
         1000, at_least=1, help="events that TensorBoard's writer holds before a flush"
     )
-    log_timers_to_tensorboard: bool = flag(
-        False, help="time of a whole step and rates (samples, tokens, TFLOPs) to TensorBoard"
+    wandb_project: str | None = flag(
+        None,
+        metavar="NAME",
+        help="write the curves to this project of Weights & Biases too (pip install wandb)",
     )
-    log_batch_size_to_tensorboard: bool = flag(False, help="batch size to TensorBoard")
-    log_validation_ppl_to_tensorboard: bool = flag(False, help="validation perplexity to TensorBoard")
+    wandb_name: str | None = flag(
+        None, metavar="NAME", help="name of the run there (default: wandb's choice)"
+    )
+    log_timers_to_tensorboard: bool = flag(
+        False, help="time of a whole step and rates (samples, tokens, TFLOPs) are curves too"
+    )
+    log_batch_size_to_tensorboard: bool = flag(False, help="the batch size is a curve too")
+    log_validation_ppl_to_tensorboard: bool = flag(False, help="the validation perplexity is a curve too")
+    log_path: str | None = flag(
+        None, metavar="FILE", help="add what the run prints to the end of this file, besides stdout"
+    )
     log_level: str = flag("warning", choices=LOG_LEVELS, help="level of the log messages of global rank 0")
     log_level_replica: str = flag(
         "error", choices=LOG_LEVELS, help="level of the log messages of all other ranks"

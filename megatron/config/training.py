@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
+
+# Those that can be handled and that nothing else here is for.
+EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,24 @@ class TrainingConfig(Section):
         help="save and exit when the step is a multiple of this, for jobs that follow each other",
     )
     exit_duration_in_mins: int | None = flag(None, at_least=1, help="save and exit after this many minutes")
+    exit_signal: tuple[str, ...] = flag(
+        ("SIGUSR2", "SIGTERM"),
+        nargs="*",
+        metavar="SIGNAL",
+        help="save and exit on these signals, with exit code 75; no name: on none",
+    )
     kill_switch_path: str | None = flag(
         None, metavar="FILE", help="save and exit as soon as this file exists"
+    )
+    hang_timeout: float = flag(
+        1200.0,
+        at_least=0,
+        metavar="SECONDS",
+        help="between two steps, evaluation and checkpoint included; later the run is given up as hung, with "
+        "the stacks of all threads; 0: never",
+    )
+    no_preflight: bool = flag(
+        False, help="start without looking for nodes that differ, lack memory or do not see the files"
     )
     seed: int = flag(
         1234,
@@ -119,6 +139,9 @@ class TrainingConfig(Section):
         "scale, where the file wins",
     )
 
+    def derive(self) -> dict[str, Any]:
+        return {"exit_signal": tuple(map(_signal_name, self.exit_signal))}
+
     @property
     def recomputes_layers(self) -> bool:
         """Of each group of transformer layers only the input is kept."""
@@ -128,3 +151,11 @@ class TrainingConfig(Section):
     def recomputes_attention(self) -> bool:
         """Softmax and dropout of attention are not kept, all else of a transformer layer is."""
         return self.recompute_granularity == "selective"
+
+
+def _signal_name(text: str) -> str:
+    """ "USR2" and "SIGUSR2" are the same, as for Slurm."""
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in EXIT_SIGNALS:
+        raise ConfigError(f"--exit-signal {text}: expected one of {', '.join(EXIT_SIGNALS)}")
+    return name

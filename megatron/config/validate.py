@@ -11,11 +11,13 @@ from shutil import which
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
+from megatron.config.curriculum import check_curriculum
 from megatron.config.data import TOKENIZER_FILES
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, option_name
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.partition_method import parse_partition_method
+from megatron.config.trouble import check_trouble
 from megatron.config.validate_data import check_data, check_files, what_is_evaluated
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 
@@ -32,6 +34,9 @@ def validate(config: Config) -> None:
     _check_precision(config)
     _check_optimizer(config.optimizer)
     _check_output(config)
+    check_trouble(config.trouble, config.checkpoint)
+    if config.curriculum is not None:
+        check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     check_data(config)
     if not config.training.dry_run:
         check_files(config.data)
@@ -57,15 +62,21 @@ def remarks(config: Config) -> tuple[str, ...]:
 def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
     """(section, fields, why): these fields have no effect, if any of them is not at its default."""
     model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
-    precision, data, logging = config.precision, config.data, config.logging
+    precision, data, logging, trouble = config.precision, config.data, config.logging, config.trouble
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if not model.mup:
+        names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
+        yield model, names, "without --mup"
     if config.parallel.tensor_model_parallel_size == 1:
         circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a sequence with"
         yield config.parallel, ("sequence_parallel",), circumstance
         circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a layer's input with"
         yield training, ("partition_activations",), circumstance
+    if config.parallel.data_parallel_size == 1:
+        circumstance = "with one replica of the model: there is nobody to share its state with"
+        yield config.parallel, ("zero_stage",), circumstance
     if training.recomputes_attention and model.attention_dropout == 0:
         circumstance = (
             "with --attention-dropout 0: the fused attention then in use keeps no scores, and only these "
@@ -98,14 +109,25 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     if config.checkpoint.load is None:
         yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
+    if trouble.spike_policy is None:
+        names = ("spike_loss_factor", "spike_grad_norm_factor", "spike_window", "max_rollbacks")
+        yield trouble, names, "without --spike-policy"
+    elif trouble.spike_policy != "rollback":
+        yield trouble, ("max_rollbacks",), f"with --spike-policy {trouble.spike_policy}"
+    if config.parallel.tensor_model_parallel_size == 1:
+        circumstance = "with --tensor-model-parallel-size 1: there are no duplicates"
+        yield trouble, ("sync_tp_duplicated_parameters",), circumstance
     if logging.tensorboard_dir is None:
+        yield logging, ("tensorboard_queue_size",), "without --tensorboard-dir"
+    if logging.wandb_project is None:
+        yield logging, ("wandb_name",), "without --wandb-project"
+    if logging.tensorboard_dir is None and logging.wandb_project is None:
         names = (
-            "tensorboard_queue_size",
             "log_timers_to_tensorboard",
             "log_batch_size_to_tensorboard",
             "log_validation_ppl_to_tensorboard",
         )
-        yield logging, names, "without --tensorboard-dir"
+        yield logging, names, "without --tensorboard-dir and --wandb-project"
 
 
 def _check_layout(config: Config) -> None:
@@ -148,6 +170,11 @@ def _check_model(config: Config) -> None:
                 f"{option_name(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: "
                 "change one of them"
             )
+    if model.mup and config.optimizer.optimizer == "sgd":
+        raise ConfigError(
+            "--mup with --optimizer sgd: its learning rates are those of Adam, use --optimizer adam or drop "
+            "--mup"
+        )
     if model.pad_vocab_size_to is not None:
         check_vocab_divides(model.pad_vocab_size_to, tensor)
     if model.vocab_size is not None:
@@ -255,6 +282,14 @@ def _check_recomputation(config: Config) -> None:
                     f"{option} without --checkpoint-activations: no layer's input is kept to be recomputed "
                     "from; add the latter, or drop the former"
                 )
+    tensor = config.parallel.tensor_model_parallel_size
+    elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+    if training.partition_activations and elements % tensor:
+        raise ConfigError(
+            f"--partition-activations cuts a layer's input of {elements} elements (--micro-batch-size x "
+            f"--seq-length x --hidden-size) into --tensor-model-parallel-size {tensor} equal parts, which do "
+            "not divide it: change one of them"
+        )
     if training.partition_activations and config.parallel.sequence_parallel:
         raise ConfigError(
             "--partition-activations with --sequence-parallel: of a cut sequence each process has its own "
@@ -312,6 +347,8 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
     schedule, training = config.schedule, config.training
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
+        if training.deepspeed_config is not None:
+            return  # its curriculum may have shorter samples: LearningRateSchedule counts their tokens
         # In whole samples: the warm-up has to end before the decay does.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:

@@ -112,3 +112,11 @@ class GPTBatchLoader:
         if self._masked_token is not None:
             loss_mask[tokens == self._masked_token] = 0.0
         return tokens, (labels, loss_mask)
+
+
+def truncated(micro_batches: Iterator[MicroBatch], seq_length: int) -> Iterator[MicroBatch]:
+    """The first `seq_length` tokens of each sample, with their labels and mask."""
+    for tokens, (labels, mask) in micro_batches:
+        if seq_length < tokens.shape[1]:
+            tokens, labels, mask = (x[:, :seq_length].contiguous() for x in (tokens, labels, mask))
+        yield tokens, (labels, mask)

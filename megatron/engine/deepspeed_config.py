@@ -1,9 +1,9 @@
 """A user's DeepSpeed JSON (--deepspeed_config) against the flags, and the settings that DeepSpeed is given.
 
 The flags own the run. The file may repeat them, as published scripts do, and must not contradict them; it
-alone decides on the loss scale. Keys that only watch the run are passed on, all others are refused. DeepSpeed
-itself is told of an fp32 run without clipping, since this repo's optimizer owns precision, clipping and the
-loss scale (see workarounds.py).
+alone decides on the loss scale and on a curriculum. Keys that only watch the run are passed on, all others
+are refused. DeepSpeed itself is told of an fp32 run without clipping, since this repo's optimizer owns
+precision, clipping and the loss scale (see workarounds.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.config import Config
+from megatron.config.curriculum import read_curriculum
 from megatron.config.errors import ConfigError
 from megatron.config.optimizer import PrecisionConfig
 from megatron.config.validate import validate
@@ -94,9 +95,9 @@ class DeepSpeedSettings:
 def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     """Read the file of --deepspeed_config, if any, and check it against the flags.
 
-    The returned config differs from the given one in the settings of the loss scale only. Raises ConfigError
-    for a file that is absent or no JSON, a contradiction with a flag (both are named), and what is not
-    supported. With --dry-run an absent file is noted.
+    The returned config differs from the given one in the loss scale's settings and the curriculum only.
+    Raises ConfigError for a file that is absent or no JSON, a contradiction with a flag (both are named), and
+    what is not supported. With --dry-run an absent file is noted.
     """
     path = config.training.deepspeed_config
     if path is None:
@@ -126,7 +127,10 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     for name, value in _passed_on(settings).items():
         if not _is_off(value):
             notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed as it is")
-    config = dataclasses.replace(config, precision=precision)
+    curriculum = read_curriculum(_section(settings, "curriculum_learning"))
+    if curriculum is not None:
+        notes.append(curriculum.describe())
+    config = dataclasses.replace(config, precision=precision, curriculum=curriculum)
     validate(config)
     return DeepSpeedSettings(config, tuple(notes))
 
@@ -203,11 +207,6 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     for name, instead in _REFUSED_SECTIONS.items():
         if not _is_off(settings.get(name)):
             raise ConfigError(f"the DeepSpeed config has {name}: {instead}")
-    if _section(settings, "curriculum_learning").get("enabled") is True:
-        raise ConfigError(
-            "the DeepSpeed config has curriculum_learning enabled, which is not supported yet: set its "
-            "enabled to false"
-        )
     for name, value in _section(settings, "data_types").items():
         if not _unset(value) and value != "fp32":
             raise ConfigError(

@@ -1,6 +1,6 @@
 """The engine of a run: DeepSpeed's pipeline, told which samples each micro-batch holds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,12 +40,15 @@ class GPTEngine(SameNumbersPipelineEngine):
         self.checkpoint_lineage: list[str] = []
         # For each of the stages of this rank, of which only dualpipev has a second.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
+        # Of the sequences that the stages' communication buffers are made for.
+        self._seq_length = config.model.seq_length
         optimizer = config.optimizer
         groups = parameter_groups(
             model.named_parameters(),
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
             self._units_of(model),
+            config.model.matrix_rate_factor,
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -75,7 +78,7 @@ class GPTEngine(SameNumbersPipelineEngine):
             f"tensor rank {layout.tensor_rank}, data rank {layout.data_rank})",
         )
         tied = self.module.get_tied_weights_and_groups()
-        return MixedPrecisionOptimizer(
+        wrapped = MixedPrecisionOptimizer(
             optimizer,
             {parameter: name for name, parameter in self.module.named_parameters()},
             groups,
@@ -85,18 +88,35 @@ class GPTEngine(SameNumbersPipelineEngine):
             Sharing(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
         )
+        wrapped.averages_replicated = self.run_config.trouble.sync_tp_duplicated_parameters
+        return wrapped
 
     def train_step(
-        self, micro_batches: Iterator[MicroBatch], consumed_samples: int, global_batch_size: int, rate: float
+        self,
+        micro_batches: Iterator[MicroBatch],
+        consumed_samples: int,
+        global_batch_size: int,
+        rate: float,
+        *,
+        seq_length: int | None = None,
+        skips_non_finite: bool | None = None,
+        refuses: Callable[[float, float], bool] | None = None,
     ) -> Tensor:
         """One step on the global batch after `consumed_samples`; returns its mean loss, a device scalar.
 
-        Raises NonFiniteError on every rank, before any weight has changed.
+        seq_length: tokens per sample of `micro_batches`, by default --seq-length. skips_non_finite: see
+        `MixedPrecisionOptimizer`. refuses: given the mean loss and the grad norm, the same on every rank,
+        says whether the update is dropped. Raises NonFiniteError on every rank, before any weight moves.
         """
+        self._expect_length(seq_length or self.run_config.model.seq_length)
+        self.optimizer.skips_non_finite = skips_non_finite
+        self.optimizer.refuses = refuses and (
+            lambda grad_norm: refuses(*self._loss_and_norm_everywhere(grad_norm))
+        )
         if global_batch_size != self.train_batch_size():
             self.set_train_batch_size(global_batch_size)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_factor"]
         samples = micro_batch_samples(
             consumed_samples,
             self.micro_batch_size,
@@ -112,9 +132,27 @@ class GPTEngine(SameNumbersPipelineEngine):
 
     def evaluate(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Tensor:
         """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank."""
+        self._expect_length(self.run_config.model.seq_length)
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._let_go_of_activations()
         return loss
+
+    def _expect_length(self, seq_length: int) -> None:
+        """Lets the stages tell each other new shapes where sequences change their length."""
+        if seq_length != self._seq_length:
+            self._seq_length = seq_length
+            self.reset_activation_shape()
+
+    def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
+        """The step's mean loss, and rank 0's grad norm, before the update. Collective; equal on all ranks."""
+        both = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.is_last_stage() and self.layout.tensor_rank == 0:
+            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.data)
+        if self.global_rank == 0:
+            both[1] = grad_norm
+        dist.all_reduce(both)
+        loss, norm = both.tolist()
+        return loss, norm
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Writes the layer files, on DeepSpeed's call while it saves. Where no rank has all weights, they are

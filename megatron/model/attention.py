@@ -39,6 +39,7 @@ class ParallelSelfAttention(nn.Module):
         its scores are made again in the backward pass."""
         super().__init__()
         self.head_dim = config.kv_channels
+        self.scale = config.attention_scale
         self.heads = config.num_attention_heads // tensor.size
         self.dropout_rate = config.attention_dropout
         self.dropout_place = f"{layer_index}.self_attention.attention_dropout"
@@ -53,11 +54,17 @@ class ParallelSelfAttention(nn.Module):
             config.hidden_size,
             3 * width,
             tensor,
-            init_std=config.init_method_std,
+            init_std=config.matrix_init_std,
+            rate_factor=config.matrix_rate_factor,
             cut_sequence=cut_sequence,
         )
         self.dense = RowParallelLinear(
-            width, config.hidden_size, tensor, init_std=output_init_std, cut_sequence=cut_sequence
+            width,
+            config.hidden_size,
+            tensor,
+            init_std=output_init_std,
+            rate_factor=config.matrix_rate_factor,
+            cut_sequence=cut_sequence,
         )
 
     def forward(self, hidden: Tensor, segments: Tensor | None) -> Tensor:
@@ -74,7 +81,9 @@ class ParallelSelfAttention(nn.Module):
         if self.training and self.dropout_rate > 0:
             context = self._attend_apart(query, key, value, bias)
         else:
-            context = F.scaled_dot_product_attention(query, key, value, bias, is_causal=bias is None)
+            context = F.scaled_dot_product_attention(
+                query, key, value, bias, is_causal=bias is None, scale=self.scale
+            )
         context = context.permute(2, 0, 1, 3).reshape(seq, batch, self.heads * self.head_dim)
         return self.dense(context)
 
@@ -95,7 +104,7 @@ class ParallelSelfAttention(nn.Module):
         """Attention spelt out: a fused kernel draws its dropout from (rank, kernel layout), which would make
         the loss depend on the layout. Ours is drawn from the sample, the head and the position."""
         seq = query.shape[2]
-        scores = torch.matmul(query, key.transpose(2, 3)) / math.sqrt(self.head_dim)
+        scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
         if bias is None:
             future = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu_(1)
             scores = scores.masked_fill(future, -math.inf)

@@ -52,6 +52,7 @@ class EmbeddingPipe(nn.Module):
             used_rows=vocab_size,
             init_std=model.init_method_std,
         )
+        self.logits_multiplier = model.logits_multiplier
         if is_head:
             return
         if model.embed_layernorm:
@@ -69,6 +70,7 @@ class EmbeddingPipe(nn.Module):
         self.fp32_residual = context.config.precision.fp32_residual_connection
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
+        self.multiplier = model.embedding_multiplier
         self.tensor = context.tensor
         self.stream = context.stream
 
@@ -85,6 +87,8 @@ class EmbeddingPipe(nn.Module):
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
             hidden = hidden + self.position_embeddings(positions)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
         if self.fp32_residual:
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
@@ -93,8 +97,12 @@ class EmbeddingPipe(nn.Module):
             )
         return (hidden, segments) if self.passes_segments else hidden
 
+    def scaled_for_logits(self, hidden: Tensor) -> Tensor:
+        """The head's input with the factor of its logits, of which there are many more."""
+        return hidden if self.logits_multiplier == 1.0 else hidden * self.logits_multiplier
+
 
 def lm_head(embedding: EmbeddingPipe, hidden: Tensor) -> Tensor:
     """hidden [batch, seq, hidden] -> this rank's logits [batch, seq, padded_vocab / TP]."""
     words = embedding.word_embeddings
-    return parallel_logits(hidden, words.weight, words.tensor)
+    return parallel_logits(embedding.scaled_for_logits(hidden), words.weight, words.tensor)

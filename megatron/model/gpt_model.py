@@ -246,8 +246,9 @@ class GPTModelPipe(PipelineModule):
         """Scalar fp32 of what `forward` has returned on the last stage."""
         if not self._head_in_loss:
             return self.cross_entropy(outputs, labels_and_mask)
-        weight = self.tied_modules[TIED_EMBEDDING].word_embeddings.weight
-        return self.cross_entropy.of_hidden(outputs, weight, labels_and_mask)
+        embedding = self.tied_modules[TIED_EMBEDDING]
+        hidden, weight = embedding.scaled_for_logits(outputs), embedding.word_embeddings.weight
+        return self.cross_entropy.of_hidden(hidden, weight, labels_and_mask)
 
     def functions_before_loss(self) -> list[Callable]:
         """This stage's layers, without those that `loss` runs."""

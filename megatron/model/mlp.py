@@ -42,7 +42,8 @@ class ParallelMLP(nn.Module):
             config.hidden_size,
             blocks * config.ffn_hidden_size,
             tensor,
-            init_std=config.init_method_std,
+            init_std=config.matrix_init_std,
+            rate_factor=config.matrix_rate_factor,
             blocks=blocks,
             cut_sequence=cut_sequence,
         )
@@ -51,6 +52,7 @@ class ParallelMLP(nn.Module):
             config.hidden_size,
             tensor,
             init_std=output_init_std,
+            rate_factor=config.matrix_rate_factor,
             cut_sequence=cut_sequence,
         )
 

@@ -79,7 +79,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         super().__init__()
         model = context.config.model
         # Depth-scaled output layers (GPT-2): keeps the residual stream's variance independent of depth.
-        output_init_std = model.init_method_std / sqrt(2.0 * model.num_layers)
+        output_init_std = model.matrix_init_std / sqrt(2.0 * model.num_layers)
         use_apex = context.config.optimizer.use_apex
         self.input_layernorm = MixedFusedLayerNorm(model.hidden_size, model.layernorm_epsilon, use_apex)
         self.self_attention = ParallelSelfAttention(

@@ -51,6 +51,7 @@ class VocabParallelEmbedding(nn.Module):
 class ColumnParallelLinear(nn.Module):
     """A replicated [..., n_in] -> [..., n_out / size], this rank's part of the outputs.
 
+    rate_factor: what the learning rate of the weight is multiplied by.
     blocks: the outputs are this many equal blocks, of each of which a rank holds a part (a gated MLP has 2).
     cut_sequence: the input is this rank's [seq / size, ..., n_in], and is gathered; the output is whole.
     """
@@ -62,6 +63,7 @@ class ColumnParallelLinear(nn.Module):
         tensor: TensorGroup,
         *,
         init_std: float,
+        rate_factor: float = 1.0,
         bias: bool = True,
         blocks: int = 1,
         cut_sequence: bool = False,
@@ -70,7 +72,10 @@ class ColumnParallelLinear(nn.Module):
         self.tensor = tensor
         self.cut_sequence = cut_sequence
         self.weight = new_parameter(
-            ParameterSpec((n_out, n_in), shard_dim=0, blocks=blocks, init_std=init_std), tensor
+            ParameterSpec(
+                (n_out, n_in), shard_dim=0, blocks=blocks, init_std=init_std, rate_factor=rate_factor
+            ),
+            tensor,
         )
         self.bias = (
             new_parameter(ParameterSpec((n_out,), shard_dim=0, blocks=blocks, weight_decay=False), tensor)
@@ -85,6 +90,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """[..., n_in / size], this rank's part of the inputs -> [..., n_out], the same on all tensor ranks.
 
+    rate_factor: what the learning rate of the weight is multiplied by.
     cut_sequence: the output is this rank's [seq / size, ..., n_out] of the whole.
     """
 
@@ -95,13 +101,16 @@ class RowParallelLinear(nn.Module):
         tensor: TensorGroup,
         *,
         init_std: float,
+        rate_factor: float = 1.0,
         bias: bool = True,
         cut_sequence: bool = False,
     ) -> None:
         super().__init__()
         self.tensor = tensor
         self.cut_sequence = cut_sequence
-        self.weight = new_parameter(ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std), tensor)
+        self.weight = new_parameter(
+            ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, rate_factor=rate_factor), tensor
+        )
         self.bias = new_parameter(ParameterSpec((n_out,), weight_decay=False), tensor) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

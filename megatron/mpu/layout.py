@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, ParallelConfig
 
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -59,6 +59,16 @@ class ParallelLayout:
                 f"rank {rank} is outside a job of {world_size} processes: check RANK, WORLD_SIZE"
             )
         return cls(tensor=tensor, pipeline=pipeline, data=world_size // (tensor * pipeline), rank=rank)
+
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig, rank: int) -> ParallelLayout:
+        """The degrees of the config, and the coordinates of `rank`."""
+        return cls.create(
+            parallel.world_size,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            rank,
+        )
 
     @property
     def world_size(self) -> int:

@@ -31,6 +31,7 @@ class ParameterSpec:
     init_std: standard deviation of the normal distribution it starts from; None: it starts as init_value.
     used_rows: rows of the whole beyond these are padding and start as zeros.
     weight_decay: whether the optimizer decays it.
+    rate_factor: what the learning rate is multiplied by for it.
     """
 
     whole_shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class ParameterSpec:
     init_value: float = 0.0
     used_rows: int | None = None
     weight_decay: bool = True
+    rate_factor: float = 1.0
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:

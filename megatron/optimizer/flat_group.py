@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.optimizer.quantized import BLOCK_SIZE
+from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
 # DeepSpeed aligns the flat buffer of a group to this many elements per partition.
 ALIGNMENT = 2
@@ -109,6 +109,18 @@ class FlatGroup:
         """(parameter, start, length) of what this rank owns, in the order of the partition."""
         owned = [(parameter, self.fragment(parameter)) for parameter in self.parameters]
         return [(parameter, *fragment) for parameter, fragment in owned if fragment is not None]
+
+    def packed(self, values: Tensor | QuantizedMoment) -> Tensor:
+        """The parameters' elements of the partition one after the other, in fp32; a view where they are
+        already so. Copies are on the CPU: the device need not hold more than one parameter's at a time."""
+        fragments = self.fragments()
+        lengths = [length for _, _, length in fragments]
+        if isinstance(values, Tensor) and fragments[-1:] and sum(fragments[-1][1:]) == sum(lengths):
+            return values[: sum(lengths)]
+        result = torch.empty(sum(lengths), dtype=torch.float32)
+        for (_, start, length), part in zip(fragments, result.split(lengths), strict=True):
+            part.copy_(read_moment(values, start, length))
+        return result
 
     # --- weights ---
 

@@ -34,7 +34,8 @@ from megatron.mpu.parameters import ParameterSpec, has_partial_gradient, is_coun
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import FlatGroup, is_host_memory
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.quantized import QuantizedMoment
+from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
+from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit
 
 # For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
@@ -119,6 +120,15 @@ class MixedPrecisionOptimizer:
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.overflow = False
         self.grad_norm = 0.0
+        # Whether a step that is not finite is skipped; None: where a smaller loss scale may help.
+        self.skips_non_finite: bool | None = None
+        # What a skipped step says of its gradient, where no loss scale explains it.
+        self.finding = ""
+        # Asked with the grad norm before an update is made, and answered alike on all ranks: is it dropped?
+        self.refuses: Callable[[float], bool] | None = None
+        self.refused = False
+        # Whether parameters that tensor ranks hold alike get the mean of their values after each step.
+        self.averages_replicated = False
         self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
 
@@ -189,8 +199,6 @@ class MixedPrecisionOptimizer:
         """Sums the gradients of tied copies over their stages, and what the tensor ranks have computed of one
         gradient each. Called once all micro-batches are through, on
         every stage: what each rank has computed by itself is measured here, to name a culprit later."""
-        for unit in self._units:
-            unit.finish()
         self._norms_before_reduction = self._stacked(
             [n for flat in self.flat for n in flat.norms_before_sums()]
         )
@@ -213,20 +221,27 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clips, steps and spreads the new weights; with an fp16 overflow only the loss scale moves.
+        """Clips, steps and spreads the new weights; if the step is `skipped` only the loss scale moves.
 
-        Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow) and `overflow`.
-        Raises NonFiniteError on all ranks when a gradient is not finite and no smaller loss scale can help.
+        Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow), `overflow` and `refused`.
+        Raises NonFiniteError on all ranks when a gradient is not finite and the step must not be skipped.
         """
         # Gradients are sums over data-parallel ranks of the scaled loss: one factor makes them its mean.
         factor = 1.0 / (self.scaler.scale * self.groups.data_size)
         self.grad_norm = self._global_norm() * factor
         self.overflow = not math.isfinite(self.grad_norm)
-        if self.overflow and not self.scaler.can_shrink:
-            raise NonFiniteError(self._diagnosis())
+        self.finding = ""
+        if self.overflow:
+            scale_helps = self.scaler.can_shrink
+            goes_on = scale_helps if self.skips_non_finite is None else self.skips_non_finite
+            if not (goes_on and scale_helps):
+                self.finding = self._diagnosis()
+            if not goes_on:
+                raise NonFiniteError(self.finding)
         if self.scaler.dynamic:
             self.scaler.update(self.overflow)
-        if self.overflow:
+        self.refused = not self.overflow and self.refuses is not None and self.refuses(self.grad_norm)
+        if self.skipped:
             return
         if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
@@ -235,7 +250,14 @@ class MixedPrecisionOptimizer:
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
+        if self.averages_replicated:
+            average_replicated(self.flat, self.tensor)
         self._spread_weights()
+
+    @property
+    def skipped(self) -> bool:
+        """The last step has left the weights as they were."""
+        return self.overflow or self.refused
 
     def _spread_weights(self) -> None:
         """Copies this rank's master weights into the model and gathers the other partitions', unless each
@@ -274,7 +296,7 @@ class MixedPrecisionOptimizer:
             dist.all_reduce(of_parts, group=self.groups.data)
             squares = torch.where(self._shared, of_parts, squares)
         # Copies that do not count must be finite all the same.
-        square = squares[self._counted].sum() + squares.sum() * 0.0
+        square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         total = square.item()  # the step's one wait for the device
@@ -318,7 +340,7 @@ class MixedPrecisionOptimizer:
         fragment = flat.fragment(parameter)
         if fragment is None:
             return {}
-        return {key: _read(moment, *fragment) for key, moment in self.moments_of(flat).items()}
+        return {key: read_moment(moment, *fragment) for key, moment in self.moments_of(flat).items()}
 
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
@@ -363,9 +385,9 @@ class MixedPrecisionOptimizer:
                 padding = 0
                 moments = self.moments_of(flat)
                 if moments:
-                    packed_moments = {key: _packed(flat, moment) for key, moment in moments.items()}
+                    packed_moments = {key: flat.packed(moment) for key, moment in moments.items()}
                     base["state"][index] = {**base["state"][index], **packed_moments}
-                master = _packed(flat, master)
+                master = flat.packed(master)
             mappings.append(addresses)
             masters.append(master)
             paddings.append(padding)
@@ -394,7 +416,7 @@ class MixedPrecisionOptimizer:
         if flat.quantized:
             before_rounding(self._owned(flat, parameter, {key: elements}))
         (start, _) = flat.fragment(parameter)
-        if not _write(state[key], start, elements):
+        if not write_moment(state[key], start, elements):
             raise RuntimeError(f"{key} of {self.names[parameter]} was not quantised to within one step")
 
     def _load_others(self, flat: FlatGroup, index: int, name: str, others: dict[str, Any]) -> None:
@@ -447,34 +469,6 @@ class MixedPrecisionOptimizer:
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._spread_weights()
-
-
-def _read(moment: Tensor | QuantizedMoment, start: int, length: int) -> Tensor:
-    if isinstance(moment, QuantizedMoment):
-        return moment.read(start, length)
-    return moment[start : start + length]
-
-
-def _write(moment: Tensor | QuantizedMoment, start: int, elements: Tensor) -> bool:
-    """Whether the elements are there now, as exactly as the moment is kept."""
-    if isinstance(moment, QuantizedMoment):
-        moment.write(start, elements)
-        return moment.is_within_one_step(start, elements)
-    moment[start : start + elements.numel()].copy_(elements)
-    return True
-
-
-def _packed(flat: FlatGroup, values: Tensor | QuantizedMoment) -> Tensor:
-    """The parameters' elements of a partition one after the other, in fp32; a view where they are already so.
-    Copies are on the CPU: the device need not hold more than one parameter's at a time."""
-    fragments = flat.fragments()
-    lengths = [length for _, _, length in fragments]
-    if isinstance(values, Tensor) and fragments[-1:] and sum(fragments[-1][1:]) == sum(lengths):
-        return values[: sum(lengths)]
-    result = torch.empty(sum(lengths), dtype=torch.float32)
-    for (_, start, length), part in zip(fragments, result.split(lengths), strict=True):
-        part.copy_(_read(values, start, length))
-    return result
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:

@@ -18,13 +18,17 @@ def parameter_groups(
     weight_decay: float,
     eight_bit: bool = False,
     units: Collection[str] = (),
+    rate_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Two groups: what decays (matrices, embeddings) and what does not (biases, norms), as the specs say.
 
-    Each has 'params', 'names' (one per parameter, in the same order) and 'weight_decay'. Both are there on
-    every rank, in this order, even if one is empty (a stage with only the embedding). A parameter that comes
-    twice (tied weights) is taken once, under its first name; frozen parameters are left out. ValueError if a
-    parameter has no spec.
+    Each has 'params', 'names' (one per parameter, in the same order), 'weight_decay' and 'rate_factor'. Both
+    are there on every rank, in this order, even if one is empty (a stage with only the embedding). A
+    parameter that comes twice (tied weights) is taken once, under its first name; frozen ones are left out.
+    ValueError if a parameter has no spec.
+
+    rate_factor: some parameters have this factor of the learning rate, by their specs. If it is not 1, they
+    form groups of their own, each before the one of the same kind whose factor is 1.
 
     eight_bit: before these two comes a group of the decayed ones whose moments have 8 bits, and each group
     says its 'moment_bits'. Parameters of a group lie in one flat buffer, where a parameter's own size is no
@@ -37,32 +41,44 @@ def parameter_groups(
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named_parameters:
         by_unit.get(name.partition(".")[0], others).append((name, parameter))
-    groups = _groups_by_kind(others, weight_decay, eight_bit)
+    groups = _groups_by_kind(others, weight_decay, eight_bit, rate_factor)
     for unit, of_unit in by_unit.items():
-        groups += [{**group, "unit": unit} for group in _groups_by_kind(of_unit, weight_decay, eight_bit)]
+        of_kinds = _groups_by_kind(of_unit, weight_decay, eight_bit, rate_factor)
+        groups += [{**group, "unit": unit} for group in of_kinds]
     return groups
 
 
 def _groups_by_kind(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float, eight_bit: bool
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    eight_bit: bool,
+    rate_factor: float,
 ) -> list[dict[str, Any]]:
-    decayed: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay}
-    plain: dict[str, Any] = {"params": [], "names": [], "weight_decay": 0.0}
-    quantized: dict[str, Any] = {"params": [], "names": [], "weight_decay": weight_decay, "moment_bits": 8}
+    factors = (1.0,) if rate_factor == 1.0 else (rate_factor, 1.0)
+    # (decays, bits of its moments), in the order of the groups.
+    kinds = [*([(True, 8)] if eight_bit else []), (True, 32), (False, 32)]
+    groups = {
+        (decays, bits, factor): {
+            "params": [],
+            "names": [],
+            "weight_decay": weight_decay if decays else 0.0,
+            "rate_factor": factor,
+            **({"moment_bits": bits} if eight_bit else {}),
+        }
+        for decays, bits in kinds
+        for factor in factors
+    }
     seen: set[int] = set()
     for name, parameter in named_parameters:
         if not parameter.requires_grad or id(parameter) in seen:
             continue
         seen.add(id(parameter))
         spec = spec_of(parameter)
-        group = decayed if spec.weight_decay else plain
-        if eight_bit and moment_bits(name, spec) == 8:
-            group = quantized
+        bits = moment_bits(name, spec) if eight_bit else 32
+        group = groups[spec.weight_decay, bits, spec.rate_factor]
         group["params"].append(parameter)
         group["names"].append(name)
-    if not eight_bit:
-        return [decayed, plain]
-    return [quantized, {**decayed, "moment_bits": 32}, {**plain, "moment_bits": 32}]
+    return list(groups.values())
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -73,8 +89,12 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     cannot be done.
     """
     groups = [dict(group) for group in groups]
+    # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = devices <= {"cpu", "cuda", "xpu", "mps"}
+    kernels = {"fused": fused, "foreach": not fused}
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0)
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, **kernels)
     if config.optimizer not in ("adam", "adamw"):
         raise ConfigError(f"--optimizer {config.optimizer} is none of adam, adamw, sgd")
     settings: dict[str, Any] = {
@@ -87,10 +107,7 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         return _apex_adam(groups, settings)
     if config.use_bnb_optimizer:
         return _eight_bit_adam(groups, settings)
-    # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = devices <= {"cpu", "cuda", "xpu", "mps"}
-    return torch.optim.AdamW(groups, **settings, fused=fused, foreach=not fused)
+    return torch.optim.AdamW(groups, **settings, **kernels)
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:

@@ -135,3 +135,19 @@ def _find_negative_scales(rows: Tensor, codes: Tensor, scales: Tensor, values: T
         scales[tried[found]] = candidates[found]
         left = torch.isin(blocks, tried[found], invert=True)
         blocks, guesses = blocks[left], guesses[left]
+
+
+def read_moment(moment: Tensor | QuantizedMoment, start: int, length: int) -> Tensor:
+    """fp32 elements of a moment, kept in 32 bits (a view) or in 8 (a copy)."""
+    if isinstance(moment, QuantizedMoment):
+        return moment.read(start, length)
+    return moment[start : start + length]
+
+
+def write_moment(moment: Tensor | QuantizedMoment, start: int, elements: Tensor) -> bool:
+    """Whether the elements are there now, as exactly as the moment is kept."""
+    if isinstance(moment, QuantizedMoment):
+        moment.write(start, elements)
+        return moment.is_within_one_step(start, elements)
+    moment[start : start + elements.numel()].copy_(elements)
+    return True

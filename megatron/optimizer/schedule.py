@@ -8,6 +8,7 @@ There is no state to save: a resumed run computes the rate from its counters.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,17 +52,22 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(
-        cls, schedule: ScheduleConfig, training: TrainingConfig, seq_length: int
+        cls,
+        schedule: ScheduleConfig,
+        training: TrainingConfig,
+        seq_length: int,
+        tokens_of_samples: Callable[[float], float] | None = None,
     ) -> LearningRateSchedule:
         """The schedule that the (validated) flags describe; ConfigError if the warm-up outlasts the decay.
 
         A decay length that is not given is the length of training: --train-iters, or the one of
         --train-samples and --train-tokens that ends first. Decay by tokens takes its warm-up in samples, of
-        seq_length tokens each.
+        seq_length tokens each unless `tokens_of_samples` tells how many the first N samples have.
         """
-        length, unit = _decay_length(schedule, training, seq_length)
+        tokens_of_samples = tokens_of_samples or (lambda samples: samples * seq_length)
+        length, unit = _decay_length(schedule, training, tokens_of_samples)
         warmup, warmup_unit = _warmup_length(schedule, length, unit)
-        start = warmup * seq_length if (warmup_unit, unit) == ("samples", "tokens") else warmup
+        start = tokens_of_samples(warmup) if (warmup_unit, unit) == ("samples", "tokens") else warmup
         if start >= length and schedule.lr_decay_style != "constant":
             raise ConfigError(
                 f"the warm-up lasts {start:,.0f} {unit} but the learning rate has to reach its minimum after "
@@ -110,7 +116,9 @@ def _flag_end(unit: Unit) -> str:
     return "iters" if unit == "iterations" else unit
 
 
-def _decay_length(schedule: ScheduleConfig, training: TrainingConfig, seq_length: int) -> tuple[int, Unit]:
+def _decay_length(
+    schedule: ScheduleConfig, training: TrainingConfig, tokens_of_samples: Callable[[float], float]
+) -> tuple[int, Unit]:
     """Where the decay ends, counted from the start of training, and in what unit."""
     if schedule.lr_decay_tokens is not None:
         return schedule.lr_decay_tokens, "tokens"
@@ -121,7 +129,7 @@ def _decay_length(schedule: ScheduleConfig, training: TrainingConfig, seq_length
     if training.train_iters is not None:
         return training.train_iters, "iterations"
     samples, tokens = training.train_samples, training.train_tokens
-    if tokens is not None and (samples is None or tokens < samples * seq_length):
+    if tokens is not None and (samples is None or tokens < tokens_of_samples(samples)):
         return tokens, "tokens"
     if samples is None:
         raise ConfigError("the length of training is not given: set --train-iters or --train-samples")

@@ -1,13 +1,14 @@
-"""How a run ends on an error: every process ends, and one of them says why, in the last line of the log.
+"""How a run ends: the exit code of every process, and on an error the one of them that says why.
 
-Needs no torch, so that a wrong flag is answered at once.
+0: finished, or left at --exit-interval. 75: to be continued, see `TO_BE_CONTINUED_EXIT_CODE`. 2: a user's
+mistake. 124: hung, see `megatron.training.watchdog`. 1: any other failure. Needs no torch, so that a wrong
+flag is answered at once.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -16,8 +17,13 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.training.launch import has_torch_launcher, node_name
+from megatron.training.reports import End, RankReport
 
 FAILURE_EXIT_CODE = 1
+# EX_TEMPFAIL of sysexits.h: the same command, given again, goes on from what was saved. Under torch's
+# launcher, which takes every code but 0 for a failure and ends the other processes, it is 0.
+TO_BE_CONTINUED_EXIT_CODE = 75
 INTERRUPTED_EXIT_CODE = 130
 
 # A launcher ends all processes as soon as one has ended, be it before the one that speaks has spoken: so the
@@ -35,40 +41,49 @@ class RunStopped(Exception):
 
 
 @contextmanager
-def told_once(*, same_everywhere: bool = False, env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """End this process on an error, which one process of the run tells on stderr.
+def told_once(report: RankReport, *, same_everywhere: bool = False) -> Iterator[None]:
+    """End this process on an error, which one process of the run tells on stderr, or each in its report.
 
     A ConfigError ends with exit code 2, anything else with 1; a mistake is told in one sentence, the
-    unforeseen with its traceback. Once the processes have met, the first that fails speaks, and all end with
-    its code, for what the others then run into is its consequence. Before, rank 0 speaks; another rank,
-    which may see other files, does so if nobody has ended it after a while, unless its errors are the
-    `same_everywhere`, as with flags.
+    unforeseen with its traceback. With reports, all is said there, for the verdict to choose from. Else,
+    once the processes have met, the first that fails speaks, and all end with its code, for what the others
+    then run into is its consequence. Before, rank 0 speaks; another rank, which may see other files, does so
+    if nobody has ended it after a while, unless its errors are the `same_everywhere`, as with flags.
     """
     try:
         yield
     except ConfigError as error:
-        sentence, code, by_rank_0 = f"error: {error}", CONFIG_ERROR_EXIT_CODE, False
+        end, sentence, code, by_rank_0 = End.MISTAKE, f"error: {error}", CONFIG_ERROR_EXIT_CODE, False
     except RunStopped as error:
-        sentence, code, by_rank_0 = f"error: {error}", FAILURE_EXIT_CODE, error.everywhere
+        end, sentence, code, by_rank_0 = End.STOPPED, f"error: {error}", FAILURE_EXIT_CODE, error.everywhere
     except KeyboardInterrupt:
-        sentence, code, by_rank_0 = "interrupted", INTERRUPTED_EXIT_CODE, True
+        end, sentence, code, by_rank_0 = End.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE, True
     except Exception as error:
-        where = f"rank {env.get('RANK', '0')} on {socket.gethostname()}"
+        where = f"rank {report.rank} on {node_name(os.environ)}"
         sentence = f"{traceback.format_exc()}error: {where}: {type(error).__name__}: {error}"
-        code, by_rank_0 = FAILURE_EXIT_CODE, False
+        end, code, by_rank_0 = End.FAILED, FAILURE_EXIT_CODE, False
     else:
         return
-    rank = env.get("RANK", "0")
-    met = _processes_have_met()
+    rank, met = report.rank, _processes_have_met()
     speaks = rank == "0"
+    first = rank
     if met and not by_rank_0:
-        first, code = _first_failure(rank, code)
+        first, first_code = _first_failure(rank, code)
+        code = code if report.is_kept else first_code
         speaks = rank == first
+    if report.end(end, sentence, first=rank == first):
+        _end(None, code)
     if not speaks:
         _wait_to_be_ended(code)
         if not met and not same_everywhere and not by_rank_0:
-            sentence, speaks = f"rank {rank} on {socket.gethostname()}: {sentence}", True
+            sentence, speaks = f"rank {rank} on {node_name(os.environ)}: {sentence}", True
     _end(sentence if speaks else None, code)
+
+
+def exit_code(report: RankReport, to_be_continued: bool, env: Mapping[str, str] = os.environ) -> int:
+    """The code of a run that ended well, which is told in the report."""
+    report.end(End.CONTINUED if to_be_continued else End.FINISHED)
+    return TO_BE_CONTINUED_EXIT_CODE if to_be_continued and not has_torch_launcher(env) else 0
 
 
 def _end(sentence: str | None, code: int) -> NoReturn:

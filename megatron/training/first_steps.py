@@ -24,7 +24,7 @@ class FirstSteps:
 
     def texts(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
         """To be printed after a step, on all ranks. Collective; `is_last`: the run's last step."""
-        if self._moments_to_come and not optimizer.overflow:
+        if self._moments_to_come and not optimizer.skipped:
             self._moments_to_come = False
             yield describe_moments(optimizer)
         if self._memory_in_steps > 0:

@@ -34,8 +34,9 @@ class IntervalSummary:
     """What one training line says about the steps since the line before it.
 
     lm_loss: mean over the steps that moved the weights; None if there were none.
-    learning_rate, global_batch_size, loss_scale, grad_norm: of the last step. loss_scale: None without fp16.
-    skipped, not_finite: steps that an fp16 overflow skipped; steps whose loss was not finite.
+    learning_rate, global_batch_size, seq_length, loss_scale, grad_norm: of the last step. seq_length: None
+    where it is always the same; loss_scale: None without fp16.
+    skipped, not_finite: steps that left the weights unchanged; steps whose loss was not finite.
     """
 
     iteration: int
@@ -45,12 +46,14 @@ class IntervalSummary:
     seconds_per_iteration: float
     learning_rate: float
     global_batch_size: int
+    seq_length: int | None
     lm_loss: float | None
     loss_scale: float | None
     grad_norm: float | None
     skipped: int
     not_finite: int
     samples_per_second: float
+    tokens_per_second: float
     tflops_per_device: float
 
 
@@ -66,6 +69,8 @@ def format_training_line(summary: IntervalSummary) -> str:
     ]
     if summary.lm_loss is not None:
         fields.append(f"lm loss: {summary.lm_loss:.6E}")
+    if summary.seq_length is not None:
+        fields.append(f"curriculum seqlen: {summary.seq_length:5d}")
     if summary.loss_scale is not None:
         fields.append(f"loss scale: {summary.loss_scale:.1f}")
     if summary.grad_norm is not None:

@@ -1,19 +1,19 @@
-"""What a run shows of itself, all through one object: console lines, a progress bar, TensorBoard."""
+"""What a run shows of itself, all through one object: console lines, a progress bar, curves."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.config import ConfigError, LoggingConfig
+from megatron.config import LoggingConfig
 from megatron.planner.flops import tflops_per_device
 from megatron.training.log_lines import (
     IntervalSummary,
@@ -22,9 +22,7 @@ from megatron.training.log_lines import (
     parse_log_line,
     perplexity,
 )
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from megatron.training.writers import Position, Writer
 
 __all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "parse_log_line"]
 
@@ -33,8 +31,9 @@ __all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "par
 class StepRecord:
     """One training step; `loss` and `grad_norm` may be tensors, which are read when a line is due.
 
-    iteration, consumed_samples, consumed_tokens: with this step included. loss: mean over the global batch.
-    loss_scale: None without fp16. skipped: an fp16 overflow left the weights unchanged. seconds: wall time.
+    iteration, consumed_samples, consumed_tokens: with this step included. seq_length: tokens per sample.
+    loss: mean over the global batch. loss_scale: None without fp16. skipped: the weights were left unchanged,
+    by an fp16 overflow or a policy. seconds: wall time.
     """
 
     iteration: int
@@ -43,6 +42,7 @@ class StepRecord:
     consumed_tokens: int
     learning_rate: float
     global_batch_size: int
+    seq_length: int
     loss: Tensor | float
     grad_norm: Tensor | float | None
     loss_scale: float | None
@@ -69,13 +69,14 @@ class ValidationRecord:
 class Throughput:
     """What turns samples per second into the other rates.
 
-    flops_per_sample: `megatron.planner.flops.iteration_flops` of a batch of one sample.
+    flops_per_sample: `megatron.planner.flops.iteration_flops` of a batch of one sample of so many tokens.
+    has_curriculum: steps differ in their tokens per sample, so lines tell them.
     """
 
-    flops_per_sample: float
-    tokens_per_sample: int
+    flops_per_sample: Callable[[int], float]
     world_size: int
     data_parallel_size: int
+    has_curriculum: bool = False
 
 
 class MetricsLogger:
@@ -92,11 +93,10 @@ class MetricsLogger:
         *,
         enabled: bool = True,
         stream: TextIO | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
         """stream: where lines go, stdout if not given; the progress bar is there too, if it is a terminal.
-
-        ConfigError if --tensorboard-dir is given and TensorBoard cannot write there.
-        """
+        writers: where curves go. With --log-path lines go to the end of that file too."""
         self._logging = logging
         self._throughput = throughput
         self._enabled = enabled
@@ -104,7 +104,8 @@ class MetricsLogger:
         self._pending: list[tuple[float, StepRecord]] = []
         self._bar: tqdm | None = None
         self._last_loss: float | None = None
-        self._writer = _make_writer(logging) if enabled and logging.tensorboard_dir else None
+        self._writers = list(writers) if enabled else []
+        self._log = open(logging.log_path, "a") if enabled and logging.log_path else None
 
     def log_step(self, record: StepRecord) -> None:
         """Takes one step in; prints and writes those since the last line if a line is due."""
@@ -121,15 +122,12 @@ class MetricsLogger:
             return
         at = record.at or f"iteration {record.iteration}"
         self.print("\n".join(format_validation_lines(record.name, at, record.loss)))
-        if self._writer is None:
-            return
         prefix = "lm-loss-validation" if record.name == "validation" else f"lm-loss-validation/{record.name}"
         values = {"lm loss validation": record.loss}
         if self._logging.log_validation_ppl_to_tensorboard:
             values["lm loss validation ppl"] = perplexity(record.loss)
-        for name, value in values.items():
-            self._write(f"{prefix}/{name}", value, record, time.time())
-        self._writer.flush()
+        self._write({f"{prefix}/{name}": value for name, value in values.items()}, record, time.time())
+        self._flush_writers()
 
     def print(self, text: str) -> None:
         """Prints other text, above the progress bar if there is one."""
@@ -140,6 +138,9 @@ class MetricsLogger:
         else:
             self._stream.write(text + "\n")
         self._stream.flush()
+        if self._log is not None:
+            self._log.write(text + "\n")
+            self._log.flush()
 
     def close(self) -> None:
         """Prints and writes what is left, and ends the bar and the event file. Closing twice does no harm."""
@@ -148,9 +149,12 @@ class MetricsLogger:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def _flush(self) -> None:
         records = [record for _, record in self._pending]
@@ -158,19 +162,24 @@ class MetricsLogger:
         summary = self._summarise(records, losses)
         self._last_loss = summary.lm_loss
         self.print(format_training_line(summary))
-        if self._writer is not None:
+        if self._writers:
             norms = _read([math.nan if r.grad_norm is None else r.grad_norm for r in records])
             for (when, record), loss, norm in zip(self._pending, losses, norms, strict=True):
                 self._write_step(record, loss, norm, when)
             if self._logging.log_timers_to_tensorboard:
                 self._write_throughput(summary, records[-1])
-            self._writer.flush()
+            self._flush_writers()
         self._pending.clear()
 
     def _summarise(self, records: Sequence[StepRecord], losses: Sequence[float]) -> IntervalSummary:
         last = records[-1]
         seconds = max(sum(record.seconds for record in records), 1e-9)
         samples = sum(record.global_batch_size for record in records)
+        tokens = sum(record.global_batch_size * record.seq_length for record in records)
+        flops = sum(
+            record.global_batch_size * self._throughput.flops_per_sample(record.seq_length)
+            for record in records
+        )
         counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
         return IntervalSummary(
             iteration=last.iteration,
@@ -180,15 +189,15 @@ class MetricsLogger:
             seconds_per_iteration=seconds / len(records),
             learning_rate=last.learning_rate,
             global_batch_size=last.global_batch_size,
+            seq_length=last.seq_length if self._throughput.has_curriculum else None,
             lm_loss=sum(counted) / len(counted) if counted else None,
             loss_scale=last.loss_scale,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
             skipped=sum(record.skipped for record in records),
             not_finite=sum(not math.isfinite(loss) for loss in losses),
             samples_per_second=samples / seconds,
-            tflops_per_device=tflops_per_device(
-                samples * self._throughput.flops_per_sample, seconds, self._throughput.world_size
-            ),
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=tflops_per_device(flops, seconds, self._throughput.world_size),
         )
 
     def _move_bar(self, record: StepRecord) -> None:
@@ -204,47 +213,47 @@ class MetricsLogger:
                 dynamic_ncols=True,
                 leave=False,
             )
-        tokens = record.global_batch_size * self._throughput.tokens_per_sample
+        tokens = record.global_batch_size * record.seq_length
         parts = [f"{tokens / max(record.seconds, 1e-9):,.0f} tokens/s"]
         if self._last_loss is not None:
             parts.insert(0, f"loss {self._last_loss:.4f}")
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
-        self._bar.update(1)
+        self._bar.update(record.iteration - self._bar.n)  # not 1 behind iterations that were skipped
 
     def _write_step(self, record: StepRecord, loss: float, grad_norm: float, when: float) -> None:
         values = {"learning-rate/learning-rate": record.learning_rate}
         if self._logging.log_batch_size_to_tensorboard:
             values["batch-size/batch-size"] = record.global_batch_size
+        if self._throughput.has_curriculum:
+            values["curriculum_seqlen"] = record.seq_length
         if record.loss_scale is not None:
             values["loss-scale/loss-scale"] = record.loss_scale
-        if not record.skipped:  # an overflowed step has neither a loss nor a norm worth a point
+        if not record.skipped:  # a skipped step has neither a loss nor a norm worth a point
             values["lm-loss-training/lm loss"] = loss
             if record.grad_norm is not None:
                 values["grad-norm/grad-norm"] = grad_norm
-        for tag, value in values.items():
-            self._write(tag, value, record, when)
+        self._write(values, record, when)
 
     def _write_throughput(self, summary: IntervalSummary, last: StepRecord) -> None:
         replicas = self._throughput.data_parallel_size
-        tokens_per_second = summary.samples_per_second * self._throughput.tokens_per_sample
         values = {
             "iteration-time": summary.seconds_per_iteration,
             "samples per second": summary.samples_per_second,
             "samples per second per replica": summary.samples_per_second / replicas,
-            "tokens per second": tokens_per_second,
-            "tokens per second per replica": tokens_per_second / replicas,
+            "tokens per second": summary.tokens_per_second,
+            "tokens per second per replica": summary.tokens_per_second / replicas,
             "TFLOPs per gpu (estimated)": summary.tflops_per_device,
         }
-        for name, value in values.items():
-            self._write(f"iteration-time/{name}", value, last, time.time())
+        self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())
 
-    def _write(self, tag: str, value: float, record: StepRecord | ValidationRecord, when: float) -> None:
-        """One value three times: over iterations, over samples and over tokens."""
-        if self._writer is None:
-            return
-        self._writer.add_scalar(tag, value, record.iteration, walltime=when)
-        self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples, walltime=when)
-        self._writer.add_scalar(f"{tag} vs tokens", value, record.consumed_tokens, walltime=when)
+    def _write(self, values: Mapping[str, float], record: StepRecord | ValidationRecord, when: float) -> None:
+        place = Position(record.iteration, record.consumed_samples, record.consumed_tokens, when)
+        for writer in self._writers:
+            writer.write(values, place)
+
+    def _flush_writers(self) -> None:
+        for writer in self._writers:
+            writer.flush()
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:
@@ -252,20 +261,3 @@ def _read(values: Sequence[Tensor | float]) -> list[float]:
     tensors = [value.detach().reshape(()).float() for value in values if isinstance(value, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
-
-
-def _make_writer(logging: LoggingConfig) -> SummaryWriter:
-    """TensorBoard's writer; it is imported only here, since it takes a second and most ranks need none."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard cannot be imported ({error}): "
-            "install tensorboard, or leave the flag out"
-        ) from None
-    try:
-        return SummaryWriter(log_dir=logging.tensorboard_dir, max_queue=logging.tensorboard_queue_size)
-    except OSError as error:
-        raise ConfigError(
-            f"--tensorboard-dir {logging.tensorboard_dir} cannot be written ({error}): give a folder that can"
-        ) from None

@@ -1,5 +1,6 @@
-"""The folders that a run writes to, tried before it starts: hours later would be late to learn of them."""
+"""What a run writes to, tried before it starts: hours later would be late to learn of it."""
 
+import importlib.util
 import os
 
 from megatron.config import Config, ConfigError
@@ -7,14 +8,28 @@ from megatron.training.processes import is_main_process
 
 
 def make_output_folders(config: Config) -> None:
-    """Makes the folders of --save and, on rank 0, --tensorboard-dir and --partition-profile; ConfigError if
-    one cannot be written."""
+    """Makes the folders of --save and, on rank 0, of what that rank writes; ConfigError if one cannot be
+    written, or if --wandb-project has no wandb."""
     if config.checkpoint.save:
         _make_writable("--save", config.checkpoint.save)
-    if config.logging.tensorboard_dir and is_main_process():
-        _make_writable("--tensorboard-dir", config.logging.tensorboard_dir)
-    if config.parallel.partition_profile and is_main_process():
-        _make_writable("--partition-profile", os.path.dirname(config.parallel.partition_profile) or ".")
+    if not is_main_process():
+        return
+    logging, parallel = config.logging, config.parallel
+    if logging.tensorboard_dir:
+        _make_writable("--tensorboard-dir", logging.tensorboard_dir)
+    for option, file in (
+        ("--log-path", logging.log_path),
+        ("--partition-profile", parallel.partition_profile),
+    ):
+        if file:
+            _make_writable(option, os.path.dirname(file) or ".")
+            if os.path.isdir(file):
+                raise ConfigError(f"{option} {file} is a folder: give a file")
+    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or leave "
+            "the flag out"
+        )
 
 
 def _make_writable(option: str, folder: str) -> None:

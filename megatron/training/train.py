@@ -1,17 +1,16 @@
 """The training loop."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.native import SaveError, TrainingState
+from megatron.checkpoint.native import RunCheckpoints, SaveError, TrainingState
 from megatron.config import Config
 from megatron.config.batch import BatchSchedule
 from megatron.config.vocab import padded_vocab_size
-from megatron.data.loader import GPTBatchLoader
+from megatron.data.loader import GPTBatchLoader, truncated
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
@@ -21,12 +20,15 @@ from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.failures import RunStopped
 from megatron.training.first_steps import FirstSteps
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
-from megatron.training.signals import ExitConditions
+from megatron.training.signals import ExitConditions, Reason
+from megatron.training.trouble import Trouble
+from megatron.training.watchdog import Watchdog
+from megatron.training.writers import make_writers
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
     """Iterations and samples of the whole run, resumed or not."""
-    iterations = schedule.total_iterations(config.training, config.model.seq_length)
+    iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
     return RunLength(iterations, schedule.consumed_after(iterations))
 
 
@@ -41,13 +43,16 @@ class Trainer:
     batches: BatchSchedule
     rates: LearningRateSchedule
     metrics: MetricsLogger
-    exits: ExitConditions
-    save: Callable[[TrainingState], Path]
-    """Writes a checkpoint of the given state; returns its folder."""
+    watchdog: Watchdog
+    checkpoints: RunCheckpoints
+    left: Reason | None = field(default=None, init=False)
+    """Why `train` left before the last iteration, if it did."""
     first_steps: FirstSteps = field(init=False)
+    trouble: Trouble = field(init=False)
 
     def __post_init__(self) -> None:
         self.first_steps = FirstSteps(self.config, self.engine.layout)
+        self.trouble = Trouble(self.config, self.engine, self.batches, self.metrics, self.checkpoints)
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
@@ -55,36 +60,53 @@ class Trainer:
         if training.no_train:
             return state
         saved = state
-        reason = self.exits.reason_before_training(self.engine.device)
-        while state.iteration < self.length.iterations and reason is None:
-            state = self.step(state)
+        exits = ExitConditions.from_config(training, self.watchdog.report)
+        exits.listen()
+        self.watchdog.watch(training.hang_timeout)
+        self.left = exits.reason_before_training(self.engine.device)
+        while state.iteration < self.length.iterations and self.left is None:
+            state = self.advance(state)
+            self.trouble.check_invariants(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 self.evaluate(state, "validation")
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
-            reason = self.exits.reason(state.iteration, self.engine.device)
+            self.left = exits.reason(state.iteration, self.engine.device)
+            self.watchdog.beat(state.iteration)
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
-        if reason:
-            self.metrics.print(reason)
+        if self.left:
+            self.metrics.print(self.left.sentence)
         return state
 
+    def advance(self, state: TrainingState) -> TrainingState:
+        """One step, or past the iterations that are to be skipped."""
+        return self.trouble.past_skipped_range(state, self.length.iterations) or self.step(state)
+
     def step(self, state: TrainingState) -> TrainingState:
-        """One optimizer step on the next global batch."""
+        """One optimizer step on the next global batch; returns the state reached, after a rollback too."""
         started = time.perf_counter()
         batch_size = self.batches.global_batch_size_at(state.consumed_samples)
+        seq_length = self.config.seq_length_at(state.iteration + 1)
         progress = Progress(
             state.iteration + 1,
             state.consumed_samples + batch_size,
-            state.consumed_tokens + batch_size * self.config.model.seq_length,
+            state.consumed_tokens + batch_size * seq_length,
         )
         rate = self.rates.rate(progress)
         micro_batches = _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size)
         try:
-            loss = self.engine.train_step(micro_batches, state.consumed_samples, batch_size, rate)
+            loss = self.engine.train_step(
+                truncated(micro_batches, seq_length),
+                state.consumed_samples,
+                batch_size,
+                rate,
+                seq_length=seq_length,
+                **self.trouble.rules(state),
+            )
         except NonFiniteError as error:
-            raise RunStopped(f"iteration {progress.iteration}: {error}") from error
+            raise self.trouble.verdict(error, progress.iteration) from error
         optimizer = self.engine.optimizer
         self.metrics.log_step(
             StepRecord(
@@ -94,27 +116,32 @@ class Trainer:
                 consumed_tokens=progress.consumed_tokens,
                 learning_rate=rate,
                 global_batch_size=batch_size,
+                seq_length=seq_length,
                 loss=loss,
                 grad_norm=optimizer.grad_norm,
                 loss_scale=optimizer.scaler.scale if self.config.precision.fp16 else None,
-                skipped=optimizer.overflow,
+                skipped=optimizer.skipped,
                 seconds=time.perf_counter() - started,
             )
         )
         for text in self.first_steps.texts(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
-        return TrainingState(
-            progress.iteration,
-            progress.consumed_samples,
-            progress.consumed_tokens,
-            state.skipped_iterations + int(optimizer.overflow),
+        return self.trouble.after(
+            TrainingState(
+                progress.iteration,
+                progress.consumed_samples,
+                progress.consumed_tokens,
+                state.skipped_iterations + int(optimizer.skipped),
+                state.skips_in_a_row + 1 if optimizer.skipped else 0,
+                state.rollbacks,
+            )
         )
 
     def checkpoint(self, state: TrainingState) -> None:
         """Saves, and says where."""
         started = time.perf_counter()
         try:
-            folder = self.save(state)
+            folder = self.checkpoints.save(state)
         except SaveError as error:
             raise RunStopped(
                 f"{error}: once that is mended, the run resumes from the checkpoint before", everywhere=False
@@ -163,19 +190,24 @@ def _micro_batches(
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
     """The logger of a run: rank 0 speaks."""
     model, parallel = config.model, config.parallel
-    throughput = Throughput(
-        flops_per_sample=iteration_flops(
+
+    def flops_per_sample(seq_length: int) -> float:
+        return iteration_flops(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
-            seq_length=model.seq_length,
+            seq_length=seq_length,
             padded_vocab_size=padded_vocab_size(vocab_size, model, parallel.tensor_model_parallel_size),
             batch_size=1,
             recompute=config.training.recomputes_layers,
             recompute_attention=recomputes_scores(config),
             gated_mlp=model.glu_activation is not None,
-        ),
-        tokens_per_sample=model.seq_length,
+        )
+
+    throughput = Throughput(
+        flops_per_sample=flops_per_sample,
         world_size=parallel.world_size,
         data_parallel_size=parallel.data_parallel_size,
+        has_curriculum=config.curriculum is not None,
     )
-    return MetricsLogger(config.logging, throughput, enabled=rank == 0)
+    writers = make_writers(config) if rank == 0 else []
+    return MetricsLogger(config.logging, throughput, enabled=rank == 0, writers=writers)

@@ -25,6 +25,7 @@ from megatron.config import (
     PrecisionConfig,
     ScheduleConfig,
     TrainingConfig,
+    TroubleConfig,
 )
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
         ),
         "data": DataConfig(),
         "checkpoint": CheckpointConfig(),
+        "trouble": TroubleConfig(),
     }
     for section, fields in changes.items():
         sections[section] = dataclasses.replace(sections[section], **fields)

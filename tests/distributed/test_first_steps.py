@@ -12,7 +12,7 @@ from tests.distributed.pool import run_world
 
 
 class NothingMoved:
-    overflow = False
+    skipped = False
 
 
 def tables_after(row, last_step, changes):

@@ -151,6 +151,7 @@ def test_several_files_hold_what_one_holds(tmp_path):
     [
         (Row(positions="rotary"), {}, "--position-embedding-type rotary"),
         (GPT2, {"glu_activation": "swiglu"}, "--glu-activation swiglu"),
+        (GPT2, {"mup": True}, "--mup"),
         (BLOOM, {}, "no --embed-layernorm"),
         (GPT2, NORM, "--embed-layernorm and --position-embedding-type absolute"),
         (GPT2, {"kv_channels": 16}, "--kv-channels 16 x 4 heads"),

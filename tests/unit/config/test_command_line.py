@@ -13,7 +13,7 @@ from megatron.config import Config, ConfigError, legacy_flags_used, parse_args, 
 from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
-from megatron.config.legacy import NOTHING_LEFT_TO_DO, STILL_TO_COME
+from megatron.config.legacy import OLD_FLAGS
 from tests.unit.config.command_lines import BLOOM, GPT_104B, PUBLISHED_FLAGS, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
@@ -311,22 +311,13 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
     assert command.notes == ("--seed is given more than once: the last value, 2, counts",)
 
 
-@pytest.mark.parametrize("old", NOTHING_LEFT_TO_DO, ids=lambda old: old.name)
+@pytest.mark.parametrize("old", OLD_FLAGS, ids=lambda old: old.name)
 def test_a_flag_with_nothing_left_to_do_is_reported_once_with_the_reason(old) -> None:
     value = old.choices[0] if old.choices else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
     expected = (f"{old.name} has nothing left to do: {old.reason}",)
     assert read_command_line([*SMALL, *words, *words], {}).notes == expected
     assert legacy_flags_used([*SMALL, *words]) == expected
-
-
-@pytest.mark.parametrize("old", STILL_TO_COME, ids=lambda old: old.name)
-def test_a_flag_still_to_come_is_refused_in_every_spelling(old) -> None:
-    for name in old.names:
-        values = {0: [], None: ["10"], "+": ["13251-14000", "16651-19500"]}[old.nargs]
-        sentence = refusal(name, *values)
-        assert sentence.startswith(f"{old.name}: ")
-        assert "not supported yet" in sentence
 
 
 @pytest.mark.parametrize(
@@ -375,7 +366,7 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
     for kind in SECTIONS.values():
         for field in dataclasses.fields(kind):
             assert flags.count(option_name(field.name)) == 1
-    for old in (*NOTHING_LEFT_TO_DO, *STILL_TO_COME):
+    for old in OLD_FLAGS:
         assert flags.count(old.name) == 1
 
 

@@ -142,7 +142,6 @@ def test_a_contradiction_names_the_key_and_the_flag(
 @pytest.mark.parametrize(
     ("file", "parts"),
     [
-        ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning", "not supported yet")),
         ({"optimizer": {"type": "Adam"}}, ("optimizer", "--optimizer")),
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "--lr")),
         ({"amp": {"enabled": True}}, ("amp", "--fp16")),

@@ -13,9 +13,9 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.quantized import kernels
 
 
-def parameter(*shape, weight_decay=True):
+def parameter(*shape, weight_decay=True, rate_factor=1.0):
     made = nn.Parameter(torch.ones(shape))
-    made.spec = ParameterSpec(whole_shape=shape, weight_decay=weight_decay)
+    made.spec = ParameterSpec(whole_shape=shape, weight_decay=weight_decay, rate_factor=rate_factor)
     return made
 
 
@@ -39,6 +39,16 @@ def test_a_stage_with_only_the_embedding_still_has_both_groups():
     decayed, plain = parameter_groups(named()[:1], 0.1)
     assert decayed["names"] == ["embedding.weight"]
     assert (plain["names"], plain["params"]) == ([], [])
+
+
+def test_parameters_with_another_rate_have_groups_of_their_own():
+    slow = ("slow.weight", parameter(4, 4, rate_factor=0.25))
+    groups = parameter_groups([*named(), slow], 0.1, rate_factor=0.25)
+    assert [(g["names"], g["rate_factor"]) for g in groups if g["names"]] == [
+        (["slow.weight"], 0.25),
+        (["embedding.weight", "dense.weight"], 1.0),
+        (["norm.weight", "dense.bias"], 1.0),
+    ]
 
 
 def test_units_have_groups_of_their_own_after_the_others():

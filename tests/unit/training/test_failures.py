@@ -6,7 +6,8 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.training import failures
-from megatron.training.failures import RunStopped, told_once
+from megatron.training.failures import RunStopped, exit_code, told_once
+from megatron.training.reports import RankReport, read_reports
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def ended_by_nobody(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def end(
     error: BaseException, capsys: pytest.CaptureFixture[str], rank: str = "0", **options
 ) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as caught, told_once(env={"RANK": rank}, **options):
+    with pytest.raises(SystemExit) as caught, told_once(RankReport(None, rank), **options):
         raise error
     return caught.value.code, capsys.readouterr().err
 
@@ -55,5 +56,30 @@ def test_a_stop_that_every_rank_knows_of_is_told_by_rank_0(capsys, ended_by_nobo
 
 
 def test_no_error_is_no_end() -> None:
-    with told_once(env={}):
+    with told_once(RankReport(None, "0")):
         pass
+
+
+def test_with_reports_every_rank_tells_its_end_there_and_nobody_speaks(capsys, tmp_path, ended_by_nobody):
+    for rank in ("0", "1"):
+        with pytest.raises(SystemExit) as caught, told_once(RankReport(str(tmp_path), rank)):
+            raise ConfigError(f"file {rank}")
+        assert caught.value.code == 2
+    assert capsys.readouterr().err == "" and ended_by_nobody == []
+    ends = [(report["rank"], report["end"], report["text"]) for report in read_reports(tmp_path)]
+    assert ends == [(0, "mistake", "error: file 0"), (1, "mistake", "error: file 1")]
+
+
+@pytest.mark.parametrize(
+    ("to_be_continued", "env", "expected", "told"),
+    [
+        (False, {}, 0, "finished"),
+        (True, {}, 75, "to be continued"),
+        # The launcher would take 75 for a failure.
+        (True, {"TORCHELASTIC_RUN_ID": "none"}, 0, "to be continued"),
+    ],
+)
+def test_the_code_of_a_run_that_ends_well(to_be_continued, env, expected, told, tmp_path) -> None:
+    report = RankReport(str(tmp_path), "0")
+    assert exit_code(report, to_be_continued, env) == expected
+    assert read_reports(tmp_path)[0]["end"] == told

@@ -21,12 +21,14 @@ BF16 = IntervalSummary(
     seconds_per_iteration=105.217,
     learning_rate=7.61e-6,
     global_batch_size=2048,
+    seq_length=None,
     lm_loss=1.943883,
     loss_scale=None,
     grad_norm=0.1281,
     skipped=0,
     not_finite=0,
     samples_per_second=19.463,
+    tokens_per_second=39860.0,
     tflops_per_device=149.0199,
 )
 
@@ -44,6 +46,12 @@ def test_fp16_line_has_the_loss_scale_after_the_loss():
     line = format_training_line(IntervalSummary(**{**vars(BF16), "loss_scale": 16384.0, "skipped": 2}))
     assert " lm loss: 1.943883E+00 | loss scale: 16384.0 | grad norm: 0.128 |" in line
     assert " number of skipped iterations:   2 |" in line
+
+
+def test_a_curriculum_is_told_by_the_peers_name():
+    line = format_training_line(IntervalSummary(**{**vars(BF16), "seq_length": 264}))
+    assert " curriculum seqlen:   264 |" in line
+    assert parse_log_line(line)["curriculum_seqlen"] == 264
 
 
 def test_small_times_and_rates_keep_four_digits():

@@ -2,6 +2,8 @@
 
 import io
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.config import ConfigError, LoggingConfig
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord, parse_log_line
+from megatron.training.writers import TensorBoardWriter, WandbWriter
 
-THROUGHPUT = Throughput(flops_per_sample=3e12, tokens_per_sample=512, world_size=4, data_parallel_size=2)
+THROUGHPUT = Throughput(
+    flops_per_sample=lambda seq_length: 3e12 * seq_length / 512, world_size=4, data_parallel_size=2
+)
 
 
 class Terminal(io.StringIO):
@@ -27,6 +32,7 @@ def record(iteration, **changes):
             "consumed_tokens": 8 * iteration * 512,
             "learning_rate": 1e-3 * iteration,
             "global_batch_size": 8,
+            "seq_length": 512,
             "loss": torch.tensor(float(iteration)),
             "grad_norm": torch.tensor(0.5),
             "loss_scale": None,
@@ -115,14 +121,25 @@ def test_the_last_iteration_and_an_early_end_leave_nothing_unsaid():
 
 def test_other_ranks_say_nothing_and_write_nothing(tmp_path):
     stream = Terminal()
-    logging = LoggingConfig(log_interval=1, tensorboard_dir=str(tmp_path / "events"))
+    logging = LoggingConfig(log_interval=1, log_path=str(tmp_path / "run.log"))
     logger = MetricsLogger(logging, THROUGHPUT, enabled=False, stream=stream)
     logger.log_step(record(1))
     logger.log_validation(ValidationRecord(1, 8, 4096, 2.0))
     logger.print("hello")
     logger.close()
     assert stream.getvalue() == ""
-    assert not (tmp_path / "events").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_log_file_grows_by_what_is_printed(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text("of the start before\n")
+    stream = io.StringIO()
+    logger = MetricsLogger(LoggingConfig(log_interval=1, log_path=str(log)), THROUGHPUT, stream=stream)
+    logger.log_step(record(1))
+    logger.log_validation(ValidationRecord(1, 8, 4096, 2.0))
+    assert log.read_text() == "of the start before\n" + stream.getvalue()
+    logger.close()
 
 
 def test_no_bar_without_a_terminal():
@@ -170,12 +187,12 @@ def test_validation_lines_name_the_moment():
 def test_tensorboard_holds_every_step_under_the_peers_tags(tmp_path):
     logging = LoggingConfig(
         log_interval=2,
-        tensorboard_dir=str(tmp_path),
         log_timers_to_tensorboard=True,
         log_batch_size_to_tensorboard=True,
         log_validation_ppl_to_tensorboard=True,
     )
-    logger = MetricsLogger(logging, THROUGHPUT, stream=io.StringIO())
+    writer = TensorBoardWriter(str(tmp_path), queue_size=10)
+    logger = MetricsLogger(logging, THROUGHPUT, stream=io.StringIO(), writers=[writer])
     for iteration in (1, 2):
         logger.log_step(record(iteration, loss_scale=256.0))
     logger.log_step(record(3, skipped=True, loss_scale=128.0))
@@ -200,9 +217,8 @@ def test_tensorboard_holds_every_step_under_the_peers_tags(tmp_path):
 
 
 def test_tensorboard_leaves_out_what_no_flag_asked_for(tmp_path):
-    logger = MetricsLogger(
-        LoggingConfig(log_interval=1, tensorboard_dir=str(tmp_path)), THROUGHPUT, stream=io.StringIO()
-    )
+    writer = TensorBoardWriter(str(tmp_path), queue_size=10)
+    logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=io.StringIO(), writers=[writer])
     logger.log_step(record(1))
     logger.log_validation(ValidationRecord(1, 8, 4096, 1.0, "test"))
     logger.close()
@@ -216,4 +232,30 @@ def test_tensorboard_leaves_out_what_no_flag_asked_for(tmp_path):
 def test_a_tensorboard_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--tensorboard-dir"):
-        MetricsLogger(LoggingConfig(tensorboard_dir=str(tmp_path / "file" / "events")), THROUGHPUT)
+        TensorBoardWriter(str(tmp_path / "file" / "events"), queue_size=10)
+
+
+def test_every_value_goes_to_wandb_with_its_place(monkeypatch):
+    """A stand-in for wandb, which is no dependency, with the calls that are made of it."""
+    logged, started, ended = [], [], []
+
+    def init(**settings):
+        started.append(settings)
+        return SimpleNamespace(
+            define_metric=lambda *_, **__: None, log=logged.append, finish=lambda: ended.append(True)
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=RuntimeError))
+    writer = WandbWriter("gpt", "first", {"model": {"num_layers": 2}})
+    logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=io.StringIO(), writers=[writer])
+    logger.log_step(record(3))
+    logger.close()
+    (settings,) = started
+    assert settings["project"] == "gpt" and settings["name"] == "first" and settings["config"]["model"]
+    place = {"iteration": 3, "consumed samples": 24, "consumed tokens": 24 * 512}
+    curves = {
+        "learning-rate/learning-rate": 3e-3,
+        "lm-loss-training/lm loss": 3.0,
+        "grad-norm/grad-norm": 0.5,
+    }
+    assert logged == [place | curves] and ended == [True]

@@ -1,17 +1,21 @@
 """When a run ends early, and that all ranks do so together."""
 
+import os
+import signal
 import time
 
 import pytest
 import torch
 
 from megatron.config import TrainingConfig
-from megatron.training.signals import ExitConditions, agree
+from megatron.training.reports import RankReport
+from megatron.training.signals import ExitConditions, Reason, agree
 
 
-def conditions(started_at=None, **training):
-    started_at = time.monotonic() if started_at is None else started_at
-    return ExitConditions.from_config(TrainingConfig(train_iters=100, **training), started_at)
+def conditions(started_at=None, folder=None, **training):
+    report = RankReport(folder, "0")
+    report.started_at = started_at or report.started_at
+    return ExitConditions.from_config(TrainingConfig(train_iters=100, **training), report)
 
 
 @pytest.fixture
@@ -21,11 +25,11 @@ def world_of_one():
     torch.distributed.destroy_process_group()
 
 
-def test_nothing_asked_for_means_no_exit_and_no_communication(monkeypatch):
-    monkeypatch.setattr("megatron.training.signals.agree", lambda *_: pytest.fail("a collective was made"))
+def test_nothing_asked_for_means_no_exit():
     assert conditions().reason(10) is None
     assert conditions().reason_before_training() is None
-    assert "iteration 10" in conditions(exit_interval=5).reason(10)
+    reason = conditions(exit_interval=5).reason(10)
+    assert "iteration 10" in reason.sentence and not reason.to_be_continued
 
 
 def test_interval_counts_from_the_start_of_all_runs():
@@ -37,7 +41,7 @@ def test_interval_counts_from_the_start_of_all_runs():
 def test_minutes_include_the_start_up():
     assert conditions(exit_duration_in_mins=2).reason(1) is None
     late = conditions(started_at=time.monotonic() - 121, exit_duration_in_mins=2)
-    assert late.reason(1) == "exiting program after 2.0 minutes (--exit-duration-in-mins 2)"
+    assert late.reason(1) == Reason("exiting program after 2.0 minutes (--exit-duration-in-mins 2)", True)
 
 
 def test_kill_switch_stops_a_run_before_and_during_training(tmp_path):
@@ -45,12 +49,13 @@ def test_kill_switch_stops_a_run_before_and_during_training(tmp_path):
     ends = conditions(kill_switch_path=str(switch), exit_interval=3)
     assert ends.reason(1) is None and ends.reason_before_training() is None
     switch.touch()
-    assert ends.reason(2) == ends.reason_before_training() == f"exiting program: kill switch {switch} exists"
-    assert "kill switch" in ends.reason(3)
+    expected = Reason(f"exiting program: kill switch {switch} exists", to_be_continued=False)
+    assert ends.reason(2) == ends.reason_before_training() == ends.reason(3) == expected
 
 
 def test_the_interval_still_holds_beside_a_kill_switch_that_is_off(tmp_path):
-    assert "iteration 3" in conditions(kill_switch_path=str(tmp_path / "none"), exit_interval=3).reason(3)
+    ends = conditions(kill_switch_path=str(tmp_path / "none"), exit_interval=3)
+    assert "iteration 3" in ends.reason(3).sentence
 
 
 def test_ranks_agree_through_the_process_group(world_of_one, tmp_path):
@@ -59,15 +64,54 @@ def test_ranks_agree_through_the_process_group(world_of_one, tmp_path):
 
 
 def test_another_rank_hears_of_the_kill_switch_it_does_not_look_at(monkeypatch, tmp_path):
-    """Rank 1 reads neither file nor clock: what rank 0 put into the all-reduce decides."""
+    """Rank 1 reads neither files nor clock: what rank 0 put into the all-reduce decides."""
+    (tmp_path / "leave").touch()
     ends = conditions(
-        kill_switch_path=str(tmp_path), exit_duration_in_mins=1, started_at=time.monotonic() - 120
+        folder=str(tmp_path),
+        kill_switch_path=str(tmp_path),
+        exit_duration_in_mins=1,
+        started_at=time.monotonic() - 120,
     )
     monkeypatch.setattr("megatron.training.signals._rank", lambda: 1)
     assert ends.reason(1) is None
     monkeypatch.setattr("megatron.training.signals.agree", lambda code, device: max(code, 2))
-    assert "minutes" in ends.reason(1)
+    assert "minutes" in ends.reason(1).sentence
 
 
 def test_without_process_groups_a_code_stands_for_itself():
     assert agree(2) == 2
+
+
+@pytest.fixture
+def handlers_put_back():
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_is_a_reason_from_listening_on(handlers_put_back):
+    ends = conditions(exit_interval=3)
+    ends.listen()
+    assert ends.reason(1) is None
+    os.kill(os.getpid(), signal.SIGUSR2)
+    expected = Reason("exiting program at iteration 3: SIGUSR2 (--exit-signal)", to_be_continued=True)
+    assert ends.reason(3) == expected
+
+
+def test_a_signal_that_another_rank_got_is_a_reason_here(monkeypatch):
+    monkeypatch.setattr("megatron.training.signals.agree", lambda code, device: code + 100 + signal.SIGTERM)
+    assert "SIGTERM" in conditions().reason(1).sentence
+
+
+def test_no_signal_but_those_named_is_handled(handlers_put_back):
+    before = signal.getsignal(signal.SIGTERM)
+    conditions(exit_signal=("usr2",)).listen()
+    assert signal.getsignal(signal.SIGTERM) == before != signal.getsignal(signal.SIGUSR2)
+
+
+def test_the_script_asks_by_a_file_beside_the_reports(tmp_path):
+    ends = conditions(folder=str(tmp_path))
+    assert ends.reason(1) is None
+    (tmp_path / "leave").touch()
+    assert ends.reason(2).to_be_continued and "script" in ends.reason(2).sentence

@@ -1,0 +1,164 @@
+"""Sequences that grow over the run: the `curriculum_learning` of a DeepSpeed JSON, of type seqlen.
+
+The length of a step is a pure function of its number, as in DeepSpeed's CurriculumScheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from megatron.config.errors import ConfigError
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
+
+_WHERE = "the DeepSpeed config's curriculum_learning"
+_SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete")
+
+
+@dataclass(frozen=True)
+class LengthCurriculum:
+    """Tokens per sample, of the first ones that a sample has.
+
+    fixed_linear, fixed_root: from min_length to max_length over total_steps, along the root of root_degree,
+    in multiples of `multiple`. fixed_discrete: lengths[i] up to step last_steps[i], then the last one.
+    """
+
+    schedule: str
+    min_length: int
+    max_length: int
+    total_steps: int = 1
+    multiple: int = 1
+    root_degree: int = 1
+    lengths: tuple[int, ...] = ()
+    last_steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "last_steps"):  # JSON makes lists of them
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def length_at(self, iteration: int) -> int:
+        """Tokens per sample in step `iteration`, counted from 1."""
+        if self.schedule == "fixed_discrete":
+            for length, last in zip(self.lengths, self.last_steps, strict=False):
+                if iteration <= last:
+                    return length
+            return self.lengths[-1]
+        if iteration >= self.total_steps:
+            return self.max_length
+        way = (iteration / self.total_steps) ** (1.0 / self.root_degree)
+        length = int(way * (self.max_length - self.min_length) + self.min_length)
+        return max(length - length % self.multiple, self._first)
+
+    @property
+    def _first(self) -> int:
+        return -(-self.min_length // self.multiple) * self.multiple
+
+    @property
+    def steps(self) -> int:
+        """From this step on the length stays."""
+        return self.last_steps[-1] + 1 if self.schedule == "fixed_discrete" else self.total_steps
+
+    def all_lengths(self) -> list[int]:
+        """Every length of the run, ascending."""
+        return sorted({self.length_at(step) for step in range(1, self.steps + 1)})
+
+    def describe(self) -> str:
+        """One sentence for the start of a run."""
+        return (
+            f"curriculum: sequences of {self.length_at(1)} tokens at first, of {self.length_at(self.steps)} "
+            f"from step {self.steps:,} on ({self.schedule}); evaluations have whole ones"
+        )
+
+
+def check_curriculum(
+    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
+) -> None:
+    """Raise ConfigError for lengths that the run cannot have."""
+    if curriculum.max_length > model.seq_length:
+        raise ConfigError(
+            f"{_WHERE} goes to {curriculum.max_length} tokens, and --seq-length is {model.seq_length}: lower "
+            "its max_difficulty, or raise the latter"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):
+        raise ConfigError(
+            f"{_WHERE} has sequences of {odd[0]} tokens, which --sequence-parallel cannot cut over "
+            f"--tensor-model-parallel-size {tensor}: choose multiples of it (difficulty_step)"
+        )
+    if training.compile:
+        raise ConfigError(
+            "--compile with a curriculum of sequence lengths: layers would be compiled anew for each length, "
+            "drop the flag until the sequences have grown"
+        )
+
+
+def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
+    """The curriculum of the file's section, None if it is not enabled; ConfigError for what is not known."""
+    if section.get("enabled") is not True:
+        return None
+    for key in ("curriculum_type", "schedule_type", "schedule_config", "min_difficulty", "max_difficulty"):
+        if key not in section:
+            raise ConfigError(f"{_WHERE} has no {key}: add it to the file")
+    kind, schedule, details = (section[k] for k in ("curriculum_type", "schedule_type", "schedule_config"))
+    if kind != "seqlen":
+        raise ConfigError(f"{_WHERE}.curriculum_type is {kind!r}: expected 'seqlen'")
+    if schedule not in _SCHEDULES:
+        raise ConfigError(f"{_WHERE}.schedule_type is {schedule!r}: expected one of {', '.join(_SCHEDULES)}")
+    if not isinstance(details, Mapping):
+        raise ConfigError(f"{_WHERE}.schedule_config is {details!r}: expected an object in braces")
+    shortest, longest = (_number(section, key) for key in ("min_difficulty", "max_difficulty"))
+    if shortest > longest:
+        raise ConfigError(
+            f"{_WHERE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
+        )
+    if schedule == "fixed_discrete":
+        return _discrete(details, shortest, longest)
+    multiple = _number(details, "difficulty_step")
+    if longest % multiple:
+        raise ConfigError(
+            f"{_WHERE}: max_difficulty {longest} is no multiple of difficulty_step {multiple}, so it would "
+            "never be reached: change one of them"
+        )
+    return LengthCurriculum(
+        schedule,
+        shortest,
+        longest,
+        total_steps=_number(details, "total_curriculum_step"),
+        multiple=multiple,
+        root_degree=_number(details, "root_degree") if schedule == "fixed_root" else 1,
+    )
+
+
+def _discrete(details: Mapping[str, Any], shortest: int, longest: int) -> LengthCurriculum:
+    lengths, steps = (
+        tuple(value) if isinstance(value, list) else ()
+        for value in (details.get("difficulty"), details.get("max_step"))
+    )
+    fits = (
+        0 < len(steps) == len(lengths) - 1
+        and all(_is_count(number) for number in (*lengths, *steps))
+        and list(lengths) == sorted(lengths)
+        and list(steps) == sorted(steps)
+        and shortest <= lengths[0]
+        and lengths[-1] == longest
+    )
+    if not fits:
+        raise ConfigError(
+            f"{_WHERE}.schedule_config: fixed_discrete takes ascending whole numbers, 'difficulty' from "
+            f"min_difficulty {shortest} or more to max_difficulty {longest}, and 'max_step', one fewer"
+        )
+    return LengthCurriculum("fixed_discrete", shortest, longest, lengths=lengths, last_steps=steps)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _number(section: Mapping[str, Any], key: str) -> int:
+    value = section.get(key)
+    if not _is_count(value):
+        raise ConfigError(f"{_WHERE}: {key} is {value!r}: expected a whole number above 0")
+    return value

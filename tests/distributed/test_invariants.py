@@ -1,0 +1,133 @@
+"""What has drifted is named, with the parameter and the ranks; what has not is no news."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from megatron.training.failures import RunStopped
+from megatron.training.invariants import broken_invariants
+from tests.distributed.layouts import Row, config_of
+from tests.distributed.layouts import train as train_engine
+from tests.distributed.pool import run_world
+from tests.distributed.trainers import make_trainer
+
+TWO_LAYERS = {"num_layers": 2}
+NORM = "3.input_layernorm.weight"
+MATRIX = "4.mlp.dense_h_to_4h.weight"
+EMBEDDING = "tied_modules.embed.word_embeddings.weight"
+
+
+def change(engine, name, kind, value):
+    """Sets the first element that this rank owns of a parameter's weights, fp32 or moment; in fp32 weights
+    are views of the master weights."""
+    optimizer = engine.optimizer
+    for flat in optimizer.flat:
+        for parameter in flat.parameters:
+            if optimizer.names[parameter] != name:
+                continue
+            if kind == "weights":
+                parameter.data.view(-1)[0] = value
+            elif fragment := flat.fragment(parameter):
+                moments = {"fp32": flat.master.data, **optimizer.moments_of(flat)}
+                moments[kind][fragment[0]] = value
+
+
+def findings(row, changes, precision):
+    """Before and after one rank's state is changed: changes = (rank, name, kind, value)."""
+    engine = make_trainer(config_of(row, model=TWO_LAYERS, precision=precision)).engine
+    train_engine(engine, [0, 1])
+    before = broken_invariants(engine.optimizer, engine.layout)
+    rank, name, kind, value = changes
+    if engine.layout.rank == rank:
+        with torch.no_grad():
+            change(engine, name, kind, value)
+    return before, broken_invariants(engine.optimizer, engine.layout)
+
+
+EVERYTHING = Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2)
+BF16 = {"bf16": True}
+DRIFTS = {
+    "a norm on a tensor rank": (Row(tp=2), (1, NORM, "fp32", 0.5), BF16, f"fp32 of {NORM} on rank 1 is not"),
+    "its moment": (
+        Row(tp=2),
+        (1, NORM, "exp_avg", 0.5),
+        {},
+        f"exp_avg of {NORM} on rank 1 is not that on rank 0",
+    ),
+    "a replica's weight": (
+        Row(dp=4),
+        (2, MATRIX, "weights", 0.5),
+        BF16,
+        f"weights of {MATRIX} on rank 2 is not that on ranks 0, 1, 3",
+    ),
+    "a replica's moment": (
+        Row(dp=2),
+        (1, MATRIX, "exp_avg_sq", 0.5),
+        {},
+        f"exp_avg_sq of {MATRIX} on rank 1",
+    ),
+    "a tied copy": (
+        Row(pp=2),
+        (1, EMBEDDING, "weights", 0.5),
+        BF16,
+        f"weights of {EMBEDDING} on rank 1 is not that on rank 0",
+    ),
+    "one of many": (
+        EVERYTHING,
+        (6, EMBEDDING, "weights", 0.5),
+        BF16,
+        f"weights of {EMBEDDING} on rank 6 is not that on ranks 0, 2, 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_what_has_drifted_is_named_on_every_rank(name):
+    row, changes, precision, part = DRIFTS[name]
+    for before, after in run_world(row.world_size, findings, row, changes, precision):
+        assert before is None
+        assert after.startswith("copies differ: ") and part in after
+
+
+def test_with_zero_a_drifted_copy_is_told_with_all_ranks_that_hold_parts_of_it():
+    for _, after in run_world(4, findings, Row(pp=2, dp=2, zero=1), (0, EMBEDDING, "exp_avg", 0.5), BF16):
+        assert re.search(rf"exp_avg of {EMBEDDING} on rank\S* [\d, ]+ is not that on rank\S* 0", after)
+
+
+def test_what_is_not_finite_is_named_though_nothing_has_drifted():
+    for _, after in run_world(2, findings, Row(pp=2), (1, MATRIX, "exp_avg", math.nan), {}):
+        assert after == f"not finite: exp_avg of {MATRIX} on rank 1"
+
+
+def stopped(row, changes):
+    trainer = make_trainer(
+        config_of(row, model=TWO_LAYERS, trouble={"check_invariants_interval": 2}, parallel=changes), steps=4
+    )
+    step = trainer.step
+
+    def drifting(state):
+        state = step(state)
+        if state.iteration == 3 and trainer.engine.layout.rank == 1:
+            change(trainer.engine, NORM, "fp32", 0.5)
+        return state
+
+    trainer.step = drifting
+    from megatron.checkpoint.native import TrainingState
+
+    with pytest.raises(RunStopped) as caught:
+        trainer.train(TrainingState())
+    return str(caught.value)
+
+
+def test_a_run_looks_every_n_steps_and_stops():
+    for sentence in run_world(2, stopped, Row(tp=2), {"sequence_parallel": True}):
+        assert sentence.startswith("iteration 4: copies differ: ") and NORM in sentence
+        assert "resume from a checkpoint before" in sentence
+
+
+def test_nothing_is_found_where_replicas_share_weights():
+    changes = (0, NORM, "exp_avg", 0.25)  # of which there is one copy only
+    for result in run_world(2, findings, Row(dp=2, zero=3), changes, BF16):
+        assert result == (None, None)

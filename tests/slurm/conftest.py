@@ -1,0 +1,133 @@
+"""The two-node Slurm of cluster.sh, and jobs on it as users submit them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import ROOT
+
+CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
+EXAMPLES = ROOT / "examples" / "slurm"
+# Far above what any of these jobs takes: a job that hangs fails, a slow machine does not.
+TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a shell that talks to a cluster of its own."""
+    # Without what a job or a launcher around these tests has set.
+    ours = (
+        "SLURM",
+        "SBATCH",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "NNODES",
+        "GPUS_PER_NODE",
+        "MAX_RESTARTS",
+        "REQUEUE",
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env["PATH"] += ":/usr/sbin:/sbin"
+    if shutil.which("slurmctld", path=env["PATH"]) is None:
+        reason = "Slurm is not installed: apt-get install munge slurmctld slurmd slurm-client"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    env["SLURM_TEST_FOLDER"] = str(tmp_path_factory.mktemp("slurm") / "cluster")
+    subprocess.run([CLUSTER, "start"], env=env, check=True, timeout=TIMEOUT_S)
+    shown = subprocess.run([CLUSTER, "env"], env=env, check=True, capture_output=True, text=True).stdout
+    name, _, value = shown.removeprefix("export ").strip().partition("=")
+    env[name] = value
+    env |= {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        yield env
+    finally:
+        subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted. number: its id; of an array, that of the array."""
+
+    number: str
+    folder: Path
+    env: dict[str, str]
+
+    def log(self) -> str:
+        """What its log holds by now; those of an array's jobs one after another."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.number}*.out")))
+
+    def wait_for(self, words: str, times: int = 1) -> None:
+        """Until the log has the words so often."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.log().count(words) < times:
+            assert time.monotonic() < deadline and self._exit_code() is None, self.log()
+            time.sleep(0.2)
+
+    def end(self) -> int:
+        """Its exit code once it has ended, 128 and more for a signal; of an array, the largest."""
+        deadline = time.monotonic() + TIMEOUT_S
+        # sbatch --wait would ask ever more rarely.
+        while (code := self._exit_code()) is None:
+            assert time.monotonic() < deadline, f"job {self.number} does not end:\n{self.log()}"
+            time.sleep(0.5)
+        return code
+
+    def rank(self, rank: int) -> int:
+        """The process id of a rank, by what Slurm and the launcher put into its environment."""
+        words = {f"SLURM_CONF={self.env['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}", f"RANK={rank}"}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if words <= set(path.read_text(errors="replace").split("\0")):
+                    return int(path.parent.name)
+        raise LookupError(f"job {self.number} has no rank {rank}")
+
+    def control(self, *command: str) -> str:
+        """Runs a command of Slurm's on the job."""
+        return subprocess.run(
+            [*command, self.number], env=self.env, check=True, capture_output=True, text=True
+        ).stdout
+
+    def _exit_code(self) -> int | None:
+        # Without an answer, slurmctld is late: it shares the cores with the job.
+        command = ["scontrol", "show", "job", "--oneliner", self.number]
+        shown = subprocess.run(command, env=self.env, capture_output=True, text=True).stdout
+        if not shown or re.search(r"JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown):
+            return None
+        codes = re.findall(r" ExitCode=(\d+):(\d+)", shown)
+        return max(int(signal) + 128 if int(signal) else int(code) for code, signal in codes)
+
+
+@pytest.fixture
+def submit(slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """submit(script, *flags, options=(), **variables): what `VARIABLES sbatch OPTIONS SCRIPT FLAGS` does."""
+    jobs = []
+
+    def submit(script: str, *flags: str, options: tuple[str, ...] = (), **variables: object) -> Job:
+        submitted = subprocess.run(
+            ["sbatch", "--parsable", *options, str(EXAMPLES / script), *flags],
+            cwd=tmp_path,
+            env={**slurm, **{name: str(value) for name, value in variables.items()}},
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        jobs.append(Job(submitted.stdout.strip(), tmp_path, slurm))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        job.control("scancel")

@@ -1,0 +1,304 @@
+"""Every script of examples/slurm through real sbatch, made small by its own variables: 2 nodes x 2 CPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.end_to_end.command import ROOT
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.slurm.conftest import CLUSTER, EXAMPLES, TIMEOUT_S, Job
+
+TINY = {
+    **{"NNODES": 2, "GPUS_PER_NODE": 2, "TP_SIZE": 2, "PP_SIZE": 2},
+    **{"NUM_LAYERS": 2, "HIDDEN_SIZE": 32, "NUM_HEADS": 4, "SEQ_LENGTH": 32},
+    **{"MICRO_BATCH_SIZE": 1, "GLOBAL_BATCH_SIZE": 4, "RAMPUP_BATCH_SIZE": "2 2 4"},
+    **{"TRAIN_SAMPLES": 12, "LR_WARMUP_SAMPLES": 2, "LR_DECAY_SAMPLES": 12, "EVAL_ITERS": 0},
+}
+STEPS = 4  # of 2, 2, 4 and 4 samples
+ON_BOTH_NODES = ("--nodes=2",)
+
+# Strict: the day the feature is there, the mark has to go.
+WAITS_FOR_CURRICULA = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="curriculum learning is refused"
+)
+
+Submit = Callable[..., Job]
+
+
+def steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def places(corpus: Path) -> dict[str, object]:
+    """The variables that name data and tokenizers."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=_tokenizer_file(corpus), eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.save_pretrained(corpus / "tokenizer")
+    return {
+        "DATA_PATH": corpus / "text_text_document",
+        "VOCAB_FILE": corpus / "vocab.json",
+        "MERGE_FILE": corpus / "merges.txt",
+        "TOKENIZER": corpus / "tokenizer",
+        "PAD_VOCAB_SIZE_TO": 640,
+    }
+
+
+def _tokenizer_file(corpus: Path) -> str:
+    from tokenizers import ByteLevelBPETokenizer
+
+    made = ByteLevelBPETokenizer(str(corpus / "vocab.json"), str(corpus / "merges.txt"))
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(corpus / "tokenizer.json"))
+    return str(corpus / "tokenizer.json")
+
+
+def train_leave_and_resume(
+    submit: Submit, script: str, options: tuple[str, ...] = ON_BOTH_NODES, **variables: object
+) -> Job:
+    """Two jobs, the first of which leaves after 2 steps; returns it."""
+    first = submit(script, "--exit-interval", "2", options=options, **variables)
+    assert first.end() == 0, first.log()
+    assert steps(first.log()) == [1, 2]
+    assert "2 node(s) x 2 processes" in first.log()
+    second = submit(script, options=options, **variables)
+    assert second.end() == 0, second.log()
+    assert re.search(r"starting from \S*global_step2, iteration 2", second.log())
+    assert steps(second.log()) == [3, 4]
+    return first
+
+
+def test_a_second_start_finds_the_cluster_of_the_first(slurm: dict[str, str]) -> None:
+    def daemons() -> dict[str, str]:
+        return {file.name: file.read_text() for file in Path(slurm["SLURM_TEST_FOLDER"], "pid").iterdir()}
+
+    before = daemons()
+    subprocess.run([CLUSTER, "start"], env=slurm, check=True, timeout=TIMEOUT_S)
+    assert len(before) == 4 and daemons() == before
+
+
+def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
+    job = submit("smoke.slurm")
+    assert job.end() == 0, job.log()
+    assert steps(job.log()) == [1, 2, 3, 4, 5, 6]
+    assert (
+        job.log()
+        .splitlines()[-1]
+        .startswith("smoke: 2 node(s) x 2 processes trained 6 steps, saved and resumed")
+    )
+
+
+def test_104b_asks_for_its_nodes_and_goes_on_from_a_universal_checkpoint(
+    submit: Submit, places: dict[str, object], tmp_path: Path
+) -> None:
+    # As typed, without --nodes: the job begins on one node.
+    first = train_leave_and_resume(submit, "tr8-104B.slurm", (), **TINY, **places)
+    assert "began on 1 node(s) and needs NNODES=2" in first.log()
+
+    variables = {**TINY, **places, "TP_SIZE": 1, "TRAIN_SAMPLES": 16}
+    job = submit("resume-universal.slurm", options=ON_BOTH_NODES, WORKERS=1, **variables)
+    assert job.end() == 0, job.log()
+    assert "iteration 4" in re.search("starting from .*global_step4_universal.*", job.log())[0]
+    assert "tensor 1 x pipeline 2 x data 2" in job.log()
+    assert steps(job.log()) == [5]
+    assert (tmp_path / "runs" / "tr8-104B-tp1-pp2" / "checkpoints" / "latest").read_text() == "global_step5"
+
+
+@pytest.mark.parametrize(
+    ("script", "layers", "cut"),
+    [
+        # Embedding and head weigh as much as the layers in between.
+        ("tr8-104B-mt5-32.slurm", 2, "type:embed:2|transformer:1"),
+        ("tr11-176B-ml.slurm", 2, "type:transformer|embedding"),
+    ],
+)
+def test_a_large_vocabulary(
+    script: str, layers: int, cut: str, submit: Submit, places: dict[str, object]
+) -> None:
+    first = train_leave_and_resume(submit, script, **{**TINY, **places, "NUM_LAYERS": layers})
+    assert f"--partition-method {cut}" in first.log()
+
+
+def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
+    train_leave_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
+
+
+@WAITS_FOR_CURRICULA
+def test_a_curriculum(submit: Submit, places: dict[str, object]) -> None:
+    variables = {**TINY, **places, "CURRICULUM_START": 8, "CURRICULUM_STEPS": 4}
+    tokens = {"TRAIN_TOKENS": 10_000, "LR_DECAY_TOKENS": 10_000, "TRAIN_SAMPLES": 4 * STEPS}
+    train_leave_and_resume(submit, "tr8b-104B-cl.slurm", **{**variables, **tokens})
+
+
+def test_a_sweep_times_each_method(submit: Submit, places: dict[str, object], tmp_path: Path) -> None:
+    variables = {**TINY, **places, "METHODS": "type:transformer memory", "STEPS": 2}
+    job = submit("sweep-partition.slurm", options=("--array=0-1%1",), **variables)
+    assert job.end() == 0, job.log()
+    for method in ("type:transformer", "memory"):
+        assert re.search(rf"^{method}: median of \d+\.\d+ seconds per step$", job.log(), re.MULTILINE)
+    assert not list(tmp_path.glob("runs/**/global_step*"))
+
+
+def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[str], tmp_path: Path) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2", "--train-iters", "2"]
+    run = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks=4", sys.executable, "-u", str(ROOT / "pretrain_gpt.py"), *flags],
+        cwd=tmp_path,
+        env=slurm,
+        text=True,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "4 processes = tensor 1 x pipeline 2 x data 2" in run.stdout
+    assert steps(run.stdout) == [1, 2]
+
+
+def losses(log: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"^ iteration +(\d+)/.*lm loss: (\S+)", log, re.M)}
+
+
+def test_a_job_survives_a_kill_and_goes_back_into_the_queue_when_time_is_nearly_up(
+    submit: Submit, places: dict[str, object]
+) -> None:
+    variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="survivor", **variables)
+    job.wait_for("saved survivor/checkpoints/global_step5 ")
+    os.kill(job.rank(2), signal.SIGKILL)
+    job.wait_for("compared with what was saved")
+    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
+    assert job.end() == 0, job.log()
+    log = job.log()
+    assert re.search(r"^error: rank 2 on n2, stage 1 .*: killed \(SIGKILL\)", log, re.MULTILINE)
+    assert "restart 1 of 3, from the newest complete checkpoint" in log
+    assert "the job's script asked for it" in log and "goes back into the queue" in log
+    assert log.count("starting from survivor/checkpoints/global_step") == 2
+    uninterrupted = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="other", **variables)
+    assert uninterrupted.end() == 0
+    assert losses(log) == losses(uninterrupted.log()) and len(losses(log)) == 16
+
+
+PROBE = """\
+import os, sys, time
+from megatron.training.failures import exit_code, told_once
+from megatron.training.reports import RankReport
+
+report = RankReport.from_environment()
+print(f"rank {report.rank}: restart {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
+with told_once(report):
+    if "--fail" in sys.argv:
+        raise ValueError("broken")
+while not report.asked_to_leave():
+    time.sleep(0.1)
+sys.exit(exit_code(report, to_be_continued=True))
+"""
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Path:
+    """A repository whose pretrain_gpt.py tells what the scripts do with its processes."""
+    for folder in ("examples", "megatron"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "pretrain_gpt.py").write_text(PROBE)
+    return tmp_path
+
+
+def test_a_job_that_may_not_requeue_says_by_its_code_that_it_is_to_be_continued(
+    submit: Submit, probe: Path
+) -> None:
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, REQUEUE="no", **TINY)
+    job.wait_for(": restart 0", times=4)
+    job.control("scancel", "--batch", "--signal=USR2")
+    assert job.end() == 75, job.log()
+    assert not list(probe.glob("runs/*/reports/*"))
+
+
+def test_a_requeued_job_starts_again(submit: Submit, probe: Path) -> None:
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, **TINY)
+    job.wait_for(": restart 0", times=4)
+    job.control("scontrol", "requeue")
+    job.wait_for(": restart 1", times=4)
+    job.control("scancel")
+    assert job.end() != 0
+
+
+def test_a_failure_that_comes_again_ends_the_job_with_its_cause_last(submit: Submit, probe: Path) -> None:
+    job = submit("tr8-104B.slurm", "--fail", options=ON_BOTH_NODES, REPO=probe, MAX_RESTARTS=1, **TINY)
+    assert job.end() == 1
+    lines = job.log().splitlines()
+    assert lines.count("restart 1 of 1, from the newest complete checkpoint") == 1
+    assert re.search(r"^error: rank \d on n[12] \(pid \d+\), .*: ValueError: broken$", lines[-1])
+    assert job.log().count("ValueError: broken") == 4  # twice a traceback and a sentence
+
+
+TR8_LAYOUT = "256 processes = tensor 4 x pipeline 32 x data 2"
+# srun writes down the flags that it was to start pretrain_gpt.py with.
+STUBS = {
+    "scontrol": '[ "$2" = hostnames ] && echo localhost || true',
+    "sinfo": "true",
+    "srun": 'while [[ $1 != */pretrain_gpt.py ]]; do shift; done; printf "%s\\n" "${@:2}" >"$FLAGS"',
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "nodes", "words", "layout"),
+    [
+        ("tr8-104B.slurm", 64, 50_257, TR8_LAYOUT),
+        ("tr8-104B-mt5-32.slurm", 32, 250_100, "128 processes = tensor 4 x pipeline 32 x data 1"),
+        ("tr11-176B-ml.slurm", 48, 250_680, "384 processes = tensor 4 x pipeline 12 x data 8"),
+        ("tr8b-104B-bnb.slurm", 64, 50_257, TR8_LAYOUT),
+        pytest.param("tr8b-104B-cl.slurm", 64, 50_257, TR8_LAYOUT, marks=WAITS_FOR_CURRICULA),
+    ],
+)
+def test_the_real_size_passes_a_dry_run(
+    script: str, nodes: int, words: int, layout: str, tmp_path: Path
+) -> None:
+    """The script as it stands, with stubs in place of Slurm."""
+    for name, commands in STUBS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{commands}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "localhost"}
+    job["MAX_RESTARTS"] = "0"  # without processes there are no reports of their success
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FLAGS": str(tmp_path / "flags")}
+    subprocess.run(
+        ["bash", str(EXAMPLES / script)],
+        cwd=ROOT,
+        env={**os.environ, **job, **path, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path)},
+        timeout=60,
+    )
+    flags = (tmp_path / "flags").read_text().splitlines()
+    flags += ["--dry-run", "--world-size", layout.split()[0], "--vocab-size", str(words)]
+    run = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert layout in run.stdout
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.slurm")))
+def test_outside_slurm_a_script_says_how_to_start_it(script: str) -> None:
+    run = subprocess.run(["bash", str(EXAMPLES / script)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr == f"error: there is no Slurm job: start it as sbatch {EXAMPLES / script}\n"
+
+
+def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.slurm"
+    copy.write_text((EXAMPLES / "tr8-104B.slurm").read_text())
+    run = subprocess.run(["bash", str(copy)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1] == "error: set REPO to the folder of the repository"
