@@ -79,6 +79,7 @@ _OWN_KEYS = (
     "data_types",
     "curriculum_learning",
     "steps_per_print",
+    "elastic_checkpoint",
     "zero_allow_untested_optimizer",
     *_REFUSED_SECTIONS,
 )
@@ -116,6 +117,11 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
         notes.append(
             f"the DeepSpeed config's steps_per_print {settings['steps_per_print']} is not used: "
             f"--log-interval {config.logging.log_interval} decides when a line is printed"
+        )
+    if settings.get("elastic_checkpoint"):
+        notes.append(
+            "the DeepSpeed config's elastic_checkpoint has nothing left to do: every checkpoint opens on any "
+            "layout"
         )
     zero = _section(settings, "zero_optimization")
     replaced = [key for key, value in zero.items() if key != "stage" and not _unset(value)]
