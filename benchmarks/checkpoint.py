@@ -276,33 +276,17 @@ class AnonymousMemory:
 
 def make_config(layers: int, layout_name: str):
     """The configuration of the run that is saved."""
-    from megatron.config import (
-        BatchConfig,
-        Config,
-        ModelConfig,
-        ParallelConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
+    from benchmarks.worlds import config_of
 
-    return Config(
-        model=ModelConfig(
-            num_layers=layers,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            seq_length=SEQ,
-            max_position_embeddings=SEQ,
-        ),
-        batch=BatchConfig(micro_batch_size=1, global_batch_size=2),
-        schedule=ScheduleConfig(lr=1e-4),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=TENSOR if layout_name == "tp2" else 1,
-            pipeline_model_parallel_size=1 if layout_name == "tp2" else 2,
-            zero_stage=1,
-            world_size=2,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        ),
-        training=TrainingConfig(train_iters=1),
+    cut = (
+        f"--tensor-model-parallel-size {TENSOR}"
+        if layout_name == "tp2"
+        else "--pipeline-model-parallel-size 2"
+    )
+    return config_of(
+        f"--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
+        f"--max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 2 --zero-stage 1 {cut}",
+        2,
     )
 
 

@@ -76,15 +76,15 @@ def make_steps(
     labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
     loss = CrossEntropy(TensorGroup(), vocab)
 
+    # What a step has made is let go of at its end, so that the next one's peak has all of it.
     def fused() -> None:
-        hidden.grad = None
         loss.of_hidden(hidden, weight, labels).backward()
+        hidden.grad = None
 
     def plain() -> None:
-        hidden.grad = weight.grad = None
         loss(parallel_logits(hidden, weight, TensorGroup()).float(), labels).backward()
         weight.main_grad.add_(weight.grad)
-        weight.grad = None
+        hidden.grad = weight.grad = None
 
     return {"fused": fused, "plain": plain}
 

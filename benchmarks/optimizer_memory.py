@@ -10,7 +10,6 @@ weights, 4 bytes per parameter, come on top for both.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -96,35 +95,13 @@ def run_worker(name: str) -> None:
 
 def make_config(eight_bit: bool):
     """The configuration of the measured run."""
-    from megatron.config import (
-        BatchConfig,
-        Config,
-        ModelConfig,
-        OptimizerConfig,
-        ParallelConfig,
-        PrecisionConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
+    from benchmarks.worlds import config_of
 
-    return Config(
-        model=ModelConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            seq_length=SEQ,
-            max_position_embeddings=SEQ,
-        ),
-        batch=BatchConfig(micro_batch_size=1, global_batch_size=STAGES),
-        schedule=ScheduleConfig(lr=1e-4),
-        parallel=ParallelConfig(
-            pipeline_model_parallel_size=STAGES,
-            world_size=STAGES,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        ),
-        training=TrainingConfig(train_iters=1),
-        optimizer=OptimizerConfig(use_bnb_optimizer=eight_bit),
-        precision=PrecisionConfig(bf16=True),
+    return config_of(
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
+        f"--max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size {STAGES} --bf16 "
+        f"--pipeline-model-parallel-size {STAGES} {'--use-bnb-optimizer' if eight_bit else ''}",
+        STAGES,
     )
 
 

@@ -145,34 +145,14 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
 
 def make_config(tensor_size: int, pipeline_size: int, world: int):
     """The configuration of the measured run."""
-    from megatron.config import (
-        BatchConfig,
-        Config,
-        ModelConfig,
-        ParallelConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
+    from benchmarks.worlds import config_of
 
-    return Config(
-        model=ModelConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            seq_length=SEQ,
-            max_position_embeddings=SEQ,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        batch=BatchConfig(micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH),
-        schedule=ScheduleConfig(lr=1e-4),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=tensor_size,
-            pipeline_model_parallel_size=pipeline_size,
-            world_size=world,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        ),
-        training=TrainingConfig(train_iters=1),
+    return config_of(
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
+        f"--max-position-embeddings {SEQ} --hidden-dropout 0 --attention-dropout 0 "
+        f"--micro-batch-size {MICRO_BATCH} --global-batch-size {GLOBAL_BATCH} "
+        f"--tensor-model-parallel-size {tensor_size} --pipeline-model-parallel-size {pipeline_size}",
+        world,
     )
 
 

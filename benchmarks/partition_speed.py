@@ -234,35 +234,15 @@ def run_worker(profile: str) -> None:
 
 def make_config(method: str, stages: int, profile: str | None = None):
     """The configuration of the measured run."""
-    from megatron.config import (
-        BatchConfig,
-        Config,
-        ModelConfig,
-        ParallelConfig,
-        ScheduleConfig,
-        TrainingConfig,
-    )
+    from benchmarks.worlds import config_of
 
-    return Config(
-        model=ModelConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            seq_length=SEQ,
-            max_position_embeddings=SEQ,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        batch=BatchConfig(micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * MICRO_BATCHES),
-        schedule=ScheduleConfig(lr=1e-4),
-        parallel=ParallelConfig(
-            pipeline_model_parallel_size=stages,
-            partition_method=method,
-            partition_profile=profile,
-            world_size=stages,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        ),
-        training=TrainingConfig(train_iters=1),
+    return config_of(
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
+        f"--max-position-embeddings {SEQ} --hidden-dropout 0 --attention-dropout 0 "
+        f"--micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCH * MICRO_BATCHES} "
+        f"--pipeline-model-parallel-size {stages} --partition-method {method} "
+        + (f"--partition-profile {profile}" if profile else ""),
+        stages,
     )
 
 

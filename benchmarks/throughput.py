@@ -31,21 +31,24 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
+    import torch
+
     from megatron.config import Config
 
 WARM_UP = 2
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
-# Dense 16-bit matrix products, FLOP/s, by a part of the name that PyTorch gives the card.
+# Dense bf16 matrix products, FLOP/s, by the name that PyTorch gives the card: NVIDIA's data sheets.
 KNOWN_CARDS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "V100": 125e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
 }
 
 
@@ -115,8 +118,11 @@ def main() -> None:
         size = arguments.micro_batch
         preset = dataclasses.replace(preset, micro_batch=size, global_batch=size * accumulation)
     if arguments.worker:
-        rows = {row.name: row for row in rows_of(arguments.preset)}
-        run_worker(preset, rows[arguments.worker], arguments.compile, arguments.preset == "cpu-small")
+        if arguments.worker == "plain":
+            run_plain(preset)
+        else:
+            rows = {row.name: row for row in rows_of(arguments.preset)}
+            run_worker(preset, rows[arguments.worker], arguments.compile)
         return
     from benchmarks.machine import describe_machine
 
@@ -131,17 +137,21 @@ def rows_of(name: str) -> list[Row]:
 
 def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
     """Medians by 'ROW' (seconds of a step), 'ROW product' (seconds) and 'ROW peak' (bytes)."""
-    from benchmarks.worlds import World
+    from benchmarks.worlds import ON_CPU, World
 
-    settings = MALLOC if name == "cpu-small" else {**MALLOC, "KEEP_THREADS": "1"}
     rows = rows_of(name)
+    if name == "cpu-small":
+        settings = {**MALLOC, **ON_CPU}
+        plain = World(__file__, "plain", 1, settings, words)
+    else:
+        settings = {**MALLOC, "KEEP_THREADS": "1"}
     worlds = {row.name: World(__file__, row.name, row.processes, settings, words) for row in rows}
     work: dict[str, Callable[[], float]] = {}
     for row in rows:
         work[row.name] = lambda world=worlds[row.name]: world.run("step")
         work[f"{row.name} product"] = lambda world=worlds[row.name]: world.run("product")
     if name == "cpu-small":
-        work["plain"] = lambda: worlds["1 process"].run("plain")
+        work["plain"] = lambda: plain.run("step")
     times: dict[str, list[float]] = {key: [] for key in work}
     for turn in range(rounds + WARM_UP):
         for key, run in work.items():
@@ -152,6 +162,8 @@ def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
     for row in rows:
         measured[f"{row.name} peak"] = worlds[row.name].run("peak memory")
         worlds[row.name].end()
+    if name == "cpu-small":
+        plain.end()
     return measured
 
 
@@ -160,7 +172,7 @@ def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> N
 
     tokens = preset.global_batch * preset.seq
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
-    peak = next((flops for name, flops in KNOWN_CARDS.items() if name in card), None)
+    peak = KNOWN_CARDS.get(card)
     if peak is None:
         print(f"the peak of {card} is not known here: no share of it is given")
     print(
@@ -202,7 +214,25 @@ def product_flops(preset: Preset) -> float:
     return 2.0 * preset.micro_batch * preset.seq * preset.hidden * 4 * preset.hidden
 
 
-def run_worker(preset: Preset, row: Row, compiles: bool, with_plain: bool) -> None:
+def make_batch(preset: Preset) -> "torch.Tensor":
+    """The tokens of a step, [global batch, seq + 1]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, preset.vocab, (preset.global_batch, preset.seq + 1), generator=generator)
+
+
+def run_plain(preset: Preset) -> None:
+    """A step of the plain loop for each line of the input."""
+    from benchmarks.overhead import make_plain_step
+    from benchmarks.worlds import answers_apart, serve
+
+    answers = answers_apart()
+    step = make_plain_step(make_batch(preset))
+    serve(lambda name: step(), answers)
+
+
+def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
     """Does the work named by each line of the input, and answers."""
     if row.processes > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -233,8 +263,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool, with_plain: bool) -> No
     tensor = layout.make_tensor_group()
     model = GPTModelPipe(config, layout, tensor, preset.vocab, 0, plan_stages(config, preset.vocab).bounds)
     engine = GPTEngine(config, layout, tensor, model)
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(0, preset.vocab, (preset.global_batch, preset.seq + 1), generator=generator)
+    batch = make_batch(preset)
     size = preset.micro_batch
     dtype, device = PARAMETER_DTYPES[row.precision], get_accelerator().current_device_name()
     left, right = (
@@ -260,10 +289,6 @@ def run_worker(preset: Preset, row: Row, compiles: bool, with_plain: bool) -> No
         "product": product,
         "peak memory": lambda: float(peak_bytes(memory_here())),
     }
-    if with_plain and row.name == "1 process":
-        from benchmarks.overhead import make_plain_step
-
-        work["plain"] = make_plain_step(batch)
     serve(lambda name: work[name](), answers)
     leave_world()
 
@@ -274,27 +299,24 @@ def peak_bytes(found: dict[str, int]) -> int:
 
 def make_config(preset: Preset, row: Row, compiles: bool) -> "Config":
     """The configuration of a measured run."""
-    from benchmarks.overhead import make_config as make_small
-    from megatron.config import BatchConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+    from benchmarks.worlds import config_of
 
-    config = make_small(row.tensor, row.pipeline, row.processes)
-    return dataclasses.replace(
-        config,
-        model=ModelConfig(
-            num_layers=preset.layers,
-            hidden_size=preset.hidden,
-            num_attention_heads=preset.heads,
-            seq_length=preset.seq,
-            max_position_embeddings=preset.seq,
-            make_vocab_size_divisible_by=1,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+    return config_of(
+        f"--num-layers {preset.layers} --hidden-size {preset.hidden} --num-attention-heads {preset.heads} "
+        f"--seq-length {preset.seq} --max-position-embeddings {preset.seq} --make-vocab-size-divisible-by 1 "
+        f"--hidden-dropout 0 --attention-dropout 0 --partition-method time "
+        f"--micro-batch-size {preset.micro_batch} --global-batch-size {preset.global_batch} "
+        f"--tensor-model-parallel-size {row.tensor} --pipeline-model-parallel-size {row.pipeline} "
+        + " ".join(
+            flag
+            for flag, given in {
+                "--compile": compiles,
+                "--bf16": row.precision == "bf16",
+                "--use-bnb-optimizer": preset.eight_bit,
+            }.items()
+            if given
         ),
-        batch=BatchConfig(micro_batch_size=preset.micro_batch, global_batch_size=preset.global_batch),
-        parallel=dataclasses.replace(config.parallel, partition_method="time"),
-        training=dataclasses.replace(config.training, compile=compiles),
-        precision=PrecisionConfig(bf16=row.precision == "bf16"),
-        optimizer=OptimizerConfig(use_bnb_optimizer=preset.eight_bit),
+        row.processes,
     )
 
 

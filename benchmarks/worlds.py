@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     import torch
 
+    from megatron.config import Config
     from megatron.model.gpt_model import GPTModelPipe
+
+
+# In the environment of processes that are measured on CPUs, on a machine with an accelerator too.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class World:
@@ -68,6 +73,15 @@ class World:
             process.stdin.close()
         for process in self.processes:
             process.wait()
+
+
+def config_of(flags: str, processes: int = 1) -> "Config":
+    """The configuration of a measured run of `processes`, from its flags. It names no data, as only a dry run
+    may; nothing but pretrain_gpt.py asks for that."""
+    from megatron.config import parse_args
+
+    env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    return parse_args(f"--lr 1e-4 --train-iters 1 --dry-run {flags}".split(), env)
 
 
 def answers_apart() -> TextIO:

@@ -28,7 +28,7 @@ class DataConfig(Section):
         help="path of a .bin/.idx pair made by tools/preprocess_data.py, no ending",
     )
     split: str = flag("969, 30, 1", strip_quotes=True, help="parts for training, validation and test")
-    num_workers: int = flag(0, at_least=0, help="threads that read training data ahead; 0: none")
+    num_workers: int = flag(2, at_least=0, help="threads that read training data ahead; 0: none")
     valid_num_workers: int = flag(
         derived="--num-workers", at_least=0, help="threads that read validation and test data ahead"
     )

@@ -68,7 +68,12 @@ class ModelConfig(Section):
         0.1, at_least=0, below=1, group="regularization", help="dropout on the residual branches"
     )
     attention_dropout: float = flag(
-        0.1, at_least=0, below=1, group="regularization", help="dropout on the attention probabilities"
+        0.1,
+        at_least=0,
+        below=1,
+        group="regularization",
+        help="dropout on the attention probabilities; above 0 no fused kernel can be used, which takes "
+        "longer, and memory of sequence length squared (--recompute-granularity selective gives it back)",
     )
 
     def derive(self) -> dict[str, Any]:

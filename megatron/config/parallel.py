@@ -49,7 +49,8 @@ class ParallelConfig(Section):
         at_least=0,
         at_most=3,
         help="0: every replica holds all optimizer state; 1: the replicas share it; 2: and the gradients of "
-        "transformer layers; 3: and their weights (2 and 3 without a pipeline)",
+        "transformer layers; 3: and their weights, once they have been whole on each process at the start "
+        "(2 and 3 without a pipeline)",
     )
     cpu_offload: bool = flag(
         False,

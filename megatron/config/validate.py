@@ -66,6 +66,9 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
         yield config.parallel, ("sequence_parallel",), circumstance
         circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a layer's input with"
         yield training, ("partition_activations",), circumstance
+    if config.parallel.data_parallel_size == 1:
+        circumstance = "with one replica of the model: there is nobody to share its state with"
+        yield config.parallel, ("zero_stage",), circumstance
     if training.recomputes_attention and model.attention_dropout == 0:
         circumstance = (
             "with --attention-dropout 0: the fused attention then in use keeps no scores, and only these "
@@ -259,6 +262,14 @@ def _check_recomputation(config: Config) -> None:
                     f"{option} without --checkpoint-activations: no layer's input is kept to be recomputed "
                     "from; add the latter, or drop the former"
                 )
+    tensor = config.parallel.tensor_model_parallel_size
+    elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+    if training.partition_activations and elements % tensor:
+        raise ConfigError(
+            f"--partition-activations cuts a layer's input of {elements} elements (--micro-batch-size x "
+            f"--seq-length x --hidden-size) into --tensor-model-parallel-size {tensor} equal parts, which do "
+            "not divide it: change one of them"
+        )
     if training.partition_activations and config.parallel.sequence_parallel:
         raise ConfigError(
             "--partition-activations with --sequence-parallel: of a cut sequence each process has its own "

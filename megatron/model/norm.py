@@ -24,7 +24,7 @@ class MixedFusedLayerNorm(nn.Module):
         # Replicated over tensor ranks: each rank holds the whole vector, whatever its group.
         self.weight = new_parameter(ones, TensorGroup())
         self.bias = new_parameter(zeros, TensorGroup())
-        self.normalize = _apex_layer_norm() if use_apex else F.layer_norm
+        self.normalize = _apex_layer_norm if use_apex else F.layer_norm
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
@@ -36,13 +36,11 @@ class MixedFusedLayerNorm(nn.Module):
         return wide.to(self.weight.dtype)
 
 
-def _apex_layer_norm():
+def _apex_layer_norm(
+    hidden: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, epsilon: float
+) -> torch.Tensor:
     """apex's fused kernel behind the signature of `F.layer_norm`."""
+    # Imported where it runs: a run is planned on machines without apex too.
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
-    def layer_norm(
-        hidden: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, epsilon: float
-    ) -> torch.Tensor:
-        return fused_layer_norm_affine(hidden, weight, bias, shape, epsilon)
-
-    return layer_norm
+    return fused_layer_norm_affine(hidden, weight, bias, shape, epsilon)

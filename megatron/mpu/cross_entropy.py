@@ -80,8 +80,12 @@ def vocab_parallel_linear_cross_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}: "
             "expected [..., h], [rows, h] and [...]"
         )
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: expected one dtype")
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}: expected one dtype, fp32, bf16 or fp16"
+        )
+    if not labels.numel():  # no tokens: no losses, and gradients of zero
+        return (hidden.sum(-1) + weight.sum() * 0.0).float()
     if token_weights is not None and token_weights.shape != labels.shape:
         raise ValueError(
             f"token_weights {tuple(token_weights.shape)} and labels {tuple(labels.shape)}: expected one shape"

@@ -189,8 +189,6 @@ class MixedPrecisionOptimizer:
         """Sums the gradients of tied copies over their stages, and what the tensor ranks have computed of one
         gradient each. Called once all micro-batches are through, on
         every stage: what each rank has computed by itself is measured here, to name a culprit later."""
-        for unit in self._units:
-            unit.finish()
         self._norms_before_reduction = self._stacked(
             [n for flat in self.flat for n in flat.norms_before_sums()]
         )
@@ -274,7 +272,7 @@ class MixedPrecisionOptimizer:
             dist.all_reduce(of_parts, group=self.groups.data)
             squares = torch.where(self._shared, of_parts, squares)
         # Copies that do not count must be finite all the same.
-        square = squares[self._counted].sum() + squares.sum() * 0.0
+        square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         total = square.item()  # the step's one wait for the device

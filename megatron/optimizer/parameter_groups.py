@@ -73,8 +73,12 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     cannot be done.
     """
     groups = [dict(group) for group in groups]
+    # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = devices <= {"cpu", "cuda", "xpu", "mps"}
+    kernels = {"fused": fused, "foreach": not fused}
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0)
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, **kernels)
     if config.optimizer not in ("adam", "adamw"):
         raise ConfigError(f"--optimizer {config.optimizer} is none of adam, adamw, sgd")
     settings: dict[str, Any] = {
@@ -87,10 +91,7 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
         return _apex_adam(groups, settings)
     if config.use_bnb_optimizer:
         return _eight_bit_adam(groups, settings)
-    # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = devices <= {"cpu", "cuda", "xpu", "mps"}
-    return torch.optim.AdamW(groups, **settings, fused=fused, foreach=not fused)
+    return torch.optim.AdamW(groups, **settings, **kernels)
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -49,14 +50,12 @@ class ShardedUnit:
         finally:
             self._let_go()
 
-    def finish(self) -> None:
-        """Shares out the gradients of a backward pass that has not reached all parameters. Collective."""
-        if len(self._awaited) < len(self._parameters):
-            self._share_out()
-
+    # --compile is for the layer: hooks that exchange messages stay as they are.
+    @torch.compiler.disable
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._gather()
 
+    @torch.compiler.disable
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
         if hidden.requires_grad:

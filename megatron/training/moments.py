@@ -58,19 +58,15 @@ def moments_here(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentsOfParam
     result = {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
-            tensors = [
-                tensor
-                for moment in optimizer.moments_of(flat).values()
-                for tensor in _tensors(moment, start, length)
-            ]
+            # Of each moment its elements, then, if they are quantised, the scales.
+            moments = [_tensors(m, start, length) for m in optimizer.moments_of(flat).values()]
             name, spec = optimizer.names[parameter], spec_of(parameter)
             result[name] = MomentsOfParameter(
                 expected=moment_bits(name, spec),
-                # Scales are one per block: what is as long as the fragment holds its elements.
-                found=frozenset(8 * t.element_size() for t in tensors if t.numel() == length),
+                found=frozenset(8 * elements.element_size() for elements, *_ in moments),
                 whole=math.prod(spec.whole_shape),
                 elements=length,
-                state_bytes=sum(tensor.nbytes for tensor in tensors),
+                state_bytes=sum(tensor.nbytes for moment in moments for tensor in moment),
             )
     return result
 

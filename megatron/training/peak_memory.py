@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -45,9 +46,11 @@ def memory_here() -> dict[str, int]:
 
 
 def _status_bytes(field: str) -> int:
-    """A field of Linux's table of this process; elsewhere the largest memory that the process has had."""
+    """A field of Linux's table of this process; elsewhere the largest memory that the process has had,
+    which macOS counts in bytes."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -68,9 +68,14 @@ def device_notes(config: Config) -> list[str]:
     """What to say of flags that this device leaves without effect, one sentence each."""
     from deepspeed.accelerator import get_accelerator
 
-    if config.parallel.cpu_offload and get_accelerator().device_name() == "cpu":
-        return ["--cpu-offload has nothing to move: the model computes on the CPU, in the host's memory"]
-    return []
+    if get_accelerator().device_name() != "cpu":
+        return []
+    flags = {
+        "--cpu-offload": config.parallel.cpu_offload,
+        "--checkpoint-in-cpu": config.training.checkpoint_in_cpu,
+    }
+    reason = "has nothing to move: the model computes on the CPU, in the host's memory"
+    return [f"{flag} {reason}" for flag, given in flags.items() if given]
 
 
 def leave_world() -> None:

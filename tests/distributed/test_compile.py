@@ -46,6 +46,7 @@ def history_of(row, changes, compiles):
             {"parallel": {"sequence_parallel": True}, "model": {"glu_activation": "swiglu"}},
         ),
         (Row(tp=2, micro_batch=4, recompute=True), {"training": {"partition_activations": True}}),
+        (Row(dp=2, micro_batch=2, zero=3), {}),
     ],
     ids=str,
 )

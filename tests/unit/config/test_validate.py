@@ -34,6 +34,11 @@ REFUSED = [
     ("--hidden-size 66", ("--hidden-size 66", "--num-attention-heads 4", "--kv-channels")),
     ("--position-embedding-type rotary --hidden-size 60", ("rotary", "15", "--kv-channels")),
     ("--seq-length 64", ("--seq-length 64", "--max-position-embeddings 32")),
+    (
+        "--world-size 2 --tensor-model-parallel-size 2 --checkpoint-activations --partition-activations "
+        "--hidden-size 33 --kv-channels 8 --ffn-hidden-size 64 --seq-length 31 --micro-batch-size 1",
+        ("--partition-activations", "1023", "--tensor-model-parallel-size 2"),
+    ),
     ("--z-loss-weight 1e-4 --loss-implementation plain", ("--z-loss-weight 0.0001", "plain", "fused")),
     ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "data-parallel size 1")),
     ("--world-size 16", ("--global-batch-size 8", "data-parallel size 16", "= 16")),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.model.gpt_model import CrossEntropy
+from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.mpu.layout import TensorGroup
 from tests.distributed.layouts import (
@@ -187,6 +188,13 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
         ]
         per_sample.append(sum(losses) / len(losses) if losses else torch.tensor(0.0))
     torch.testing.assert_close(loss, sum(per_sample) / 3)
+
+
+def test_a_model_for_apex_is_described_without_apex():
+    with torch.device("meta"):
+        norm = MixedFusedLayerNorm(8, 1e-5, use_apex=True)
+    with pytest.raises(ImportError, match="apex"):
+        norm(torch.zeros(1, 8, device="meta"))
 
 
 # --- the head and the loss as one step ---

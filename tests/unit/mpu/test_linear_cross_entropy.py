@@ -1,5 +1,7 @@
 """The head fused with its loss: gradients of the definition, one chunk of logits at a time."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -168,6 +170,35 @@ def test_fp16_holds_the_gradient_of_one_label_for_all_and_of_many_small_probabil
     expected = torch.full((ROWS, 8), 2048 * 100 / ROWS)
     expected[0] -= 2048 * 100
     torch.testing.assert_close(main_grad, expected, rtol=2e-3, atol=0.0)
+
+
+def test_fp16_holds_the_gradient_of_small_probabilities():
+    # One large logit leaves all others a probability of exp(-18), a quarter of fp16's smallest number.
+    hidden = torch.ones(4, 1, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(ROWS, 1, dtype=torch.float16)
+    weight[0] = 18.0
+    weight.requires_grad_()
+    main_grad = torch.zeros(ROWS, 1)
+    labels = torch.zeros(4, dtype=torch.int64)
+    vocab_parallel_linear_cross_entropy(
+        hidden, weight, labels, ONE, ROWS, main_grad=main_grad
+    ).sum().backward()
+    torch.testing.assert_close(
+        main_grad[1:], torch.full((ROWS - 1, 1), 4 * math.exp(-18)), rtol=0.1, atol=0.0
+    )
+
+
+def test_no_tokens_have_no_loss_and_gradients_of_zero():
+    hidden, weight, labels = (x[:0] if i != 1 else x for i, x in enumerate(make_inputs(torch.float32)))
+    hidden = hidden.detach().requires_grad_()
+    losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS)
+    losses.sum().backward()
+    assert losses.shape == labels.shape and weight.grad.abs().sum() == 0 == hidden.grad.numel()
+
+
+def test_other_precisions_are_refused():
+    with pytest.raises(ValueError, match="float64"):
+        vocab_parallel_linear_cross_entropy(*make_inputs(torch.float64), ONE, ROWS)
 
 
 def test_a_label_outside_the_vocabulary_makes_its_loss_nan():
