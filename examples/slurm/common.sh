@@ -101,19 +101,29 @@ run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and retur
         --master_addr "$MASTER_ADDR" --master_port "$port" "$REPO/pretrain_gpt.py" "$@" &
     step=$!
     while [ -n "$waiting" ]; do # a signal ends the wait, not the step
-        waiting='' code=0
-        wait "$step" || code=$?
-        if kill -0 "$step" 2>/dev/null; then waiting=yes; fi
+        wait "$step" || true
+        kill -0 "$step" 2>/dev/null && [ -z "$ENDED_BY_SLURM" ] || waiting=''
     done
-    # Without this node's daemon Slurm cannot end the launcher, which waits five minutes for those of other nodes.
+    if [ -n "$ENDED_BY_SLURM" ]; then wait_before_kill "$step"; fi
+    # Without this node's daemon Slurm cannot end the launcher, which waits five minutes, in native code, for others.
     launcher=$(cat "$REPORTS/launcher-0" 2>/dev/null || true)
-    if grep -qs torch.distributed.launch "/proc/$launcher/cmdline"; then kill "$launcher" || true; fi
+    if [ -z "$ENDED_BY_SLURM" ] && grep -qs torch.distributed.launch "/proc/$launcher/cmdline"; then
+        pkill -KILL -P "$launcher" || true
+        kill -KILL "$launcher" || true
+    fi
     code=0
     PYTHONPATH=$REPO "$PYTHON" -m megatron.training.verdict "$REPORTS" --processes $((NNODES * GPUS_PER_NODE)) \
         --slurm "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" ${ENDED_BY_SLURM:+--ended-by-slurm} || code=$?
     if ((code == 0 || code == TO_BE_CONTINUED)); then rm -rf "$REPORTS"; fi
     REPORTS=''
     return "$code"
+}
+
+wait_before_kill() { # wait_before_kill PID: no longer than leaves time for a verdict, before Slurm kills the script too
+    local kill_wait_s end
+    kill_wait_s=$(scontrol show config 2>/dev/null | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
+    end=$((SECONDS + ${kill_wait_s:-30} - 10))
+    while ((SECONDS < end)) && kill -0 "$1" 2>/dev/null; do sleep 0.5; done
 }
 
 go_on_later() { # the run was cut short and has saved: the same job goes on where it was

@@ -98,20 +98,39 @@ def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
     )
 
 
-def test_104b_asks_for_its_nodes_and_goes_on_from_a_universal_checkpoint(
+def test_104b_goes_on_after_all_that_befalls_it(
     submit: Submit, places: dict[str, object], tmp_path: Path
 ) -> None:
+    variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
     # As typed, without --nodes: the job begins on one node.
-    first = train_leave_and_resume(submit, "tr8-104B.slurm", (), **TINY, **places)
-    assert "began on 1 node(s) and needs NNODES=2" in first.log()
+    job = submit("tr8-104B.slurm", **variables)
+    job.wait_for("/checkpoints/global_step5 in ")
+    os.kill(job.rank(2), signal.SIGKILL)
+    job.wait_for("compared with what was saved")
+    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
+    assert job.end() == 0, job.log()
+    log = job.log()
+    assert "began on 1 node(s) and needs NNODES=2" in log
+    assert re.search(r"^error: rank 2 on n2, stage 1 .*: killed \(SIGKILL\)", log, re.MULTILINE)
+    assert "restart 1 of 3, from the newest complete checkpoint" in log
+    assert "the job's script asked for it" in log and "goes back into the queue" in log
+    assert log.count("starting from runs/tr8-104B/checkpoints/global_step") == 2
 
-    variables = {**TINY, **places, "TP_SIZE": 1, "TRAIN_SAMPLES": 16}
+    uninterrupted = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="other", **variables)
+    assert uninterrupted.end() == 0, uninterrupted.log()
+    assert losses(log) == losses(uninterrupted.log()) and len(losses(log)) == 16
+
+    variables |= {"TP_SIZE": 1, "TRAIN_SAMPLES": 64}
     job = submit("resume-universal.slurm", options=ON_BOTH_NODES, WORKERS=1, **variables)
     assert job.end() == 0, job.log()
-    assert "iteration 4" in re.search("starting from .*global_step4_universal.*", job.log())[0]
+    assert "iteration 16" in re.search("starting from .*global_step16_universal.*", job.log())[0]
     assert "tensor 1 x pipeline 2 x data 2" in job.log()
-    assert steps(job.log()) == [5]
-    assert (tmp_path / "runs" / "tr8-104B-tp1-pp2" / "checkpoints" / "latest").read_text() == "global_step5"
+    assert steps(job.log()) == [17]
+    assert (tmp_path / "runs" / "tr8-104B-tp1-pp2" / "checkpoints" / "latest").read_text() == "global_step17"
+
+
+def losses(log: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"^ iteration +(\d+)/.*lm loss: (\S+)", log, re.M)}
 
 
 @pytest.mark.parametrize(
@@ -162,30 +181,6 @@ def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[
     assert run.returncode == 0, run.stderr
     assert "4 processes = tensor 1 x pipeline 2 x data 2" in run.stdout
     assert steps(run.stdout) == [1, 2]
-
-
-def losses(log: str) -> dict[int, str]:
-    return {int(step): loss for step, loss in re.findall(r"^ iteration +(\d+)/.*lm loss: (\S+)", log, re.M)}
-
-
-def test_a_job_survives_a_kill_and_goes_back_into_the_queue_when_time_is_nearly_up(
-    submit: Submit, places: dict[str, object]
-) -> None:
-    variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
-    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="survivor", **variables)
-    job.wait_for("saved survivor/checkpoints/global_step5 ")
-    os.kill(job.rank(2), signal.SIGKILL)
-    job.wait_for("compared with what was saved")
-    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
-    assert job.end() == 0, job.log()
-    log = job.log()
-    assert re.search(r"^error: rank 2 on n2, stage 1 .*: killed \(SIGKILL\)", log, re.MULTILINE)
-    assert "restart 1 of 3, from the newest complete checkpoint" in log
-    assert "the job's script asked for it" in log and "goes back into the queue" in log
-    assert log.count("starting from survivor/checkpoints/global_step") == 2
-    uninterrupted = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="other", **variables)
-    assert uninterrupted.end() == 0
-    assert losses(log) == losses(uninterrupted.log()) and len(losses(log)) == 16
 
 
 PROBE = """\
