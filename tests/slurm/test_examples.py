@@ -26,11 +26,6 @@ TINY = {
 STEPS = 4  # of 2, 2, 4 and 4 samples
 ON_BOTH_NODES = ("--nodes=2",)
 
-# Strict: the day the feature is there, the mark has to go.
-WAITS_FOR_CURRICULA = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="curriculum learning is refused"
-)
-
 Submit = Callable[..., Job]
 
 
@@ -152,7 +147,6 @@ def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
     train_leave_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
 
 
-@WAITS_FOR_CURRICULA
 def test_a_curriculum(submit: Submit, places: dict[str, object]) -> None:
     variables = {**TINY, **places, "CURRICULUM_START": 8, "CURRICULUM_STEPS": 4}
     tokens = {"TRAIN_TOKENS": 10_000, "LR_DECAY_TOKENS": 10_000, "TRAIN_SAMPLES": 4 * STEPS}
@@ -252,7 +246,7 @@ STUBS = {
         ("tr8-104B-mt5-32.slurm", 32, 250_100, "128 processes = tensor 4 x pipeline 32 x data 1"),
         ("tr11-176B-ml.slurm", 48, 250_680, "384 processes = tensor 4 x pipeline 12 x data 8"),
         ("tr8b-104B-bnb.slurm", 64, 50_257, TR8_LAYOUT),
-        pytest.param("tr8b-104B-cl.slurm", 64, 50_257, TR8_LAYOUT, marks=WAITS_FOR_CURRICULA),
+        ("tr8b-104B-cl.slurm", 64, 50_257, TR8_LAYOUT),
     ],
 )
 def test_the_real_size_passes_a_dry_run(
