@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from megatron.checkpoint.native import RunCheckpoints, TrainingState
 from megatron.config import BatchSchedule, Config
 from megatron.training.failures import RunStopped
+from megatron.training.reports import RankReport
 from megatron.training.train import Trainer
 from tests.distributed.layouts import EOD, GLOBAL_BATCH, RATE, VOCAB, build_engine, micro_batches
 
@@ -32,16 +34,21 @@ class Log:
             self.lines.append(text)
 
 
-class NoExits:
-    def reason_before_training(self, device):
-        return None
+class NoWatchdog:
+    """The pool's processes outlive a run, and so would a watchdog."""
 
-    def reason(self, iteration, device):
-        return None
+    report = RankReport(None, "0")
+
+    def watch(self, timeout_s):
+        pass
+
+    def beat(self, iteration):
+        pass
 
 
 def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: int = STEPS) -> Trainer:
     """The loop of `steps` iterations, inside `run_world`. `bad_iterations`: with labels of no sense."""
+    config = replace(config, training=replace(config.training, exit_signal=()))
     engine = build_engine(config)
 
     def read(consumed, batch_size):
@@ -55,7 +62,7 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
     rates = SimpleNamespace(rate=lambda progress: RATE)
     checkpoints = RunCheckpoints(engine, VOCAB, EOD, {})
     batches = BatchSchedule.from_config(config.batch)
-    return Trainer(config, engine, data, length, batches, rates, Log(), NoExits(), checkpoints)
+    return Trainer(config, engine, data, length, batches, rates, Log(), NoWatchdog(), checkpoints)
 
 
 def outcome(trainer: Trainer):
