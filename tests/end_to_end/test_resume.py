@@ -28,8 +28,8 @@ def children(pid: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
-    """Five starts of one run: it leaves at an interval, is killed, leaves by the kill switch, leaves as one of
-    its processes gets a signal, and ends."""
+    """Five starts of one run: it leaves at an interval, is killed, leaves by the kill switch, leaves as one
+    of its processes gets a signal, and ends."""
     folder = tmp_path_factory.mktemp("interrupted")
     checkpoints, switch = folder / "checkpoints", folder / "stop"
     flags = [*FLAGS, *data, "--save", str(checkpoints), "--load", str(checkpoints)]
