@@ -28,7 +28,8 @@ def children(pid: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
-    """Four starts of one run: it leaves at an interval, is killed, leaves by the kill switch, and ends."""
+    """Five starts of one run: it leaves at an interval, is killed, leaves by the kill switch, leaves as one
+    of its processes gets a signal, and ends."""
     folder = tmp_path_factory.mktemp("interrupted")
     checkpoints, switch = folder / "checkpoints", folder / "stop"
     flags = [*FLAGS, *data, "--save", str(checkpoints), "--load", str(checkpoints)]
@@ -42,6 +43,10 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
         if (parse_log_line(line) or {}).get("iteration") == 10:
             switch.touch()
 
+    def signal_one_process_after_step_14(line: str, process: subprocess.Popen[str]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 14:
+            os.kill(children(process.pid)[-1], signal.SIGUSR2)
+
     left = pretrain([*flags, "--exit-interval", "3"], processes=2)
     killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
     # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
@@ -50,8 +55,9 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     switched = pretrain(
         [*flags, "--kill-switch-path", str(switch)], processes=2, on_line=flip_switch_after_step_10
     )
+    signalled = pretrain(flags, processes=2, on_line=signal_one_process_after_step_14)
     finished = pretrain(flags, processes=2)
-    return [left, killed, switched, finished], checkpoints
+    return [left, killed, switched, signalled, finished], checkpoints
 
 
 def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
@@ -71,7 +77,7 @@ def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
 def test_each_start_goes_on_from_the_newest_complete_checkpoint_and_says_which(
     interrupted: tuple[list[Run], Path],
 ) -> None:
-    (left, killed, switched, finished), checkpoints = interrupted
+    (left, killed, switched, signalled, finished), checkpoints = interrupted
     nothing_there = f"starting from new weights (--load {checkpoints} holds no checkpoint)"
     assert nothing_there in left.stdout
     assert [step["iteration"] for step in left.steps] == [1, 2, 3]
@@ -86,8 +92,24 @@ def test_each_start_goes_on_from_the_newest_complete_checkpoint_and_says_which(
     assert first >= 7 and f"starting from {checkpoints / f'global_step{first - 1}'}," in switched.stdout
     last = switched.steps[-1]["iteration"]
     assert switched.exit_code == 0 and "exiting program: kill switch" in switched.stdout
+    assert f"starting from {checkpoints / f'global_step{last}'}," in signalled.stdout
+
+    last = signalled.steps[-1]["iteration"]
+    assert signalled.exit_code == 0  # 75 would be a failure to the launcher
+    assert f"exiting program at iteration {last}: SIGUSR2 (--exit-signal)" in signalled.stdout
     assert f"starting from {checkpoints / f'global_step{last}'}," in finished.stdout
     assert finished.exit_code == 0 and (checkpoints / "latest").read_text() == f"global_step{RAMPED_STEPS}"
+
+
+def test_a_run_that_is_cut_short_saves_and_says_so_by_its_code(data: list[str], tmp_path: Path) -> None:
+    def end_after_step_3(line: str, process: subprocess.Popen[str]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 3:
+            process.terminate()
+
+    run = pretrain([*MODEL, *ABSOLUTE, *RAMPED, *data, "--save", str(tmp_path)], on_line=end_after_step_3)
+    last = run.steps[-1]["iteration"]
+    assert run.exit_code == 75 and (tmp_path / "latest").read_text() == f"global_step{last}"
+    assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
 
 
 def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path], data: list[str]) -> None:

@@ -104,6 +104,8 @@ SETTINGS = [
     ("--train-tokens 300_000_000_000", "training.train_tokens", 300_000_000_000),
     ("--lr-decay-tokens 260_000_000_000", "schedule.lr_decay_tokens", 260_000_000_000),
     ("--kill-switch-path /tmp/kill", "training.kill_switch_path", "/tmp/kill"),
+    ("--exit-signal usr1 SIGTERM", "training.exit_signal", ("SIGUSR1", "SIGTERM")),
+    ("--exit-signal", "training.exit_signal", ()),
     ("--num-workers 2", "data.num_workers", 2),
     ("--num-workers 2", "data.valid_num_workers", 2),
     ("--num-workers 2 --valid-num-workers 0", "data.valid_num_workers", 0),
@@ -136,6 +138,11 @@ def test_every_flag_of_published_scripts_sets_its_field(words: str, path: str, v
     found = value_at(parse_args([*SMALL, *words.split()], {}), path)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_a_signal_that_cannot_be_handled_is_refused() -> None:
+    expected = "--exit-signal SIGKILL: expected one of SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2"
+    assert refusal("--exit-signal", "SIGKILL") == expected
 
 
 def test_a_value_with_spaces_stays_whole() -> None:
