@@ -67,7 +67,9 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
     make_output_folders(config)
 
     rank = processes.join_world(config)
+    watchdog.watch(config.training.hang_timeout)
     notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
+    watchdog.rest()
     checkpoint = native.settle_on_checkpoint(checkpoint, config, vocab.size, fingerprint)
     rates, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     layout, schedule = ParallelLayout.from_config(config.parallel, rank), config.parallel.pipeline_schedule
@@ -88,9 +90,9 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
         trainer.evaluate_at_end(state)
     finally:
         metrics.close()
-    watchdog.stop()
     processes.leave_world()
-    return trainer.left is not None and trainer.left.to_be_continued
+    watchdog.stop()
+    return trainer.to_be_continued
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and retur
     shift
     launched=$((launched + 1))
     REPORTS=${RUN_DIR:-.}/reports/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$launched
-    mkdir -p "$REPORTS"
+    mkdir -p "$REPORTS" || mistake "RUN_DIR=${RUN_DIR:-.} cannot be written"
     [ -z "$LEAVE" ] || : >"$REPORTS/leave"
     echo "job $THIS_JOB: $NNODES node(s) x $GPUS_PER_NODE processes meet at $MASTER_ADDR:$port"
     # One task per node: each starts a launcher, which starts the node's processes. Its name for the task's number is

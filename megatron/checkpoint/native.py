@@ -260,6 +260,8 @@ def save_checkpoint(
             _put_in_place(saving, folder / tag)
             write_atomically(folder / LATEST_FILE, tag)
     except (OSError, RuntimeError) as error:
+        if not _is_of_writing(error):
+            raise  # of a message to another rank, which may have died
         raise SaveError(f"checkpoint {folder / tag} cannot be written ({error}; {_space(folder)})") from error
     if engine.global_rank == 0:
         before = [name for name in engine.checkpoint_lineage if name != tag and (folder / name).exists()]
@@ -277,6 +279,11 @@ def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return {name: record for records in everywhere for name, record in records.items()}
+
+
+def _is_of_writing(error: OSError | RuntimeError) -> bool:
+    """torch.save tells of a failed write by a RuntimeError that names its file format's source."""
+    return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 
 
 def _space(folder: Path) -> str:

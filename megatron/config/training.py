@@ -66,11 +66,11 @@ class TrainingConfig(Section):
         None, metavar="FILE", help="save and exit as soon as this file exists"
     )
     hang_timeout: float = flag(
-        1200.0,
+        540.0,
         at_least=0,
         metavar="SECONDS",
-        help="between two steps, evaluation and checkpoint included; later the run is given up as hung, with "
-        "the stacks of all threads; 0: never",
+        help="longest time for a step, an evaluation or a checkpoint; then the run is given up as hung, "
+        "with the stacks of all threads; 0: never (from 600 on torch's transport gives up first)",
     )
     no_preflight: bool = flag(
         False, help="start without looking for nodes that differ, lack memory or do not see the files"

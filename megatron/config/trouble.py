@@ -24,7 +24,8 @@ class TroubleConfig(Section):
         metavar="FIRST-LAST",
         help="take no step in these iterations (inclusive; any number of ranges). They count, their samples "
         "and tokens are consumed unread, and learning rate, batch size and sequence length move on as if "
-        "they had been trained; weights and moments stay. No evaluation, save or exit falls within a range",
+        "they had been trained; weights and moments stay. There is no evaluation, save or exit before the "
+        "last of a range",
     )
     max_consecutive_skips: int | None = flag(
         None,

@@ -61,7 +61,8 @@ def _groups_by_kind(
         (decays, bits, factor): {
             "params": [],
             "names": [],
-            "weight_decay": weight_decay if decays else 0.0,
+            # Adam's decay is a part of the step: its share of a weight is the same at every rate.
+            "weight_decay": weight_decay / factor if decays else 0.0,
             "rate_factor": factor,
             **({"moment_bits": bits} if eight_bit else {}),
         }

@@ -92,7 +92,7 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
         _check_processes(env, tasks)
         return
     launchers = _number(env, "GROUP_WORLD_SIZE")
-    if tasks == launchers:
+    if tasks in (launchers, 1):  # one step for all launchers, or one for each
         return
     nodes = _number(env, "SLURM_NNODES") if "SLURM_NNODES" in env else launchers
     started = f"srun started {tasks} launchers on {nodes} node(s), and each expects {launchers} (--nnodes)"

@@ -24,6 +24,7 @@ from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import missing_index_files
 from megatron.training.data import RunLength
 from megatron.training.launch import node_name
+from megatron.training.reports import FOLDER_VARIABLE
 
 # A network file system may show a new file to other nodes only after a while.
 _LONGEST_WAIT_FOR_FILE_S = 10.0
@@ -168,7 +169,8 @@ def _token() -> str:
 
 
 def _folders(config: Config) -> dict[str, str]:
-    return {"--save": config.checkpoint.save} if config.checkpoint.save else {}
+    folders = {"--save": config.checkpoint.save, FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
+    return {name: folder for name, folder in folders.items() if folder}
 
 
 def _versions() -> dict[str, str]:

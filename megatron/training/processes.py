@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import warnings
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -60,7 +61,9 @@ def join_world(config: Config) -> int:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    # Some wait long for one that builds index files; a hang is the watchdog's to find.
+    longest = timedelta(hours=2)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=longest)
     return dist.get_rank()
 
 

@@ -55,7 +55,7 @@ class RankReport:
         self._stacks: TextIO | None = None
         if self.folder is None:
             return
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"rank-{rank}.json"
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -62,7 +62,7 @@ class Trainer:
         saved = state
         exits = ExitConditions.from_config(training, self.watchdog.report)
         exits.listen()
-        self.watchdog.watch(training.hang_timeout)
+        self.watchdog.watch(training.hang_timeout, signals_handled="SIGTERM" in training.exit_signal)
         self.left = exits.reason_before_training(self.engine.device)
         while state.iteration < self.length.iterations and self.left is None:
             state = self.advance(state)
@@ -77,8 +77,14 @@ class Trainer:
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
         if self.left:
-            self.metrics.print(self.left.sentence)
+            nothing_saved = "" if self.config.checkpoint.save else "; nothing is saved without --save"
+            self.metrics.print(self.left.sentence + nothing_saved)
         return state
+
+    @property
+    def to_be_continued(self) -> bool:
+        """Whether the run was cut short, and the same command would go on from what it has saved."""
+        return self.left is not None and self.left.to_be_continued and self.config.checkpoint.save is not None
 
     def advance(self, state: TrainingState) -> TrainingState:
         """One step, or past the iterations that are to be skipped."""
@@ -147,6 +153,7 @@ class Trainer:
                 f"{error}: once that is mended, the run resumes from the checkpoint before", everywhere=False
             ) from error
         seconds = time.perf_counter() - started
+        self.watchdog.beat(state.iteration)
         if self.engine.global_rank != 0:
             return  # on a shared file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -171,6 +178,7 @@ class Trainer:
         first = validation_start(self.config, iteration) if split == "validation" else 0
         for name, loader in loaders.items():
             loss = evaluate(self.engine, loader, self.config, first)
+            self.watchdog.beat(state.iteration)
             self.metrics.log_validation(
                 ValidationRecord(
                     state.iteration, state.consumed_samples, state.consumed_tokens, loss.item(), name, at

@@ -51,14 +51,42 @@ def judge(
     if len(reports) == processes and ends == {End.FINISHED}:
         return Verdict(0)
     if len(reports) == processes and ends <= {End.FINISHED, End.CONTINUED}:
+        if not ended_by_slurm and not slurm.lost_nodes:
+            return _left_to_go_on(reports)
         text = f"{_ended(slurm)}{_progress(reports)}: saved, to be continued"
-        return Verdict(TO_BE_CONTINUED_EXIT_CODE, text if ended_by_slurm or slurm.lost_nodes else "")
-    for end in (End.MISTAKE, End.STOPPED):
-        if found := _first([report for report in reports if report.get("end") == end]):
-            return Verdict(CONFIG_ERROR_EXIT_CODE, found["text"])
-    if slurm.lost_nodes or ended_by_slurm:
+        return Verdict(TO_BE_CONTINUED_EXIT_CODE, text)
+    if found := _first([report for report in reports if report.get("end") == End.MISTAKE]):
+        return Verdict(CONFIG_ERROR_EXIT_CODE, _told(found, reports))
+    if slurm.lost_nodes:
+        return Verdict(FAILURE_EXIT_CODE, f"error: {_ended(slurm)}{_progress(reports)}")
+    if found := _first([report for report in reports if report.get("end") == End.STOPPED]):
+        return Verdict(CONFIG_ERROR_EXIT_CODE, _told(found, reports))
+    if reports and ends <= {End.FINISHED, End.CONTINUED}:
+        missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
+        text = f"error: {_ranks(missing)} left no report: the nodes do not share the folder of the reports"
+        return Verdict(CONFIG_ERROR_EXIT_CODE, f"{text} (RUN_DIR)")
+    if ended_by_slurm:
         return Verdict(FAILURE_EXIT_CODE, f"error: {_ended(slurm)}{_progress(reports)}")
     return Verdict(FAILURE_EXIT_CODE, _fault(reports, processes))
+
+
+def _left_to_go_on(reports: Sequence[Report]) -> Verdict:
+    """Of a run that was asked to leave. If no step was done, the next start would fare no better."""
+    if any("iteration" in report for report in reports):
+        return Verdict(TO_BE_CONTINUED_EXIT_CODE)
+    return Verdict(
+        CONFIG_ERROR_EXIT_CODE,
+        "error: the run was told to leave before its first step: give the job more time than starting takes "
+        "and the warning before its end (#SBATCH --signal, --exit-duration-in-mins)",
+    )
+
+
+def _told(found: Report, reports: Sequence[Report]) -> str:
+    """The sentence of a rank, with who it is unless all nodes say the same."""
+    told_on = {report["host"] for report in reports if report.get("text") == found["text"]}
+    if told_on == {report["host"] for report in reports}:
+        return found["text"]
+    return f"error: {_who(found)}{_progress([found])}: {found['text'].removeprefix('error: ')}"
 
 
 def _ended(slurm: Slurm) -> str:
@@ -175,7 +203,7 @@ def ask_slurm(job: str, nodes: str) -> Slurm:
 
 def _answer(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=3).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

@@ -27,15 +27,15 @@ _TICK_S = 1.0
 
 
 class Watchdog:
-    """Notes SIGTERM where a report is kept, and ends the process on it before `watch`, and once another rank
-    has failed; else the training loop handles it. From `watch` to `stop` it waits for a beat after every
-    step. To be made in the main thread."""
+    """Notes SIGTERM where a report is kept, and ends the process on it, unless the training loop handles it
+    and no other rank has failed. From `watch` to `rest` or `stop` it waits for beats. To be made in the main
+    thread."""
 
     def __init__(self, report: RankReport) -> None:
         self.report = report
         self._timeout_s = 0.0
         self._beats = 0
-        self._watching = self._signalled = self._stopped = False
+        self._watching = self._signals_handled = self._signalled = self._stopped = False
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
@@ -48,15 +48,20 @@ class Watchdog:
             os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         self._thread.start()
 
-    def watch(self, timeout_s: float) -> None:
-        """From now on there must be a `beat` every timeout_s seconds; 0: never mind."""
+    def watch(self, timeout_s: float, *, signals_handled: bool = False) -> None:
+        """From now on there must be a `beat` every timeout_s seconds; 0: never mind. signals_handled: the
+        main thread sees to SIGTERM."""
         self._beats += 1
-        self._timeout_s, self._watching = timeout_s, True
+        self._timeout_s, self._watching, self._signals_handled = timeout_s, True, signals_handled
 
     def beat(self, iteration: int) -> None:
-        """The main thread has done `iteration` steps."""
+        """The main thread gets on, and has done `iteration` steps."""
         self._beats += 1
         self.report.reach(iteration)
+
+    def rest(self) -> None:
+        """Until the next `watch` the main thread may take its time."""
+        self._watching = False
 
     def stop(self) -> None:
         """Ends the watch."""
@@ -73,7 +78,7 @@ class Watchdog:
                 self.report.note(signal="SIGTERM")
             # Nobody else will handle it: training has not begun, or is stuck for another's failure. Slurm and
             # torch's launcher would wait half a minute before they kill.
-            if self._signalled and (not self._watching or self.report.others_have_failed()):
+            if self._signalled and (not self._signals_handled or self.report.others_have_failed()):
                 self.report.end(End.SIGNALLED)
                 os._exit(128 + signal.SIGTERM)
             now = time.monotonic()

@@ -39,7 +39,7 @@ class NoWatchdog:
 
     report = RankReport(None, "0")
 
-    def watch(self, timeout_s):
+    def watch(self, timeout_s, *, signals_handled):
         pass
 
     def beat(self, iteration):

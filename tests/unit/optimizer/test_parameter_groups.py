@@ -44,10 +44,10 @@ def test_a_stage_with_only_the_embedding_still_has_both_groups():
 def test_parameters_with_another_rate_have_groups_of_their_own():
     slow = ("slow.weight", parameter(4, 4, rate_factor=0.25))
     groups = parameter_groups([*named(), slow], 0.1, rate_factor=0.25)
-    assert [(g["names"], g["rate_factor"]) for g in groups if g["names"]] == [
-        (["slow.weight"], 0.25),
-        (["embedding.weight", "dense.weight"], 1.0),
-        (["norm.weight", "dense.bias"], 1.0),
+    assert [(g["names"], g["rate_factor"], g["weight_decay"]) for g in groups if g["names"]] == [
+        (["slow.weight"], 0.25, 0.4),
+        (["embedding.weight", "dense.weight"], 1.0, 0.1),
+        (["norm.weight", "dense.bias"], 1.0, 0.0),
     ]
 
 

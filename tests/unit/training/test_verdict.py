@@ -36,7 +36,20 @@ def all_but(*others: dict[str, Any], end: End | None, **facts: Any) -> list[dict
 def test_a_run_that_ended_well_needs_no_words() -> None:
     assert judge(all_but(end=End.FINISHED), 4) == Verdict(0)
     assert judge(all_but(end=End.CONTINUED), 4) == Verdict(75)
-    assert judge(all_but(end=End.FINISHED), 5).code == 1  # one rank never came
+
+
+def test_reports_that_are_not_seen_are_no_failure_of_the_run() -> None:
+    verdict = judge(all_but(end=End.FINISHED), 5)
+    assert verdict.code == 2 and "rank 4 left no report: the nodes do not share" in verdict.text
+
+
+def test_a_run_that_did_no_step_is_not_continued_for_ever() -> None:
+    reports = [{**report(rank, End.CONTINUED)} for rank in range(4)]
+    for one in reports:
+        del one["iteration"]
+    verdict = judge(reports, 4)
+    assert verdict.code == 2 and "before its first step" in verdict.text
+    assert judge(reports, 4, ended_by_slurm=True).code == 75  # Slurm brings it back by itself
 
 
 def test_the_first_failure_counts_with_its_trace() -> None:
@@ -98,7 +111,10 @@ def test_of_a_hang_a_stopped_rank_is_named() -> None:
 @pytest.mark.parametrize("end", [End.MISTAKE, End.STOPPED])
 def test_what_would_happen_again_needs_a_person(end: End) -> None:
     told = report(2, end, text="error: --x is 3")
-    assert judge(all_but(told, end=None, signal="SIGTERM"), 4) == Verdict(2, "error: --x is 3")
+    who = "error: rank 2 on n2, stage 1 (pid 102), after iteration 7"
+    assert judge(all_but(told, end=None, signal="SIGTERM"), 4) == Verdict(2, f"{who}: --x is 3")
+    # Where every node says the same, no rank is to blame.
+    assert judge(all_but(told, end=end, text="error: --x is 3"), 4) == Verdict(2, "error: --x is 3")
 
 
 def test_ranks_that_never_started_are_named() -> None:

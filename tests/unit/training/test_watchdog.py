@@ -33,7 +33,7 @@ else:
     lock.acquire()
 watchdog.stop()
 """
-WATCH = "watchdog.watch(3.0); watchdog.beat(5)"
+WATCH = "watchdog.watch(3.0, signals_handled=True); watchdog.beat(5)"
 
 
 def start(program: str, *argv: str, reports: Path | None = None) -> subprocess.Popen[str]:
@@ -89,7 +89,9 @@ def test_sigterm_is_noted_though_the_main_thread_is_in_native_code(
 
 
 def test_sigterm_ends_a_process_that_is_stuck_for_the_failure_of_another(tmp_path: Path) -> None:
-    process = start(PROGRAM.format("watchdog.watch(600.0); watchdog.beat(5)"), reports=tmp_path)
+    process = start(
+        PROGRAM.format("watchdog.watch(600.0, signals_handled=True); watchdog.beat(5)"), reports=tmp_path
+    )
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
