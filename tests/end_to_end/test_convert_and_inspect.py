@@ -13,8 +13,8 @@ from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import parse_args
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from tests.end_to_end.command import pretrain
 from tests.conftest import VOCAB_SIZE
+from tests.end_to_end.command import pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
 from tests.unit.checkpoint.hugging_face_folder import save_theirs, their_logits
 from tools import convert_huggingface, generate, inspect_checkpoint
