@@ -68,7 +68,9 @@ class Job:
 
     def log(self) -> str:
         """What its log holds by now; those of an array's jobs one after another."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob(f"*-{self.number}*.out")))
+        names = re.compile(rf".*-{self.number}(_\d+)?\.out")
+        logs = [path for path in sorted(self.folder.glob("*.out")) if names.fullmatch(path.name)]
+        return "".join(path.read_text() for path in logs)
 
     def wait_for(self, words: str, times: int = 1) -> None:
         """Until the log has the words so often."""
