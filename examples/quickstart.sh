@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a trained GPT, on this machine, in about 4 minutes on 2 CPU cores. `make train` runs it.
+# From text to a trained GPT, on this machine, in about 5 minutes on 2 CPU cores. `make train` runs it.
 #
 # Text (the Python standard library's sources) -> tokenizer -> token files -> training on 2 processes, a pipeline of
 # 2 stages, left half-way and resumed -> validation loss, a sample, a plot. What is there already is used again.
