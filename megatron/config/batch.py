@@ -6,7 +6,7 @@ run and a run on another layout see the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.curriculum import LengthCurriculum
@@ -111,32 +111,35 @@ class BatchSchedule:
         self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None
     ) -> int:
         """The least number of steps that consume `target_tokens` or more."""
-        iteration, samples, tokens = 0, 0, 0
-        if curriculum is not None:
-            seq_length = curriculum.length_at(curriculum.steps)
-            while iteration < curriculum.steps and tokens < target_tokens:
-                iteration += 1
-                size = self.global_batch_size_at(samples)
-                samples += size
-                tokens += size * curriculum.length_at(iteration)
-        left = max(0, -(-(target_tokens - tokens) // seq_length))
+        iteration, samples, tokens, length = self._after_growth(
+            seq_length, curriculum, lambda samples, tokens: tokens >= target_tokens
+        )
+        left = max(0, -(-(target_tokens - tokens) // length))
         return iteration + self.iterations_until(samples + left, samples)
 
     def tokens_of_samples(
         self, target_samples: float, seq_length: int, curriculum: LengthCurriculum | None
     ) -> float:
         """Tokens consumed when samples come to `target_samples`; in the midst of a step, its share."""
+        _, samples, tokens, length = self._after_growth(
+            seq_length, curriculum, lambda samples, tokens: samples >= target_samples
+        )
+        return tokens + (target_samples - samples) * length
+
+    def _after_growth(
+        self, seq_length: int, curriculum: LengthCurriculum | None, is_enough: Callable[[int, int], bool]
+    ) -> tuple[int, int, int, int]:
+        """(steps, samples, tokens, length of the last sequences) where the growth of a curriculum's sequences
+        ends, or before, after the first step with is_enough(samples, tokens)."""
+        if curriculum is None:
+            return 0, 0, 0, seq_length
         iteration, samples, tokens = 0, 0, 0
-        if curriculum is not None:
-            seq_length = curriculum.length_at(curriculum.steps)
-            while iteration < curriculum.steps and samples < target_samples:
-                iteration += 1
-                size = self.global_batch_size_at(samples)
-                samples += size
-                tokens += size * curriculum.length_at(iteration)
-            if samples > target_samples:
-                return tokens - (samples - target_samples) * curriculum.length_at(iteration)
-        return tokens + (target_samples - samples) * seq_length
+        while iteration < curriculum.steps and not is_enough(samples, tokens):
+            iteration += 1
+            size = self.global_batch_size_at(samples)
+            samples += size
+            tokens += size * curriculum.length_at(iteration)
+        return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
         """(consumed samples at its begin, batch size, steps) of each stretch of equal sizes; None: no end."""
