@@ -22,6 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
+from megatron.text_table import aligned
 from megatron.training.log_lines import ParsedLine, parse_log_line
 
 
@@ -93,14 +94,7 @@ def report(run: Run) -> str:
     """The table: a row per start, a line per validation data, and what was run again."""
     head = ["log", "steps", "lm loss", "smallest", "grad norm", "largest", "rate", "skipped", "s/step"]
     rows = [[*head, "samples/s", "TFLOPs"], *(_row(start) for start in run.starts)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    lines = [aligned(rows)]
     for name, values in sorted(run.validation.items()):
         best = min(values, key=values.__getitem__)
         last = max(values)

@@ -9,6 +9,7 @@ from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan, micro_batches_per_step
+from megatron.text_table import aligned
 
 
 def run_report(
@@ -81,12 +82,7 @@ def stage_map(plan: StagePlan) -> str:
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
         row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
         rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.in_v else row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = [
-        "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
-    return "\n".join([*lines, heaviest_line(plan)])
+    return "\n".join([aligned(rows, left=(-1,)), heaviest_line(plan)])
 
 
 def heaviest_line(plan: StagePlan) -> str:

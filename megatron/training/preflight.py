@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import missing_index_files
+from megatron.text_table import aligned
 from megatron.training.data import RunLength
 from megatron.training.launch import node_name
 from megatron.training.reports import FOLDER_VARIABLE
@@ -118,9 +120,7 @@ def find_differences(facts: Sequence[RankFacts]) -> list[tuple[str, str, str]]:
 
 def table(rows: Sequence[tuple[str, str, str]]) -> str:
     """Aligned, with a heading."""
-    lines = [("node", "what", "found"), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(2)]
-    return "\n".join(f"  {node:{widths[0]}}  {what:{widths[1]}}  {found}" for node, what, found in lines)
+    return textwrap.indent(aligned([("node", "what", "found"), *rows], left=(0, 1, 2)), "  ")
 
 
 def check_folders(
