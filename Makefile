@@ -1,5 +1,6 @@
 # make train   set up, then train a small GPT on this machine's CPU and show what came of it
-# make test    set up, then run all tests
+# make test    set up, then run the tests that every change must pass
+# make test-all  the full matrix too, which takes hours on two cores
 # make setup   only make the virtual environment .venv
 # make lint    set up, then format check, lint and types
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test lint
+.PHONY: setup train test test-all lint
 setup: $(STAMP)
 
 # The stamp is touched last: an installation that was interrupted is taken up again.
@@ -23,6 +24,9 @@ train: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest
+
+test-all: setup
+	$(VENV)/bin/python -m pytest -m ''
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

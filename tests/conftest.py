@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,25 @@ from tests.end_to_end.command import ROOT
 
 NUM_FILES = 30
 VOCAB_SIZE = 600
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slice",
+        metavar="K/N",
+        help="of the tests that are selected only every Nth, from the Kth on, in an order by hash",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one slice of the tests. Any N slices K = 0 .. N - 1 together are all tests, and a test's slice
+    does not depend on which others there are."""
+    if config.option.slice is None:
+        return
+    wanted, count = map(int, config.option.slice.split("/"))
+    chosen = {item for item in items if zlib.crc32(item.nodeid.encode()) % count == wanted % count}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(scope="session")
