@@ -60,6 +60,13 @@ class ParallelConfig(Section):
     distributed_backend: str | None = flag(
         None, choices=("nccl", "gloo"), help="transport of torch.distributed (default: what suits the device)"
     )
+    start_timeout: float = flag(
+        600.0,
+        above=0,
+        metavar="SECONDS",
+        help="longest wait for all processes to arrive at MASTER_ADDR:MASTER_PORT; a line every 30 s says "
+        "which ones are missing",
+    )
     world_size: int = flag(
         1, at_least=1, help="number of processes to plan for with --dry-run; a run gets it from its launcher"
     )

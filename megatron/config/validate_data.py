@@ -107,8 +107,10 @@ def _check_groups(data: DataConfig) -> None:
         )
 
 
-def _prefixes(data: DataConfig) -> list[tuple[str, str]]:
+def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
     """Every prefix, with the flag that gave it."""
+    if not _groups_given(data) and not data.data_path:
+        return []
     if not _groups_given(data):
         return [("--data-path", path.prefix) for path in parse_data_path(data.data_path)]
     found = []
@@ -122,7 +124,9 @@ def _prefixes(data: DataConfig) -> list[tuple[str, str]]:
 def check_files(data: DataConfig) -> None:
     """Raise ConfigError for the first file that is not there."""
     files = [
-        (option, f"{prefix}{ending}") for option, prefix in _prefixes(data) for ending in (".bin", ".idx")
+        (option, f"{prefix}{ending}")
+        for option, prefix in token_file_prefixes(data)
+        for ending in (".bin", ".idx")
     ]
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(data, name)

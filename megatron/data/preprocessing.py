@@ -24,6 +24,7 @@ import numpy.typing as npt
 from megatron.config import ConfigError
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, smallest_dtype
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+from megatron.tokenizer.vocabulary_record import remove_record, write_record
 
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 1024
@@ -126,7 +127,7 @@ def preprocess(
     report: Callable[[Progress], None] | None = None,
 ) -> Progress:
     """Tokenize the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx`, one pair per
-    json key.
+    json key, each with the record of its vocabulary (`megatron.tokenizer.vocabulary_record`).
 
     `report` is called after each batch. Raises ConfigError for what a user can put right: a missing or
     damaged input, a line that is no json object with those keys (unless skipped), nothing to write. Then no
@@ -166,7 +167,9 @@ def preprocess(
             if builder.num_tokens == 0:
                 raise ConfigError(f"--input {' '.join(inputs)}: no line has text under the json key '{key}'")
         for builder in builders.values():
+            remove_record(builder.prefix)
             builder.finalize()
+            write_record(builder.prefix, tokenizer)
     return progress
 
 

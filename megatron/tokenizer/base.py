@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
     def eod(self) -> int:
         """The id that ends a document."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special tokens included."""
+
     def tokenize(self, text: str) -> list[int]:
         """The ids of `text`, with nothing added at either end."""
 

@@ -43,6 +43,9 @@ class GPT2BPETokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[END_OF_TEXT]
 
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 

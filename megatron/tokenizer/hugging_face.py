@@ -42,6 +42,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id
 
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

@@ -27,6 +27,9 @@ class SentencePieceTokenizer:
                 "document"
             )
 
+    def vocabulary(self) -> dict[str, int]:
+        return {self._processor.id_to_piece(token_id): token_id for token_id in range(self.vocab_size)}
+
     def tokenize(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError
-from megatron.training.launch import has_torch_launcher, node_name
+from megatron.training.launch import RankError, has_torch_launcher, node_name
 from megatron.training.reports import End, RankReport
 
 FAILURE_EXIT_CODE = 1
@@ -40,6 +40,10 @@ class RunStopped(Exception):
         self.everywhere = everywhere
 
 
+class SharedConfigError(ConfigError):
+    """A mistake that every rank has found: rank 0 prints it."""
+
+
 @contextmanager
 def told_once(report: RankReport, *, same_everywhere: bool = False) -> Iterator[None]:
     """End this process on an error, which one process of the run tells on stderr, or each in its report.
@@ -48,12 +52,16 @@ def told_once(report: RankReport, *, same_everywhere: bool = False) -> Iterator[
     unforeseen with its traceback. With reports, all is said there, for the verdict to choose from. Else,
     once the processes have met, the first that fails speaks, and all end with its code, for what the others
     then run into is its consequence. Before, rank 0 speaks; another rank, which may see other files, does so
-    if nobody has ended it after a while, unless its errors are the `same_everywhere`, as with flags.
+    if nobody has ended it after a while, unless its errors are the `same_everywhere`, as with flags. Of a
+    SharedConfigError rank 0 speaks, of a RankError the rank itself.
     """
+    is_own = False
     try:
         yield
     except ConfigError as error:
-        end, sentence, code, by_rank_0 = End.MISTAKE, f"error: {error}", CONFIG_ERROR_EXIT_CODE, False
+        by_rank_0 = isinstance(error, SharedConfigError)
+        is_own = isinstance(error, RankError)
+        end, sentence, code = End.MISTAKE, f"error: {error}", CONFIG_ERROR_EXIT_CODE
     except RunStopped as error:
         end, sentence, code, by_rank_0 = End.STOPPED, f"error: {error}", FAILURE_EXIT_CODE, error.everywhere
     except KeyboardInterrupt:
@@ -65,7 +73,7 @@ def told_once(report: RankReport, *, same_everywhere: bool = False) -> Iterator[
     else:
         return
     rank, met = report.rank, _processes_have_met()
-    speaks = rank == "0"
+    speaks = rank == "0" or is_own
     first = rank
     if met and not by_rank_0:
         first, first_code = _first_failure(rank, code)

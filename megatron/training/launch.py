@@ -21,6 +21,10 @@ from megatron.config.errors import ConfigError
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 
 
+class RankError(ConfigError):
+    """The variables of this very process are wrong, of which no other process knows."""
+
+
 def rank_of(env: Mapping[str, str]) -> str:
     """This process's global rank as far as the environment tells, "0" if alone."""
     return env.get("RANK") or (env.get("SLURM_PROCID", "0") if _in_step(env) else "0")
@@ -67,7 +71,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
     world_size = _number(env, "WORLD_SIZE")
     rank = _number(env, "RANK")
     if not 0 <= rank < world_size:
-        raise ConfigError(
+        raise RankError(
             f"RANK {rank} with WORLD_SIZE {world_size}: expected 0 to {world_size - 1}; unset both, or "
             "correct what sets them"
         )

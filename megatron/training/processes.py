@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, LoggingConfig
+from megatron.training.rendezvous import Address, meet
 
 # Said once per process at import on a machine without GPU; the start banner says which device is used.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
@@ -41,8 +42,8 @@ def join_world(config: Config) -> int:
     """Makes the default process group; returns this process's global rank.
 
     The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who is who; a
-    process started without a launcher is a world of one. Raises ConfigError for a back-end that the device
-    lacks.
+    process started without a launcher is a world of one. Raises ConfigError for a backend that the device
+    lacks, and what `rendezvous.meet` raises.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -60,11 +61,17 @@ def join_world(config: Config) -> int:
     os.environ.setdefault("LOCAL_RANK", str(config.parallel.local_rank or 0))
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    address = Address.from_environment()
+    store = meet(address, config)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     # Some wait long for one that builds index files; a hang is the watchdog's to find.
     longest = timedelta(hours=2)
+    dist.init_process_group(
+        backend, store=store, rank=address.rank, world_size=address.world_size, timeout=longest
+    )
+    # DeepSpeed takes over the process group that it finds.
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=longest)
-    return dist.get_rank()
+    return address.rank
 
 
 def device_notes(config: Config) -> list[str]:

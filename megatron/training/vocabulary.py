@@ -4,15 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config, ConfigError
+from megatron.config.validate_data import token_file_prefixes
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary_record import check_record, vocabulary_digest
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`size`: real tokens, without padding; `eod`: id of the token that ends a document, None if unknown."""
+    """`size`: real tokens, without padding; `eod`: id of the token that ends a document, None if unknown;
+    `digest`: of all tokens and their ids, None where no tokenizer was given."""
 
     size: int
     eod: int | None
+    digest: str | None = None
 
 
 def find_vocabulary(config: Config) -> Vocabulary:
@@ -20,7 +24,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
 
     A dry run may lack the tokenizer's files, and then makes do with --pad-vocab-size-to.
 
-    Raises ConfigError where the size cannot be known.
+    Raises ConfigError where the size cannot be known, and for token files made with another vocabulary.
     """
     data, model = config.data, config.model
     named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
@@ -32,7 +36,10 @@ def find_vocabulary(config: Config) -> Vocabulary:
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
                 f"{tokenizer.vocab_size} tokens: leave the flag out"
             )
-        return Vocabulary(tokenizer.vocab_size, tokenizer.eod)
+        digest = vocabulary_digest(tokenizer)
+        for option, prefix in token_file_prefixes(data):
+            check_record(prefix, option, digest)
+        return Vocabulary(tokenizer.vocab_size, tokenizer.eod, digest)
     size = model.vocab_size or (model.pad_vocab_size_to if config.training.dry_run else None)
     if size is None:
         raise ConfigError(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.command import ROOT, TIMEOUT_S, Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT]
@@ -81,3 +85,35 @@ def test_a_mistake_that_only_rank_0_meets_later_is_told_the_same_way(data: list[
     run = pretrain([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
     assert_told_once(run, "cannot write index files into", str(tmp_path))
     assert run.steps == []
+
+
+def test_processes_that_were_started_with_different_flags_end_with_one_sentence(data: list[str]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rates = {"0": "1e-3", "1": "5e-3"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *FLAGS, *data, "--lr", rate],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"},
+                # The store of a launcher: a port that was free once may be taken by now.
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)},
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, rate in rates.items()
+    ]
+    errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert "--lr is 0.001 on rank 0 and 0.005 on rank 1" in errors[0] and errors[1] == ""
+
+
+def test_a_rank_outside_the_world_says_so_itself(data: list[str]) -> None:
+    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    run = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *FLAGS, *data], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert run.returncode == 2 and run.stderr.startswith("error: RANK 3 with WORLD_SIZE 2")

@@ -65,7 +65,8 @@ def test_documents_are_the_tokenized_texts_in_order(
     assert progress.documents == {"text": 300}
     assert progress.tokens == {"text": sum(map(len, expected))}
     assert (progress.lines, progress.input_bytes) == (300, os.path.getsize(jsonl))
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
+    endings = ("bin", "idx", "tokenizer.json")
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", *(f"out_text_document.{end}" for end in endings)]
 
 
 def test_the_number_of_workers_and_the_batches_change_nothing(

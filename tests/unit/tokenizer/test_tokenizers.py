@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.vocabulary_record import vocabulary_digest
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 
 TRICKY = [
@@ -138,6 +139,7 @@ def test_hugging_face_folder_gives_the_same_ids(gpt2: Tokenizer, hugging_face_fo
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("PretrainedFromHF", 400, gpt2.eod)
     assert tokenizer.tokenize_batch(TRICKY) == gpt2.tokenize_batch(TRICKY)
     assert [tokenizer.detokenize(tokenizer.tokenize(text)) for text in TRICKY] == TRICKY
+    assert vocabulary_digest(tokenizer) == vocabulary_digest(gpt2)
 
 
 def test_hugging_face_adds_nothing_at_the_ends(

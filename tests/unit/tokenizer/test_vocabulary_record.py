@@ -1,0 +1,90 @@
+"""Token files and checkpoints are not used with another vocabulary than the one that made them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError
+from megatron.data.preprocessing import preprocess
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabulary_record import check_record, record_path, vocabulary_digest, write_record
+from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
+
+
+def flags(vocab_file: str, merge_file: str) -> Namespace:
+    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path", "tokenizer_model")
+    return Namespace(**{**dict.fromkeys(names), "vocab_file": vocab_file, "merge_file": merge_file})
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Namespace:
+    return flags(*train_gpt2_vocabulary(tmp_path))
+
+
+@pytest.fixture
+def other(original: Namespace, tmp_path: Path) -> Namespace:
+    """A vocabulary of the same size in which two tokens have changed places."""
+    vocabulary = json.loads(Path(original.vocab_file).read_text())
+    first, second = [token for token in vocabulary if token.isalpha()][:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(vocabulary))
+    return flags(str(path), original.merge_file)
+
+
+@pytest.fixture
+def prefix(original: Namespace, tmp_path: Path) -> str:
+    """Token files made with `original`."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT))
+    preprocess([str(text)], str(tmp_path / "data"), ["text"], original)
+    return str(tmp_path / "data_text_document")
+
+
+def test_token_files_say_which_vocabulary_made_them(original: Namespace, prefix: str) -> None:
+    check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(original)))
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(other: Namespace, prefix: str) -> None:
+    digest = vocabulary_digest(build_tokenizer(other))
+    with pytest.raises(
+        ConfigError, match=f"--data-path {prefix} was tokenized with another vocabulary"
+    ) as refused:
+        check_record(prefix, "--data-path", digest)
+    assert digest[:12] in str(refused.value)
+
+
+def test_files_of_other_programs_have_no_record_and_are_taken(other: Namespace, prefix: str) -> None:
+    Path(record_path(prefix)).unlink()
+    check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(other)))
+
+
+def test_new_token_files_replace_the_record(other: Namespace, prefix: str, tmp_path: Path) -> None:
+    preprocess([str(tmp_path / "text.jsonl")], str(tmp_path / "data"), ["text"], other)
+    check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(other)))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 100_000, b'{"vocabulary_sha256": 1}', b"x" * 100_000, b"\xff"]
+)
+def test_a_hostile_record_is_named(content: bytes, original: Namespace, prefix: str) -> None:
+    path = Path(record_path(prefix))
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{path} cannot be read"):
+        check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(original)))
+
+
+def test_a_record_is_written_whole_or_not_at_all(original: Namespace, prefix: str, monkeypatch) -> None:
+    before = Path(record_path(prefix)).read_bytes()
+
+    def fail(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError):
+        write_record(prefix, build_tokenizer(original))
+    assert Path(record_path(prefix)).read_bytes() == before
