@@ -34,6 +34,9 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
    the copy is none (`model/recompute.py` keeps them without DeepSpeed). tests/distributed/test_recompute.py
 12. `ThroughputTimer` waits for the device in each micro-batch's forward pass; `deepspeed_config.py` turns it
    off. tests/unit/config/test_deepspeed_config.py
+13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
+   two stages sum them in buffers of different lengths, in different orders, and with 3 replicas or more the
+   copies drift apart. Here the stages come last. tests/distributed/test_tied_copies.py
 """
 
 from typing import Any
@@ -83,11 +86,11 @@ class SameNumbersPipelineEngine(PipelineEngine):
         self.optimizer.zero_grad()
 
     def _exec_reduce_tied_grads(self) -> None:
-        if self.is_last_stage():
-            self.optimizer.take_loss(self.total_loss)
-        self.optimizer.reduce_tied_gradients()
+        """Entry 13: done in `_exec_reduce_grads`, which comes next in every schedule."""
 
     def _exec_reduce_grads(self) -> None:
+        if self.is_last_stage():
+            self.optimizer.take_loss(self.total_loss)
         self.optimizer.reduce_gradients()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
