@@ -44,7 +44,7 @@ class VocabParallelEmbedding(nn.Module):
             return embedding(token_ids, self.weight)
         (rows,) = local_slices(spec_of(self.weight), self.tensor)
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
-        # Others' tokens read any rows, spread out: their gradients are zeros, which the longest sum waits for.
+        # Other ranks' tokens read rows that are spread out, so that no row has a long sum of zeros.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         return _SumOwned.apply(vectors, self.tensor)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
-# A partition's length is a multiple of this: 64 bytes of fp32, the widest vector registers. At the end of
-# another length PyTorch's fused optimizers compute the last elements one by one, which rounds differently, and
-# a copy of a tied weight would get other values where it lies at another place.
+# A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers. Of
+# other lengths PyTorch's fused optimizers compute the last elements one by one, with other roundings, so that
+# two copies of a tied weight, which lie at different places in their buffers, would drift apart.
 ALIGNMENT = 16
 # fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
 # are summed in fp32 within chunks of this many elements and in fp64 between them.

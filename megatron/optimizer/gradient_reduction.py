@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, after which all copies of a parameter have the same gradient, to the last bit.
+"""Sums of gradients over ranks, after which copies of a parameter have equal gradients, to the last bit.
 
 Of a back-end one thing is asked: all members of a process group receive the same bits from one all-reduce.
 Two groups, or buffers of two lengths, may be summed in different orders, so no two such sums are taken to be
@@ -33,8 +33,8 @@ class GradientReduction:
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         tensor: TensorGroup,
     ) -> None:
-        """`replicas`: the data-parallel group, None for one replica. `tied`: parameters with a copy on another
-        stage, and the group of both. ValueError for a parameter on more than two stages."""
+        """`replicas`: the data-parallel group, None for one replica. `tied`: parameters with a copy on
+        another stage, and the group of both. ValueError for a parameter on more than two stages."""
         self._flats, self._replicas, self._tied, self._tensor = list(flats), replicas, list(tied), tensor
         for parameter, stages in self._tied:
             if dist.get_world_size(stages) != 2:
@@ -69,7 +69,7 @@ class GradientReduction:
         self._sum_over_tensor_ranks(copies)
 
     def _sum_over_tensor_ranks(self, parts: Sequence[Tensor]) -> None:
-        """Many short vectors as one message. Tensor ranks own the same parts of what each of them has whole."""
+        """Many short vectors as one message. Tensor ranks own the same parts of replicated parameters."""
         if sum(part.numel() for part in parts):
             summed = torch.cat(list(parts))
             dist.all_reduce(summed, group=self._tensor.group)

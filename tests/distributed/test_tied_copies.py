@@ -1,5 +1,5 @@
-"""Copies of a parameter (tied, of replicas, of tensor ranks) stay equal to the last bit, however many there are
-and in whatever order each process group sums."""
+"""Copies of a parameter (tied, of replicas, of tensor ranks) stay equal to the last bit, however many there
+are and in whatever order each process group sums."""
 
 import random
 from contextlib import contextmanager
