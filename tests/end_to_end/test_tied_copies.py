@@ -13,7 +13,8 @@ from tests.end_to_end.flags import NO_DROPOUT
 FLAGS = (
     "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--make-vocab-size-divisible-by 4096 --pipeline-model-parallel-size 2 --check-invariants-interval 1 "
-    "--micro-batch-size 1 --global-batch-size 24 --lr 1e-3 --lr-decay-iters 20 --eval-iters 0 --log-interval 1"
+    "--micro-batch-size 1 --global-batch-size 24 --lr 1e-3 --lr-decay-iters 20 --eval-iters 0 "
+    "--log-interval 1"
 ).split()
 
 
