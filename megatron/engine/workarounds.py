@@ -34,6 +34,12 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
    the copy is none (`model/recompute.py` keeps them without DeepSpeed). tests/distributed/test_recompute.py
 12. `ThroughputTimer` waits for the device in each micro-batch's forward pass; `deepspeed_config.py` turns it
    off. tests/unit/config/test_deepspeed_config.py
+13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
+   two stages sum them in buffers of different lengths, in different orders, and with 3 replicas or more the
+   copies drift apart. Here the stages come last. tests/distributed/test_tied_copies.py
+14. torch 2.13 on CPUs: the first `torch.exp` of a process, if several threads run it, has relative errors of
+   1e-4 in half of its rows, in a few of 100 processes: the threads race to initialize MKL's vector math.
+   tests/distributed/test_workarounds.py
 """
 
 from typing import Any
@@ -52,6 +58,12 @@ _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 def compile_nothing_at_start() -> None:
     """Entry 8. To be called before the process group is made."""
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+
+
+def initialize_vector_math() -> None:
+    """Entry 14. One element is the work of one thread. To be called before anything computes; a second call
+    costs a microsecond."""
+    torch.exp(torch.zeros(1, device="cpu"))
 
 
 class SameNumbersPipelineEngine(PipelineEngine):
@@ -83,11 +95,11 @@ class SameNumbersPipelineEngine(PipelineEngine):
         self.optimizer.zero_grad()
 
     def _exec_reduce_tied_grads(self) -> None:
-        if self.is_last_stage():
-            self.optimizer.take_loss(self.total_loss)
-        self.optimizer.reduce_tied_gradients()
+        """Entry 13: done in `_exec_reduce_grads`, which comes next in every schedule."""
 
     def _exec_reduce_grads(self) -> None:
+        if self.is_last_stage():
+            self.optimizer.take_loss(self.total_loss)
         self.optimizer.reduce_gradients()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:

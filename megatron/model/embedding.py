@@ -1,12 +1,12 @@
 """Token and position embeddings, and the LM head that shares the token embedding's weight."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.position import document_segments, positions_within_segments
 from megatron.model.transformer import LayerContext, Payload
+from megatron.mpu.embedding import embedding
 from megatron.mpu.layers import VocabParallelEmbedding, parallel_logits
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
@@ -21,9 +21,9 @@ class PositionEmbedding(nn.Module):
         spec = ParameterSpec((max_positions, hidden_size), init_std=init_std)
         self.weight = new_parameter(spec, TensorGroup())
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """positions [batch or 1, seq] -> [batch or 1, seq, hidden]."""
-        return F.embedding(positions, self.weight)
+    def forward(self, positions: Tensor, batch: int) -> Tensor:
+        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
+        return embedding(positions, self.weight, batch)
 
 
 class EmbeddingPipe(nn.Module):
@@ -86,7 +86,7 @@ class EmbeddingPipe(nn.Module):
                 positions = positions_within_segments(segments)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-            hidden = hidden + self.position_embeddings(positions)
+            hidden = hidden + self.position_embeddings(positions, len(tokens))
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if self.fp32_residual:

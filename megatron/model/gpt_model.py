@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
+from megatron.engine.workarounds import initialize_vector_math
 from megatron.model.embedding import EmbeddingPipe, lm_head
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.recompute import LayerRecomputation
@@ -125,6 +126,7 @@ class CrossEntropy:
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
     """The fixed list above, for this rank's place in the tensor-parallel group."""
+    initialize_vector_math()  # whatever uses the model, of training and tools, begins with this list
     config = context.config
     model = config.model
     padded = padded_vocab_size(vocab_size, model, context.tensor.size)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.mappings import (
     all_of_sequence,
@@ -40,10 +41,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tensor.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return embedding(token_ids, self.weight)
         (rows,) = local_slices(spec_of(self.weight), self.tensor)
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
-        vectors = F.embedding((token_ids - rows.start).masked_fill_(elsewhere, 0), self.weight)
+        # Other ranks' tokens read rows that are spread out, so that no row has a long sum of zeros.
+        vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         return _SumOwned.apply(vectors, self.tensor)
 

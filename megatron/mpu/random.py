@@ -175,10 +175,11 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        return mask.to(x.dtype).mul_(scale).mul_(x)
+        # The scale last: a number of Python is a factor in fp32, which a 16-bit mask would round.
+        return mask.to(x.dtype).mul_(x).mul_(scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return mask.to(grad.dtype).mul_(ctx.scale).mul_(grad), None, None
+        return mask.to(grad.dtype).mul_(grad).mul_(ctx.scale), None, None

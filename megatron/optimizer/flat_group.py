@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
-# DeepSpeed aligns the flat buffer of a group to this many elements per partition.
-ALIGNMENT = 2
+# A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers. Of
+# other lengths PyTorch's fused optimizers compute the last elements one by one, with other roundings, so that
+# two copies of a tied weight, which lie at different places in their buffers, would drift apart.
+ALIGNMENT = 16
 # fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
 # are summed in fp32 within chunks of this many elements and in fp64 between them.
 NORM_CHUNK = 4096
@@ -66,7 +68,6 @@ class FlatGroup:
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
         self.size = length // partitions
         self.start = partition * self.size
-        self.padding = length - offset if partition == partitions - 1 else 0
         for parameter in self.parameters:
             place = slice(parameter.flat_offset, parameter.flat_offset + parameter.numel())
             view = self.weights[place].view_as(parameter)

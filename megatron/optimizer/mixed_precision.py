@@ -5,7 +5,7 @@ accumulate, in what the norm counts and in the first step (see `megatron.engine.
 numbers would depend on its layout. Here is one path for all:
 
 - gradients accumulate in one flat fp32 buffer per parameter group, whatever the parameters' precision;
-- copies of a tied weight are summed over their stages, then everything over data-parallel ranks, in fp32;
+- they are summed over all ranks in fp32, so that copies of a parameter stay equal (`gradient_reduction`);
 - the norm counts each parameter of the model once;
 - fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all;
   so are the gradients of transformer layers with ZeRO-2, and with ZeRO-3 their weights (`sharded_units`).
@@ -30,9 +30,10 @@ from torch import Tensor, nn
 
 from megatron.config import ConfigError
 from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import ParameterSpec, has_partial_gradient, is_counted_here, spec_of
+from megatron.mpu.parameters import ParameterSpec, is_counted_here, spec_of
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import FlatGroup, is_host_memory
+from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
@@ -109,7 +110,6 @@ class MixedPrecisionOptimizer:
         self.names = names
         self.groups = groups
         self.tensor = tensor
-        self.tied = list(tied)
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.partition_count = groups.data_size if sharing.zero_stage >= 1 else 1
@@ -137,7 +137,8 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        self._partial = [(flat, p) for flat in self.flat for p in flat.parameters if has_partial_gradient(p)]
+        replicas = groups.data if groups.data_size > 1 else None
+        self._reduction = GradientReduction(self.flat, replicas, tied, tensor)
         counted = [is_counted_here(p, tensor) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
         shared = [flat.shares_gradients for flat in self.flat for _ in flat.parameters]
@@ -195,29 +196,14 @@ class MixedPrecisionOptimizer:
             # The first group is of no unit: its gradients are whole, and summed after this.
             self.flat[0].gradients[:1].add_(loss * 0.0)
 
-    def reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied copies over their stages, and what the tensor ranks have computed of one
-        gradient each. Called once all micro-batches are through, on
-        every stage: what each rank has computed by itself is measured here, to name a culprit later."""
+    def reduce_gradients(self) -> None:
+        """Sums the gradients over all ranks that have parts of them. Called once all micro-batches are
+        through, on every stage: what each rank has computed by itself is measured here, to name a culprit
+        later."""
         self._norms_before_reduction = self._stacked(
             [n for flat in self.flat for n in flat.norms_before_sums()]
         )
-        for parameter, group in self.tied:
-            dist.all_reduce(parameter.main_grad, group=group)
-        parts = [flat.gradient_here(parameter) for flat, parameter in self._partial]
-        if sum(part.numel() for part in parts):
-            # Many short vectors: one message. Tensor ranks own the same parts of what each of them has whole.
-            summed = torch.cat(parts)
-            dist.all_reduce(summed, group=self.tensor.group)
-            for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
-                part.copy_(total)
-
-    def reduce_gradients(self) -> None:
-        """Sums all gradients over the data-parallel ranks; those that are shared out have been summed."""
-        if self.groups.data_size > 1:
-            for flat in self.flat:
-                if not flat.shares_gradients:
-                    dist.all_reduce(flat.gradients, group=self.groups.data)
+        self._reduction.run()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -286,9 +272,9 @@ class MixedPrecisionOptimizer:
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=self._device())
 
     def _global_norm(self) -> float:
-        """Norm over the whole model, each parameter counted once."""
+        """Norm over the whole model, each parameter counted once; the same bits on all ranks."""
         norms = self._norms_before_reduction
-        if self.groups.data_size > 1 or self.tied or self._partial:
+        if self._reduction.exchanges:
             norms = self._stacked([norm for flat in self.flat for norm in flat.norms_here()])
         squares = norms.square()
         if self._units:
@@ -299,6 +285,9 @@ class MixedPrecisionOptimizer:
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
+        if self.groups.data_size > 1:
+            # Another group may sum in another order, and all copies have to be clipped by one factor.
+            dist.broadcast(square, group=self.groups.data, group_src=0)
         total = square.item()  # the step's one wait for the device
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
@@ -369,33 +358,27 @@ class MixedPrecisionOptimizer:
     def state_dict(self) -> dict:
         """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
         base = self.optimizer.state_dict()
-        mappings, masters, paddings = [], [], []
+        mappings, masters = [], []
         for index, flat in enumerate(self.flat):
-            master, padding = flat.master.detach(), flat.padding
             addresses = OrderedDict()
             packed = 0
-            for parameter, start, length in flat.fragments():
-                # Without the gaps between quantised parameters, which DeepSpeed's tools know nothing of.
-                start = packed if flat.quantized else start
-                addresses[self.names[parameter]] = fragment_address(start=start, numel=length)
+            for parameter, _, length in flat.fragments():
+                # Without gaps and padding, which DeepSpeed's tools would expect to be others.
+                addresses[self.names[parameter]] = fragment_address(start=packed, numel=length)
                 packed += length
             if self._steps_in_groups and index in base["state"]:
                 base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
-            if flat.quantized:
-                padding = 0
-                moments = self.moments_of(flat)
-                if moments:
-                    packed_moments = {key: flat.packed(moment) for key, moment in moments.items()}
-                    base["state"][index] = {**base["state"][index], **packed_moments}
-                master = flat.packed(master)
+            moments = self.moments_of(flat)
+            if moments:
+                packed_moments = {key: flat.packed(moment) for key, moment in moments.items()}
+                base["state"][index] = {**base["state"][index], **packed_moments}
             mappings.append(addresses)
-            masters.append(master)
-            paddings.append(padding)
+            masters.append(flat.packed(flat.master.detach()))
         return {
             "clip_grad": self.clip_grad,
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": masters,
-            "group_paddings": paddings,
+            "group_paddings": [0] * len(self.flat),
             "partition_count": [self.partition_count] * len(self.flat),
             "ds_version": deepspeed_version,
             "param_slice_mappings": mappings,

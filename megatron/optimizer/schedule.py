@@ -17,6 +17,15 @@ from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
 Unit = Literal["iterations", "samples", "tokens"]
 
 
+# Name of the style -> what remains, from 1 to 0, of the way to the minimum when a part of the decay is done;
+# None for a rate that does not decay.
+DECAY_STYLES: dict[str, Callable[[float], float] | None] = {
+    "constant": None,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far training has come, with the step in question included."""
@@ -27,9 +36,12 @@ class Progress:
 
     def count(self, unit: Unit) -> int:
         """This progress in one unit."""
-        if unit == "iterations":
-            return self.iteration
-        return self.consumed_samples if unit == "samples" else self.consumed_tokens
+        counts = {
+            "iterations": self.iteration,
+            "samples": self.consumed_samples,
+            "tokens": self.consumed_tokens,
+        }
+        return counts[unit]
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,7 @@ class LearningRateSchedule:
     warmup: length of the warm-up, in warmup_unit.
     decay_start, decay_length: where the decay starts (the end of the warm-up) and where it ends, both counted
         from the start of training, in decay_unit. Style 'constant' keeps max_rate and has no end.
+    Raises ConfigError for a style that DECAY_STYLES lacks.
     """
 
     max_rate: float
@@ -49,6 +62,12 @@ class LearningRateSchedule:
     decay_start: float
     decay_length: int
     decay_unit: Unit
+
+    def __post_init__(self) -> None:
+        if self.style not in DECAY_STYLES:
+            raise ConfigError(
+                f"--lr-decay-style is {self.style}: expected one of {', '.join(sorted(DECAY_STYLES))}"
+            )
 
     @classmethod
     def from_config(
@@ -90,15 +109,15 @@ class LearningRateSchedule:
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_rate * warmed_up / self.warmup
-        if self.style == "constant":
+        remaining = DECAY_STYLES[self.style]
+        if remaining is None:
             return self.max_rate
         position = progress.count(self.decay_unit)
         if position >= self.decay_length:
             return self.min_rate
         # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
         done = max(0.0, (position - self.decay_start) / (self.decay_length - self.decay_start))
-        remaining = 1.0 - done if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.min_rate + remaining * (self.max_rate - self.min_rate)
+        return self.min_rate + remaining(done) * (self.max_rate - self.min_rate)
 
     def describe(self) -> str:
         """One line for the start banner."""

@@ -6,7 +6,7 @@ Needs no process group: a dry run on a laptop cuts as the training run does.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -69,37 +69,37 @@ def cut_layers(
     live_micro_batches: per stage, how many micro-batches are between their forward and backward pass at most.
 
     Raises ConfigError, with the offending part and the layers' names, for an alternative that matches no
-    layer, a layout that does not add up, and more stages than layers to share out.
+    layer, a layout that does not add up, more stages than layers to share out, and an unknown method.
     """
     stages = 2 * num_ranks if in_v else num_ranks
+    if method.kind in LAYER_WEIGHTS:
+        return _cut_by_layer_weights(method, layers, stages, in_v)
+    if method.kind == "memory":
+        return _cut_by_memory(method, layers, live_micro_batches, in_v)
     if method.kind == "explicit":
         bounds = _explicit_bounds(method, layers.names, stages)
         return Cut(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
-    if method.kind == "memory":
-        return _cut_by_memory(method, layers, live_micro_batches, in_v)
-    weights, unit, scale = _layer_weights(method, layers)
-    weights = _keep_ends_whole(weights, layers.names)
+    raise ConfigError(
+        f"--partition-method {method.text} is of the kind '{method.kind}': expected one of "
+        f"{', '.join([*LAYER_WEIGHTS, 'memory', 'explicit'])}"
+    )
+
+
+def _measured_weights(method: PartitionMethod, layers: LayerTable) -> Sequence[float]:
+    if layers.seconds is None:
+        raise ConfigError(
+            f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs "
+            f"the file of --partition-profile FILE, which a run with that flag has written"
+        )
+    return layers.seconds
+
+
+def _cut_by_layer_weights(method: PartitionMethod, layers: LayerTable, stages: int, in_v: bool) -> Cut:
+    weights_of, unit, scale = LAYER_WEIGHTS[method.kind]
+    weights = _keep_ends_whole(weights_of(method, layers), layers.names)
     _check_enough(method, layers.names, weights, stages, in_v)
     bounds = partition_v([weights] * stages) if in_v else partition(weights, stages)
     return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
-
-
-def _layer_weights(method: PartitionMethod, layers: LayerTable) -> tuple[Sequence[Weight], str, float]:
-    """Weight per layer, and the unit and scale in which a stage's weight is shown."""
-    if method.kind == "uniform":
-        return [1] * len(layers.names), "layers", 1
-    if method.kind == "parameters":
-        return layers.parameters, "M parameters", 1e6
-    if method.kind == "time":
-        return layers.flops, "GFLOP", 1e9
-    if method.kind == "profile":
-        if layers.seconds is None:
-            raise ConfigError(
-                f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs "
-                f"the file of --partition-profile FILE, which a run with that flag has written"
-            )
-        return layers.seconds, "ms", 1e-3
-    return _weights_by_name(method, layers.names), "", 1
 
 
 def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
@@ -123,6 +123,16 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         for index in open_still:
             weights[index] = alternative.weight
     return [weight or Fraction(0) for weight in weights]
+
+
+# Kind of method -> the weight of each layer, and the unit and scale in which a stage's weight is shown.
+LAYER_WEIGHTS: dict[str, tuple[Callable[[PartitionMethod, LayerTable], Sequence[Weight]], str, float]] = {
+    "uniform": (lambda method, layers: [1] * len(layers.names), "layers", 1),
+    "parameters": (lambda method, layers: layers.parameters, "M parameters", 1e6),
+    "time": (lambda method, layers: layers.flops, "GFLOP", 1e9),
+    "profile": (_measured_weights, "ms", 1e-3),
+    "type": (lambda method, layers: _weights_by_name(method, layers.names), "", 1),
+}
 
 
 def _check_enough(

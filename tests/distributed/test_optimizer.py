@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.mpu.parameters import merge_shards
-from megatron.optimizer.flat_group import NORM_CHUNK, accurate_norm
+from megatron.optimizer.flat_group import ALIGNMENT, NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
 from tests.distributed.layouts import (
     FP32_BOUND,
@@ -365,9 +365,9 @@ def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
     row = Row(dp=dp, zero=1, micro_batch=2, precision=precision)
     for held, parameters, groups in run_world(dp, sizes_of_state, row):
         # Each group is padded to a multiple of the alignment times the number of parts.
-        assert parameters / dp <= held <= parameters / dp + 2 * groups
+        assert parameters / dp <= held <= parameters / dp + ALIGNMENT * groups
     for held, parameters, _ in run_world(dp, sizes_of_state, replace(row, zero=0)):
-        assert held == pytest.approx(parameters, abs=4)
+        assert held == pytest.approx(parameters, abs=2 * ALIGNMENT)
 
 
 def train_a_little(row):

@@ -1,22 +1,29 @@
 """The workarounds of `megatron/engine/workarounds.py` that no other test would miss."""
 
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.runtime.pipe import schedule
 
 from megatron.engine.pipeline_engine import GPTEngine
-from tests.distributed.layouts import Row, build_engine, config_of, train
+from megatron.engine.workarounds import initialize_vector_math
+from megatron.model import gpt_model
+from megatron.model.single_process import WholeGPT
+from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.training import layer_times
+from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.distributed.pool import run_world
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 JOIN = """
 from megatron.training.processes import join_world, leave_world
-from tests.distributed.layouts import Row, config_of
+from tests.distributed.layouts import EOD, VOCAB, Row, config_of
 join_world(config_of(Row()))
 leave_world()
 """
@@ -67,3 +74,58 @@ def test_a_stage_may_receive_fp32_and_send_bf16():
     row = Row(pp=4, precision="bf16", micro_batch=2)
     cut = run_world(4, losses_with_bounds, row, [0, 3, 5, 9, 11], changes)[0]
     assert [loss for loss, _ in cut] == pytest.approx([loss for loss, _ in whole], rel=2e-3)
+
+
+USES_OF_THE_MODEL = {
+    "training": lambda config: gpt_model.GPTModelPipe(
+        config, ParallelLayout(1, 1, 1), TensorGroup(), VOCAB, EOD, [0, 11]
+    ),
+    "tools": lambda config: WholeGPT(config, VOCAB, EOD),
+    "layer times": lambda config: layer_times._measure(config, TensorGroup(), VOCAB, EOD),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_THE_MODEL)
+def test_whatever_uses_the_model_initializes_vector_math_before_anything_computes(use, monkeypatch):
+    """Entry 14."""
+
+    class InitializedError(Exception):
+        pass
+
+    def initialize():
+        raise InitializedError
+
+    monkeypatch.setattr(gpt_model, "initialize_vector_math", initialize)
+    monkeypatch.setattr(torch, "empty", None)  # no parameter is made before
+    with pytest.raises(InitializedError):
+        USES_OF_THE_MODEL[use](config_of(Row()))
+
+
+def test_vector_math_is_initialized_on_the_cpu_by_one_element(monkeypatch):
+    """Entry 14: also where tensors are made on another device by default."""
+    seen = []
+    monkeypatch.setattr(torch, "exp", lambda x: seen.append((x.device.type, x.numel())))
+    with torch.device("meta"):
+        initialize_vector_math()
+    assert seen == [("cpu", 1)]
+
+
+FIRST_EXP = """
+import torch
+{function}
+torch.set_num_threads(2)
+initialize_vector_math()
+x = torch.linspace(-8.0, 0.0, 2**18).view(64, -1)
+first = torch.exp(x)
+torch.set_num_threads(1)
+assert torch.equal(first, torch.exp(x)), (first / torch.exp(x) - 1).abs().max()
+"""
+
+
+@pytest.mark.full
+def test_in_100_processes_the_first_parallel_exp_is_that_of_one_thread():
+    """Entry 14: without it this has been seen to fail in 2 to 4 of 100 processes."""
+    script = FIRST_EXP.format(function=inspect.getsource(initialize_vector_math))
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    for _ in range(100):
+        subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)

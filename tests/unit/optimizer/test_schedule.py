@@ -1,6 +1,7 @@
 """The learning rate against hand-computed values, published logs and its own continuity."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -151,3 +152,14 @@ def test_a_warm_up_that_outlasts_the_decay_is_refused(make, flags, advice):
 
 def test_a_constant_rate_may_warm_up_for_longer_than_the_run():
     assert by_iterations(lr_warmup_iters=220, lr_decay_style="constant").rate(at(110)) == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize("style", ["exponential", "Cosine", "", None])
+def test_an_unknown_decay_style_is_an_error_from_code_too(style):
+    with pytest.raises(ConfigError, match="expected one of constant, cosine, linear"):
+        replace(by_iterations(), style=style)
+
+
+def test_an_unknown_unit_is_an_error():
+    with pytest.raises(KeyError, match="epochs"):
+        at(1).count("epochs")

@@ -1,0 +1,178 @@
+"""Copies of a parameter (tied, of replicas, of tensor ranks) stay equal to the last bit, however many there
+are and in whatever order each process group sums."""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.layout import TensorGroup
+from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.gradient_reduction import GradientReduction
+from megatron.training.invariants import broken_invariants
+from tests.distributed.layouts import RATE, SEQ, Row, build_engine, config_of, sample_tokens
+from tests.distributed.pool import run_world
+
+# More than half of a stage is the embedding: 4096 rows of 32, beside at most three layers of 12 * 32 * 32.
+LARGE_VOCABULARY = {"make_vocab_size_divisible_by": 4096}
+UNEQUAL = {"num_layers": 3}
+CLIPPED = {"clip_grad": 0.01}
+
+
+@contextmanager
+def sums_in_another_order():
+    """A back-end of which nothing is known but that all members of a group receive the same bits: the order
+    of an all-reduce's sum depends on the group's ranks and on the length of the buffer."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        size = dist.get_world_size(group)
+        if op != dist.ReduceOp.SUM or async_op or not tensor.is_floating_point() or size < 3:
+            return real(tensor, op=op, group=group, async_op=async_op)
+        parts = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(parts, tensor, group=group)
+        random.Random(f"{dist.get_process_group_ranks(group)} {tensor.numel()}").shuffle(parts)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        tensor.copy_(total)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = real
+
+
+def copies_after(row, changes, steps, other_order):
+    """What `broken_invariants` finds after some steps: digests of all copies of weights, fp32 and moments."""
+    batch_size = 2 * row.dp * row.micro_batch
+    model = {"num_layers": 2, **LARGE_VOCABULARY, **changes.get("model", {})}
+    batch = {"global_batch_size": batch_size}
+    engine = build_engine(config_of(row, **{**changes, "model": model, "batch": batch}))
+
+    def micro_batches(step):
+        size, data_rank = row.micro_batch, engine.layout.data_rank
+        for first in range(data_rank * size, batch_size, row.dp * size):
+            tokens = sample_tokens(step * batch_size + first, size)
+            yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(size, SEQ))
+
+    def train():
+        for step in range(steps):
+            engine.train_step(micro_batches(step), step * batch_size, batch_size, RATE)
+        return broken_invariants(engine.optimizer, engine.layout)
+
+    if not other_order:
+        return train()
+    with sums_in_another_order():
+        return train()
+
+
+SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
+# (layout, changes of its config, whether the back-end's order of summation is another one)
+REPRESENTATIVE = {
+    "three replicas, partitions of odd lengths": (Row(pp=2, dp=3, zero=1), {"model": UNEQUAL}, False),
+    "four replicas, any order": (Row(pp=2, dp=4), {}, True),
+    "tensor ranks, any order": (Row(tp=2, dp=3, zero=1, positions="rotary"), SEQUENCE_PARALLEL, True),
+}
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE)
+def test_tied_copies_and_replicas_stay_equal(case):
+    row, changes, other_order = REPRESENTATIVE[case]
+    assert set(run_world(row.world_size, copies_after, row, changes, 3, other_order)) == {None}
+
+
+def every_case():
+    for dp in (3, 4):
+        for positions in ("absolute", "rotary", "alibi"):
+            for layers in (2, 3):
+                for zero in (0, 1):
+                    row = Row(pp=2, dp=dp, zero=zero, positions=positions)
+                    yield row, {"model": {"num_layers": layers}}, dp == 4 or zero == 0
+    for row in (Row(tp=2, dp=4), Row(tp=4, dp=2), Row(tp=4, pp=2), Row(tp=2, pp=2, dp=2, zero=1)):
+        for options in ({}, SEQUENCE_PARALLEL):
+            # Clipping by a norm that each replica has summed in its own order would be another way to drift.
+            yield row, {**options, "optimizer": CLIPPED, "model": {"embed_layernorm": True}}, True
+    for stage in (2, 3):
+        yield Row(tp=2, dp=4, zero=stage), SEQUENCE_PARALLEL, True
+    for precision in ("bf16", "fp16"):
+        yield Row(pp=2, dp=3, zero=1, precision=precision), {"model": {"hidden_dropout": 0.1}}, True
+    yield Row(pp=2, dp=4, zero=1), {"optimizer": {"optimizer": "sgd"}}, True
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", every_case(), ids=str)
+def test_tied_copies_and_replicas_stay_equal_on_every_layout(case):
+    row, changes, other_order = case
+    assert set(run_world(row.world_size, copies_after, row, changes, 10, other_order)) == {None}
+
+
+def gradients_after_reduction(values):
+    """Of a parameter that both tensor ranks hold whole, and of one that they share."""
+    rank = dist.get_rank()
+    tensor = TensorGroup(rank, 2, dist.group.WORLD)
+    whole = new_parameter(ParameterSpec((2,)), tensor)
+    part = new_parameter(ParameterSpec((4,), shard_dim=0), tensor)
+    flat = FlatGroup({"params": [whole, part]}, 1, 0)
+    whole.main_grad.copy_(torch.tensor(values[rank]))
+    part.main_grad.fill_(rank + 1.0)
+    GradientReduction([flat], None, [], tensor).run()
+    return whole.main_grad.tolist(), part.main_grad.tolist()
+
+
+def test_tensor_ranks_take_the_gradient_of_the_first_of_them():
+    values = [[0.1, 3e38], [0.1000001, -3e38]]
+    first, second = run_world(2, gradients_after_reduction, values)
+    assert first[0] == second[0] == torch.tensor(values[0]).tolist()
+    assert (first[1], second[1]) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_a_gradient_that_only_a_later_tensor_rank_finds_bad_is_bad_on_all():
+    for whole, _ in run_world(2, gradients_after_reduction, [[0.5, 0.5], [0.5, float("inf")]]):
+        assert whole[0] == 0.5 and whole[1] != whole[1]
+
+
+def three_holders():
+    tensor = TensorGroup()
+    parameter = new_parameter(ParameterSpec((2,)), tensor)
+    with pytest.raises(ValueError, match="on 3 stages: expected 2"):
+        GradientReduction(
+            [FlatGroup({"params": [parameter]}, 1, 0)], None, [(parameter, dist.group.WORLD)], tensor
+        )
+
+
+def test_a_weight_on_three_stages_is_refused():
+    run_world(3, three_holders)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
+    """PyTorch's fused kernels compute the end of a buffer otherwise than the rest: partitions have none."""
+    generator = torch.Generator().manual_seed(1)
+    values, factors = torch.randn(101, generator=generator), torch.randn(10, 101, generator=generator)
+
+    def stepped(parameters_before):
+        tensor = TensorGroup()
+        others = [new_parameter(ParameterSpec((size,)), tensor) for size in parameters_before]
+        own = new_parameter(ParameterSpec((101,)), tensor)
+        own.data.copy_(values)
+        flat = FlatGroup({"params": [*others, own]}, 1, 0)
+        optimizer = {
+            "adam": lambda: torch.optim.AdamW([flat.master], lr=1e-3, fused=True),
+            "sgd": lambda: torch.optim.SGD([flat.master], lr=1e-3, momentum=0.9, fused=True),
+        }[kind]()
+        for factor in factors:
+            own.main_grad.copy_(factor)
+            flat.give_gradient_to_master(1.0)
+            optimizer.step()
+        moments = [v for v in optimizer.state[flat.master].values() if v.dim()]
+        start, length = flat.fragment(own)
+        return [own.detach().clone(), *(moment[start : start + length] for moment in moments)]
+
+    for sizes in ((3,), (64,), (11, 6)):
+        for other, alone in zip(stepped(sizes), stepped(()), strict=True):
+            assert torch.equal(other, alone)
