@@ -44,17 +44,17 @@ def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
 
 
 KILLED = """
-import os, signal, sys
+import itertools, os, signal, sys
 from megatron.checkpoint import universal
 
-blocks, left = universal.whole_blocks, int(sys.argv.pop())
+# Worker threads share the counter: each number is given out once, so exactly one of them sees the last.
+blocks, numbers, last = universal.whole_blocks, itertools.count(1), int(sys.argv.pop())
 
 def then_kill(*args):
-    global left
     for block in blocks(*args):
-        left -= 1
-        yield block[: len(block) // 2] if left == 0 else block
-        if left == 0:
+        is_last = next(numbers) == last
+        yield block[: len(block) // 2] if is_last else block
+        if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
 
 universal.whole_blocks = then_kill
