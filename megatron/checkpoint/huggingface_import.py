@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import torch_files
-from megatron.checkpoint.files import HostileFileError, open_regular, read_json, sync_file
+from megatron.checkpoint.files import HostileFileError, expecting_layout, open_regular, read_json, sync_file
 from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, TrainingState
 from megatron.checkpoint.huggingface import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
 from megatron.checkpoint.manifest import seal, write_atomically
@@ -251,7 +251,12 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 
 def _check_shapes(model: HuggingFaceModel) -> None:
-    specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
+    path = model.folder / "config.json"
+    with expecting_layout(path, "the settings of a model that can be built"):
+        try:
+            specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     for parameter in model.family.names(model.fields["num_layers"]):
         ours = torch.empty(specs[parameter.ours].whole_shape, device="meta")
         expected = parameter.transform.to_theirs(ours, model.fields["num_attention_heads"]).shape

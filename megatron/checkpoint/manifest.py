@@ -73,12 +73,16 @@ def is_sealed(record: dict[str, Any]) -> bool:
 def write_atomically(path: Path, text: str) -> None:
     """Writes a small file that is there whole, and on the disk under its name, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", opener=_not_through_a_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_file(path.parent)
+
+
+def _not_through_a_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _digest_of(record: dict[str, Any]) -> str:

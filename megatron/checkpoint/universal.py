@@ -251,6 +251,8 @@ def _number(step: Any) -> float | None:
 def _begin(source: Source, partial: Path) -> None:
     """Makes the folder, or finds it as an interrupted conversion has left it."""
     partial.mkdir(parents=True, exist_ok=True)
+    if links := [path for path in (partial, *partial.iterdir()) if path.is_symlink()]:
+        raise ConfigError(f"{links[0]} is a link, which no conversion leaves: delete it")
     mark = partial / SOURCE_FILE
     if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
         raise ConfigError(

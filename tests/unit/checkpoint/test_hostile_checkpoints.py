@@ -336,7 +336,7 @@ def test_a_hostile_place_of_a_parameter_is_refused(
     path = folder / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)
     addresses = content["optimizer"]["param_slice_mappings"][0]
-    addresses["6.weight"] = Namespace(**{**vars(addresses["6.weight"]), **change})
+    addresses["5.weight"] = Namespace(**{**vars(addresses["5.weight"]), **change})
     torch.save(content, path)
     rewrite(folder, lambda run: run["files"].update({path.name: {"bytes": path.stat().st_size}}))
     with bounds(), pytest.raises(ConfigError, match="it is damaged"):
@@ -395,13 +395,13 @@ def test_generation_does_not_run_a_model_with_a_flipped_bit(
     list(convert(open_source(folder, derive_rules=True), folder.parent / "global_step5_universal"))
     universal = folder.parent / "global_step5_universal"
     generate.main(["--load", str(universal), "--prompt", "a"])
-    values = universal / "zero" / "6.weight" / "fp32.pt"
+    values = universal / "zero" / "5.weight" / "fp32.pt"
     content = bytearray(values.read_bytes())
     content[content.index(b"FB") + 100] ^= 1
     values.write_bytes(content)
     with pytest.raises(SystemExit):
         generate.main(["--load", str(universal), "--prompt", "a"])
-    assert "6.weight" in capsys.readouterr().err
+    assert "5.weight" in capsys.readouterr().err
 
 
 # --- an interrupted conversion goes on from what is proved to be complete ---
@@ -436,6 +436,22 @@ def test_a_finished_parameter_that_is_not_whole_is_made_again(
     assert first in again and second not in again
     assert (tmp_path / "out" / "zero" / second / "fp32.pt").stat().st_mtime_ns == kept
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("name", ["", "zero", "unfinished", "source.json.tmp"])
+def test_a_hostile_link_in_an_interrupted_conversion_is_not_followed(
+    name: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, victim = folders
+    partial = tmp_path / "out.partial"
+    if name:
+        partial.mkdir()
+    (partial / name).symlink_to(victim)
+    before = snapshot(tmp_path)
+    assert "is a link" in refusal(
+        lambda: list(convert(open_source(folder, derive_rules=True), tmp_path / "out"))
+    )
+    assert snapshot(tmp_path) == before
 
 
 def test_what_gets_its_name_is_on_the_disk_before(
