@@ -96,5 +96,5 @@ def check_weights(checkpoint: Checkpoint) -> int:
     tensors were compared, 0 where there are no digests. ConfigError names what is damaged."""
     count, damages = find_damage(checkpoint, weights_only=True)
     if damages:
-        raise ConfigError(f"checkpoint {checkpoint.folder}: {'; '.join(damages[:3])}: take an older one")
+        raise ConfigError(f"checkpoint {checkpoint.folder}: {'; '.join(damages[:3])}; take an older one")
     return count

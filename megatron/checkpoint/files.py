@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from megatron.config.errors import ConfigError
 
-# The largest run.json known, of a run with thousands of files and parameters, has a few MB. Lists of lists
-# take 30 times their text in memory.
-MAX_JSON_BYTES = 1 << 24
+# The run.json of a run with thousands of files and parameters has 2 MB. Lists of lists take 30 times their
+# text in memory.
+MAX_JSON_BYTES = 1 << 23
 MAX_JSON_DEPTH = 64
 
 
@@ -54,34 +54,33 @@ def read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
 def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
-    Raises OSError if it cannot be read, ValueError if it is no JSON text in UTF-8, and HostileFileError if it
-    is larger or nested more deeply than any file of this kind.
+    Raises OSError if it cannot be read, ValueError if it does not hold JSON, and HostileFileError if it is
+    larger or nested more deeply than any file of this kind.
     """
     content = read_small(path)
     try:
         value = json.loads(content)
-        deep = _is_deep(value)
+        shallow = _is_shallow(value)
     except RecursionError:
-        deep = True
-    if deep:
+        shallow = False
+    if not shallow:
         raise HostileFileError(f"{path} is nested more than {MAX_JSON_DEPTH} levels deep")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("a string has half a surrogate pair") from None
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def _is_shallow(value: Any) -> bool:
+    """Whether it has no more than MAX_JSON_DEPTH levels. ValueError for a string that cannot be printed."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
+        for entry in level:
+            if isinstance(entry, str) and not entry.isascii():
+                entry.encode()  # half a surrogate pair fails, with a ValueError
         containers = [entry for entry in level if isinstance(entry, (dict, list))]
-        level = [
-            child for entry in containers for child in (entry.values() if isinstance(entry, dict) else entry)
-        ]
+        level = [child for entry in containers for child in entry]
+        level += [child for entry in containers if isinstance(entry, dict) for child in entry.values()]
         if not level:
-            return False
-    return True
+            return True
+    return False
 
 
 @contextmanager

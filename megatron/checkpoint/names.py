@@ -120,11 +120,11 @@ def _check_record(name: str, record: Any) -> None:
     """What `reshape.spec_record` makes."""
     shape = record.get("whole_shape") if isinstance(record, dict) else None
     if not isinstance(shape, list) or not is_shape(shape):
-        raise ValueError(f"it tells no shape of {name}")
+        raise ValueError(f"it does not give the shape of {name}")
     dim, blocks, rows = (record.get(key) for key in ("shard_dim", "blocks", "used_rows"))
     cut = dim is None or (_is_count(dim) and dim < len(shape))
     if not (cut and _is_count(blocks) and blocks > 0 and (rows is None or 0 < _count(rows) <= shape[0])):
-        raise ValueError(f"it does not tell how {name} is sharded")
+        raise ValueError(f"it does not say how {name} is sharded")
 
 
 def _check_numbers(run: Mapping[str, Any]) -> None:

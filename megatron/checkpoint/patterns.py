@@ -1,6 +1,6 @@
 r"""Patterns of parameter names that come from a file, matched in bounded time.
 
-Programs of the family write them as regular expressions, of which they use a small part: literal characters,
+Programs of the family write them as regular expressions, but use only a small part: literal characters,
 `.`, `\d`, `\w`, `[0-9]`, escaped punctuation, each alone or with `+` or `*`, and `^` and `$`. Only that part
 is read here, with all positions in the name at once: Python's matcher may take time exponential in a name.
 """

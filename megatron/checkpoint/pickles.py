@@ -1,4 +1,4 @@
-"""Pickles read as data: nothing is imported, nothing is called but what the caller gives.
+"""Pickles read as data: nothing is imported, and only functions that the caller gives are called.
 
 Python's own unpicklers, told which names to allow, still allocate what a few bytes ask for (`bytearray(n)`, a
 memo index), hash nested tuples without end and build what crashes whoever walks through it. This one executes
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_MAX_STEPS = 1 << 21
+_MAX_STEPS = 1 << 20
 _MAX_NODES = 1 << 22
 _MAX_DEPTH = 64
 # torch's generators and numpy's have numbers of 128 bits.
@@ -25,7 +25,7 @@ _MAX_KEY_LENGTH = 16
 
 
 class PickleError(ValueError):
-    """It is no pickle of data, or it is damaged."""
+    """The pickle is damaged, or it holds more than data."""
 
 
 class HostilePickle(PickleError):
@@ -214,7 +214,7 @@ class _Machine:
                     target.__dict__.update(part or {})
             else:
                 target.__dict__["state"] = state
-        elif type(target) is not OrderedDict:  # whose attributes are torch's notes on a module
+        elif type(target) is not OrderedDict:  # its attributes are torch's notes on a module: not needed
             raise PickleError(f"it would change a {type(target).__name__}")
 
     def _persistent_id(self) -> None:

@@ -149,7 +149,7 @@ def _checked(merge: Merge, tensor_size: int, folder: Path) -> Merge:
     shape = (merge.saved_rows, *merge.shape[1:])
     expected_dims = 2 if merge.rule is Rule.ROWS else len(shape)
     if not (is_shape(shape) and is_shape(merge.shape) and merge.shape[0] <= shape[0]):
-        raise ConfigError(f"checkpoint {folder} tells no possible shape of {merge.name}: it is damaged")
+        raise ConfigError(f"checkpoint {folder} gives {merge.name} a shape that no tensor has: it is damaged")
     parts = tensor_size * merge.blocks
     if len(shape) != expected_dims or (merge.is_cut and shape[merge.dim] % parts):
         raise ConfigError(

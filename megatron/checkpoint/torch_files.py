@@ -132,9 +132,8 @@ class StoredTensor:
 def read_file(path: Path) -> Any:
     """What was saved, with a `StoredTensor` for each tensor. Reads the structure only.
 
-    Raises ConfigError naming the file where it is damaged. HostileFileError: where it names a class or
-    function that no checkpoint has use for, nothing of which has run then, or asks for more memory or time
-    than any checkpoint.
+    Raises ConfigError, naming the file, if it is damaged; HostileFileError if it names a class or function
+    that no checkpoint has use for (nothing has run then), or asks for more memory or time than one needs.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
@@ -187,9 +186,9 @@ def load_file(path: Path) -> Any:
 
 
 def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
-    """Whether the file of a tensor, alone or under 'param', holds one of this shape, and every byte of it is
-    what was written: the archive keeps a checksum of each member. Reads all. ConfigError if it is no such
-    file."""
+    """Whether the file holds a tensor of this shape, alone or under 'param', and every byte is what was
+    written: the archive keeps a checksum of each member. Reads all. ConfigError if torch.save did not write
+    it."""
     content = read_file(path)
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, StoredTensor) or tensor.shape != shape:

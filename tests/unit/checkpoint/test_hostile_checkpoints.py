@@ -231,6 +231,12 @@ def test_hostile_json_is_refused_however_deep(text: str, tmp_path: Path) -> None
     assert "nested more than 64 levels" in refusal(lambda: read_json(tmp_path / "f.json"), HostileFileError)
 
 
+def test_hostile_json_of_nothing_but_lists_takes_bounded_memory(tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_bytes(b"[" + b"[]," * 2_790_000 + b"[]]")
+    with bounds():
+        assert len(read_json(tmp_path / "f.json")) == 2_790_001
+
+
 def test_json_that_is_none_is_not_hostile_but_wrong(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff\xfe\x00", b'"\\ud800"', b"9" * 10_000):
         (tmp_path / "f.json").write_bytes(content)
