@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # By the flag that gives the input, those that act in its direction only.
 ONE_WAY = {
-    "--load": ("--universal_checkpoint", "--dtype", "--no-tokenizer"),
+    "--load": ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
     "--from-hugging-face": ("--vocab-size",),
 }
 
@@ -73,6 +73,11 @@ def build_parser() -> ToolParser:
         "values, which are not rounded",
     )
     group.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
+    group.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare the weights with the checkpoint's digests",
+    )
     group = parser.add_argument_group("with --from-hugging-face")
     group.add_argument(
         "--vocab-size",
@@ -133,13 +138,15 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     writer = tokenizer_writer(arguments, checkpoint)
     if writer is None and not arguments.no_tokenizer:
         notes.append("no tokenizer is written, for the run was given none: its flags can be given here")
-    write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer)
+    verify = not arguments.no_verify_digests
+    write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer, verify=verify)
     precision = arguments.dtype or checkpoint.config.precision.name
     print(
         f"wrote {arguments.output}: {architecture} in {precision}, iteration {checkpoint.state.iteration} of "
         f"{checkpoint.folder}"
     )
-    print(f"compared on the way: {verification(checkpoint, arguments.dtype)}")
+    compared = verification(checkpoint, arguments.dtype) if verify else "sizes alone (--no-verify-digests)"
+    print(f"compared on the way: {compared}")
     return notes
 
 

@@ -60,10 +60,14 @@ def build_parser() -> ToolParser:
         action="store_true",
         help="take the mean where copies of a parameter on tensor ranks differ, and tell by how much",
     )
-    parser.add_argument(
-        "--verify-digests",
+    digests = parser.add_mutually_exclusive_group()
+    digests.add_argument(
+        "--no-verify-digests",
         action="store_true",
-        help="first read all files and compare them with their digests",
+        help="do not first read all files and compare them with their digests",
+    )
+    digests.add_argument(
+        "--verify-digests", action="store_true", help="deprecated and ignored: digests are verified"
     )
     return parser
 
@@ -76,10 +80,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.input_folder)
     if not folder.is_dir():
         raise ConfigError(f"--input_folder {folder}: there is no such folder")
-    if arguments.verify_digests and not (folder / "run.json").is_file():
-        raise ConfigError(
-            f"--verify-digests: {folder} has no run.json, where digests stand: leave the flag out"
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for warning in source.warnings:
             print(f"warning: {warning}")
         if arguments.verify_digests:
+            print("note: --verify-digests is deprecated and ignored: digests are verified by default")
+        if source.run is None:
+            print(f"note: {source.folder} has no run.json: there are no digests to compare its files with")
+        elif not arguments.no_verify_digests:
             verify_digests(source, workers)
         target = Path(arguments.output_folder)
         drifts = {}

@@ -68,6 +68,11 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--seed", type=int, default=0, help="of the draws; each prompt starts from it (default: 0)"
     )
+    parser.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare the weights with the checkpoint's digests",
+    )
     add_tokenizer_flags(parser, "tokenizer (default: the checkpoint's own)")
     return parser
 
@@ -155,11 +160,14 @@ def run(argv: Sequence[str] | None) -> None:
     from megatron.training.processes import quiet_library_logs
 
     quiet_library_logs(LoggingConfig())
+    from megatron.checkpoint.damage import check_weights
     from megatron.checkpoint.reading import find_tokenizer, read_checkpoint
 
     sampling = read_sampling(arguments)
     checkpoint = read_checkpoint(arguments.load)
     tokenizer = find_tokenizer(arguments, checkpoint)
+    if not arguments.no_verify_digests and not check_weights(checkpoint):
+        print(f"{checkpoint.folder} has no digests of its weights: they are not compared", file=sys.stderr)
     model = load_model(checkpoint)
     print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
     start, new = time.monotonic(), 0

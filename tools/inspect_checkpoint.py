@@ -8,7 +8,7 @@ A folder with checkpoints gives a row for each, and the newest complete one in f
 that one. Sizes of files are compared with what was written; with --verify the digests too, of the one that is
 shown in full. Two folders are compared: settings, and the largest difference of each parameter's fp32 values
 and moments, whatever their layouts, one native and one universal too. The exit code is 1 if something is
-damaged or missing.
+damaged or missing, and 2 for a file that is meant to do harm: nothing of it is run.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
-from megatron.data.preprocessing import parse_line, read_batches
+from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 
 BYTE_SYMBOLS = 256
@@ -67,6 +67,9 @@ def read_texts(path: str, json_key: str) -> Iterator[str]:
     is_jsonl = ".jsonl" in os.path.basename(path)
     for batch in read_batches([path]):
         if not is_jsonl:
+            for number, line in enumerate(batch.lines, batch.first_line):
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(f"--input {path}, line {number}: longer than {MAX_LINE_BYTES:,} bytes")
             yield b"".join(batch.lines).decode(errors="replace")
             continue
         for number, line in enumerate(batch.lines, batch.first_line):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.manifest import Files, describe_file
+from megatron.checkpoint.optimizer_files import VALUES
+from megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,23 +57,44 @@ def has_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
     return f"{found:016x}" == digest
 
 
-def find_damage(checkpoint: Checkpoint) -> tuple[int, list[str]]:
+def find_damage(checkpoint: Checkpoint, weights_only: bool = False) -> tuple[int, list[str]]:
     """(number of things compared, what is wrong in words) after reading all that has a digest: the files of a
-    native checkpoint, the tensors of a universal one."""
+    native checkpoint, the tensors of a universal one.
+
+    weights_only: of a native one the layers' files, of a universal one the fp32 values.
+    """
     if not is_universal(checkpoint.folder):
-        files = checkpoint.run["files"]
+        files = {
+            name: entry
+            for name, entry in checkpoint.run["files"].items()
+            if name.startswith("layer_") or not weights_only
+        }
         return len(files), list(filter(None, damaged_files(checkpoint.folder, files)))
     from megatron.checkpoint.states import UniversalStates, specs_of
-    from megatron.config import ConfigError
 
     states, specs, problems = UniversalStates(checkpoint), specs_of(checkpoint), []
     compared = [
-        (kind, *entry) for kind, of_kind in compared_tensors(checkpoint).items() for entry in of_kind.items()
+        (kind, *entry)
+        for kind, of_kind in compared_tensors(checkpoint).items()
+        for entry in of_kind.items()
+        if kind == VALUES or not weights_only
     ]
     for kind, name, digest in compared:
+        if name not in specs:
+            problems.append(f"{RUN_FILE} has a digest of {name}, which the model does not have")
+            continue
         try:
             if not has_digest(states.read(name, kind), specs[name], digest):
                 problems.append(f"{kind} of {name} is damaged: its digest is not that of {RUN_FILE}")
         except ConfigError as error:
             problems.append(str(error))
     return len(compared), problems
+
+
+def check_weights(checkpoint: Checkpoint) -> int:
+    """Reads the weights of a checkpoint and compares them with their digests; returns how many files or
+    tensors were compared, 0 where there are no digests. ConfigError names what is damaged."""
+    count, damages = find_damage(checkpoint, weights_only=True)
+    if damages:
+        raise ConfigError(f"checkpoint {checkpoint.folder}: {'; '.join(damages[:3])}; take an older one")
+    return count

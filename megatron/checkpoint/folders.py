@@ -1,13 +1,14 @@
 """What lies in a folder of checkpoints: which are complete, and what each says of itself."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import read_json
 from megatron.checkpoint.manifest import first_misfit, is_sealed
+from megatron.checkpoint.names import check_run, read_name
 from megatron.config import Config, ConfigError
 
 RUN_FILE = "run.json"
@@ -87,7 +88,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
             raise ConfigError(f"checkpoint {folder}: {damaged[folder.name]}; give another one to --load")
         return open_checkpoint(folder)
     latest = folder / LATEST_FILE
-    named = latest.read_text().strip() if latest.is_file() else None
+    named = read_name(latest)
     native = (path for path in folder.glob("global_step*") if path.is_dir() and not is_universal(path))
     others = {path.name for path in native} - {named}
     newest_first = sorted(others, key=lambda name: (step_of(name), name), reverse=True)
@@ -149,7 +150,8 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
     """
     path = Path(folder) / RUN_FILE
     try:
-        run = json.loads(path.read_text())
+        run = read_json(path)
+        check_run(run, path)
         if not is_sealed(run):
             raise ValueError("it is not as it was written")
         checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)

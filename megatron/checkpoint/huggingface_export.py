@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.checkpoint.damage import compared_tensors, damaged_files, has_digest
+from megatron.checkpoint.damage import check_weights, compared_tensors, has_digest
+from megatron.checkpoint.files import rename_synced, sync_tree
 from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.huggingface import FAMILIES, Family
 from megatron.checkpoint.optimizer_files import VALUES
@@ -93,13 +94,14 @@ def write_hugging_face(
     precision: str | None = None,
     write_tokenizer: Callable[[Path], None] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    verify: bool = True,
 ) -> None:
     """Writes the folder `output`: config.json, weights as safetensors, and what `write_tokenizer` adds.
 
-    precision: 'fp32', 'fp16' or 'bf16'; None: the one that the run trained in. The weights pass through
-    memory a file at a time, and are compared with their digests as far as the checkpoint has any. The folder
-    appears complete or not at all. Raises ConfigError for a model that has no Hugging Face form, for damaged
-    files, and for an `output` that is taken.
+    precision: 'fp32', 'fp16' or 'bf16'; None: the one that the run trained in. verify: compare the weights
+    with their digests, as far as the checkpoint has any. The weights pass through memory a file at a time.
+    The folder appears complete, and on the disk, or not at all. Raises ConfigError for a model that has no
+    Hugging Face form, for damaged files, and for an `output` that is taken.
     """
     config = checkpoint.config
     family = FAMILIES[family_of(config.model)]
@@ -116,11 +118,12 @@ def write_hugging_face(
     try:
         their_config.save_pretrained(temporary)
         _write_generation_config(their_config, temporary)
-        weights = _their_weights(checkpoint, family, precision)
+        weights = _their_weights(checkpoint, family, precision, verify)
         _write_weights(weights, temporary, max_file_bytes)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
-        temporary.rename(output)
+        sync_tree(temporary)
+        rename_synced(temporary, output)
     except BaseException:
         shutil.rmtree(temporary)
         raise
@@ -171,16 +174,15 @@ def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
     return "sizes alone, for the checkpoint has no digests of its fp32 values"
 
 
-def _our_weights(checkpoint: Checkpoint, precision: str) -> Iterator[tuple[str, Tensor]]:
+def _our_weights(checkpoint: Checkpoint, precision: str, verify: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, whole weight), each compared with its digest or that of its files; ConfigError if it differs."""
     specs = specs_of(checkpoint)
     if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
-        files = {name: entry for name, entry in checkpoint.run["files"].items() if name.startswith("layer_")}
-        for damage in filter(None, damaged_files(checkpoint.folder, files)):
-            raise ConfigError(f"checkpoint {checkpoint.folder}: {damage}; take an older one")
+        if verify:
+            check_weights(checkpoint)
         yield from whole_weights(checkpoint.folder, specs)
         return
-    states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {})
+    states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {}) if verify else {}
     for name, spec in specs.items():
         whole = states.read(name, VALUES)
         if name in digests and not has_digest(whole, spec, digests[name]):
@@ -191,11 +193,13 @@ def _our_weights(checkpoint: Checkpoint, precision: str) -> Iterator[tuple[str, 
         yield name, whole
 
 
-def _their_weights(checkpoint: Checkpoint, family: Family, precision: str) -> Iterator[tuple[str, Tensor]]:
+def _their_weights(
+    checkpoint: Checkpoint, family: Family, precision: str, verify: bool
+) -> Iterator[tuple[str, Tensor]]:
     model = checkpoint.config.model
     specs = specs_of(checkpoint)
     table = {parameter.ours: parameter for parameter in family.names(model.num_layers)}
-    for name, whole in _our_weights(checkpoint, precision):
+    for name, whole in _our_weights(checkpoint, precision, verify):
         parameter = table[name]
         without_padding = whole[: specs[name].used_rows]
         theirs = parameter.transform.to_theirs(without_padding, model.num_attention_heads)

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folders import RUN_FILE, TrainingState
+from megatron.checkpoint import torch_files
+from megatron.checkpoint.files import HostileFileError, expecting_layout, open_regular, read_json, sync_file
+from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, TrainingState
 from megatron.checkpoint.huggingface import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
 from megatron.checkpoint.manifest import seal, write_atomically
+from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.checkpoint.native import layout_record
 from megatron.checkpoint.reading import tokenizer_settings
 from megatron.checkpoint.reshape import spec_record
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+# Of a config.json: far more than any number of tokens, layers or units.
+_LARGEST_SETTING = 1 << 40
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
 # say nothing.
@@ -103,15 +108,17 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     from transformers import AutoConfig
 
     folder = Path(folder)
+    _check_settings(folder)
     try:
-        their_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
+        their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on what is missing
         raise ConfigError(
             f"{folder} is not the folder of a Hugging Face model ({_first_line(error)})"
         ) from error
     family, fields = _family_and_fields(their_config, folder)
     rows = fields.pop("vocab_size")
-    stored = _known_weights(folder, family, fields["num_layers"])
+    stored = _known_weights(folder, family, _all_weights(folder), fields["num_layers"])
     precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in precisions:
@@ -125,42 +132,75 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     return model
 
 
-def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Family, dict[str, Any]]:
-    family = FAMILIES.get(their_config.model_type)
-    if family is None:
+def _check_settings(folder: Path) -> None:
+    """ConfigError for a config.json that transformers cannot read, or would take long over."""
+    path = folder / "config.json"
+    try:
+        settings = read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} holds a model of type {their_config.model_type}: expected {' or '.join(FAMILIES)}"
+            f"{folder} is not the folder of a Hugging Face model ({_first_line(error)})"
+        ) from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds a {type(settings).__name__}, expected an object with settings")
+    if not isinstance(settings.get("model_type"), str) or settings["model_type"] not in FAMILIES:
+        raise ConfigError(
+            f"{folder} holds a model of type {_short(settings.get('model_type'))}: expected "
+            f"{' or '.join(FAMILIES)}"
         )
+    for name, value in settings.items():
+        if type(value) is int and abs(value) > _LARGEST_SETTING:
+            raise HostileFileError(f"{path} has {shown(name)} beyond {_LARGEST_SETTING:,}, which nothing has")
+
+
+def _all_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the files of the folder, by its name there."""
+    return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
+
+
+def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Family, dict[str, Any]]:
+    family = FAMILIES[their_config.model_type]
     for name, expected in family.their_constants.items():
         found = getattr(their_config, name)
         if found != expected:
             raise ConfigError(
-                f"{folder} has {name} = {found} in its config.json: only {expected} can be expressed"
+                f"{folder} has {name} = {_short(found)} in its config.json: only {expected} can be expressed"
             )
     # Where two of their settings are one of ours, the first decides.
     pairs = (*family.fields, *reversed(family.training_fields))
     values = {ours: getattr(their_config, theirs, None) for ours, theirs in pairs}
     fields = {name: value for name, value in values.items() if value is not None}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if type(fields.get(name)) is not int or fields[name] < 1:
+            raise ConfigError(
+                f"{folder} has {dict(family.fields)[name]} = {_short(fields.get(name))} in its config.json: "
+                "expected a positive number"
+            )
     fields.setdefault("seq_length", fields.get("max_position_embeddings", BLOOM_SEQ_LENGTH))
     return family, {**family.our_constants, **fields}
 
 
-def _known_weights(folder: Path, family: Family, num_layers: int) -> dict[str, Tensor]:
+def _known_weights(
+    folder: Path, family: Family, stored: Mapping[str, Tensor], num_layers: int
+) -> dict[str, Tensor]:
     """The weights of the family's table, under their names there; ConfigError unless it is these, and beside
     them nothing but buffers and a copy of the tied weight."""
+    if num_layers > len(stored):
+        raise HostileFileError(
+            f"{folder} has {num_layers:,} layers in its config.json, and {len(stored):,} weights in all"
+        )
     expected = {parameter.theirs: parameter for parameter in family.names(num_layers)}
     buffers = family.buffer_names(num_layers)
     found: dict[str, Tensor] = {}
     unexpected, heads = [], []
-    for file in _weight_files(folder):
-        for name, tensor in _read(file).items():
-            full_name = name if name.startswith(PREFIX) else PREFIX + name
-            if full_name in expected:
-                found[full_name] = tensor
-            elif name == LM_HEAD:
-                heads.append(tensor)
-            elif full_name not in buffers:
-                unexpected.append(name)
+    for name, tensor in stored.items():
+        full_name = name if name.startswith(PREFIX) else PREFIX + name
+        if full_name in expected:
+            found[full_name] = tensor
+        elif name == LM_HEAD:
+            heads.append(tensor)
+        elif full_name not in buffers:
+            unexpected.append(name if is_plain(name) else shown(name))
     if missing := expected.keys() - found.keys():
         raise ConfigError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")
     if unexpected:
@@ -184,27 +224,39 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             try:
-                names = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                names = list(read_json(index)["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index} is not an index of weights ({_first_line(error)})") from error
-            return [folder / name for name in sorted(names)]
+            # Only the name of a file in the folder: the file itself may be a link, as in the hub's cache.
+            return [folder / name for name in sorted({check_plain(name, index) for name in names})]
     raise ConfigError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     """All tensors of a file by name, mapped: what is not used is not read."""
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    if path.suffix != ".safetensors":
+        content = torch_files.load_file(path)
+        if not isinstance(content, dict) or not all(
+            type(name) is str and isinstance(tensor, Tensor) for name, tensor in content.items()
+        ):
+            raise ConfigError(f"the weights in {path} cannot be read: expected a dict of tensors")
+        return content
+    from safetensors.torch import load_file
 
-            return load_file(path)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere inside the libraries
+    try:
+        open_regular(path).close()
+        return load_file(path)
+    except Exception as error:  # a damaged file can fail anywhere inside the library
         raise ConfigError(f"the weights in {path} cannot be read ({_first_line(error)})") from error
 
 
 def _check_shapes(model: HuggingFaceModel) -> None:
-    specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
+    path = model.folder / "config.json"
+    with expecting_layout(path, "the settings of a model that can be built"):
+        try:
+            specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
     for parameter in model.family.names(model.fields["num_layers"]):
         ours = torch.empty(specs[parameter.ours].whole_shape, device="meta")
         expected = parameter.transform.to_theirs(ours, model.fields["num_attention_heads"]).shape
@@ -233,7 +285,8 @@ def write_universal(
 
     config: of `model.config`. vocab_size: true size of the vocabulary; rows beyond it are left out. eod: the
     token that ends a document, None if unknown. A weight at a time is in memory. Raises ConfigError for a
-    vocabulary that is larger than the model's, an `output` that is taken, and too little disk space.
+    vocabulary that is larger than the model's, weights that are not finite, an `output` that is taken, and
+    too little disk space.
     """
     if vocab_size > model.rows:
         raise ConfigError(
@@ -250,8 +303,15 @@ def write_universal(
         check_space(partial, sum(4 * prod(spec.whole_shape) for spec in specs.values()), "--output")
         for name, weight in model.weights():
             values = weight[: specs[name].used_rows].float().contiguous()
+            if not values.isfinite().all():
+                count = int((~values.isfinite()).sum())
+                raise ConfigError(
+                    f"{model.folder} holds {count:,} numbers of {name} that are NaN or infinite: it is "
+                    "damaged, or its training had diverged: take another one"
+                )
             write_parameter(partial, name, specs[name], (values, {}, {}))
         run = _run_record(config, vocab_size, eod, specs)
+        sync_file(partial / PARAMETER_FOLDER)
         write_atomically(partial / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
         put_in_place(partial, output)
     except BaseException as error:
@@ -306,4 +366,10 @@ def start_flags(config: Config, output: Path) -> list[str]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return _short(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+
+
+def _short(value: Any) -> str:
+    """As an error may print what stands in a file."""
+    text = "".join(character if character.isprintable() else "?" for character in str(value)[:200])
+    return text if len(text) < 200 else f"{text}..."

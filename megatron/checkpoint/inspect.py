@@ -1,6 +1,7 @@
 """What is in a checkpoint folder: what it says of itself, which files there are, and what is wrong with them.
 
-Nothing here is written, and nothing raises for a damaged file: it is named among the problems.
+Nothing here is written, and nothing raises for a damaged file: it is named among the problems. A file such as
+no program of the family writes raises HostileFileError.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.damage import compared_tensors, find_damage
+from megatron.checkpoint.files import HostileFileError
 from megatron.checkpoint.folders import (
     LATEST_FILE,
     PARAMETER_FOLDER,
@@ -28,6 +30,7 @@ from megatron.checkpoint.folders import (
     step_of,
 )
 from megatron.checkpoint.manifest import Files, first_misfit
+from megatron.checkpoint.names import read_name
 from megatron.checkpoint.optimizer_files import VALUES
 from megatron.checkpoint.reading import check_run_file
 from megatron.checkpoint.states import UniversalStates, specs_of
@@ -176,7 +179,9 @@ def _kind(path: Path) -> str:
 
 
 def _named_by(path: Path) -> str | None:
-    return path.read_text(errors="replace").strip() if path.is_file() else None
+    if not path.is_file():
+        return None
+    return read_name(path) or "something that is not a folder's name"
 
 
 def _summary(path: Path, is_latest: bool) -> Summary:
@@ -186,6 +191,8 @@ def _summary(path: Path, is_latest: bool) -> Summary:
         state = _open(path).state
         if (path / RUN_FILE).exists():
             open_checkpoint(path)  # compares the sizes
+    except HostileFileError:
+        raise
     except ConfigError as error:
         # What a save or a conversion has left is not expected to be complete.
         if kind in _LATEST_FILES or state is not None:
@@ -220,6 +227,8 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
         checkpoint = _open(folder)
         if not checkpoint.is_foreign:
             check_run_file(checkpoint)
+    except HostileFileError:
+        raise
     except ConfigError as error:
         return Report(str(folder), False, groups, [str(error), *_cut_files(folder)])
     run = checkpoint.run
@@ -286,7 +295,7 @@ def _misfits(folder: Path, files: Files) -> Iterator[str]:
 def _cut_files(folder: Path) -> Iterator[str]:
     """Of files that were cut short: torch's format is a zip archive, whose directory stands at the end."""
     for path in sorted(folder.glob("*.pt")):
-        if not zipfile.is_zipfile(path):
+        if path.is_file() and not zipfile.is_zipfile(path):
             yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are no file of torch"
 
 
@@ -305,6 +314,8 @@ def _universal_parameters(checkpoint: Checkpoint) -> tuple[list[ParameterRecord]
     for name in states.names:
         try:
             shapes = {kind: tuple(states.read(name, kind).shape) for kind in states.kinds(name)}
+        except HostileFileError:
+            raise
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -335,6 +346,8 @@ def _native_parameters(
     for layer in files.layers:
         try:
             wholes, shards = files.wholes(layer, specs, meta=True), files.shards(layer)
+        except HostileFileError:
+            raise
         except ConfigError as error:
             problems.append(str(error))
             unreadable = True

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
+
+from megatron.checkpoint.files import open_regular, sync_file
 
 # File name -> {"bytes": size, "sha256": digest in hex}.
 Files = dict[str, dict[str, Any]]
@@ -28,9 +31,12 @@ def first_misfit(folder: Path, files: Files) -> str | None:
     """The first file that is missing or of another size, in words; None if all are there. Reads no file."""
     for name, expected in sorted(files.items()):
         try:
-            size = (folder / name).stat().st_size
+            status = (folder / name).stat()
         except OSError:
             return f"{name} is missing"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a regular file"
+        size = status.st_size
         if size != expected["bytes"]:
             return f"{name} has {size:,} bytes and was written with {expected['bytes']:,}"
     return None
@@ -65,13 +71,18 @@ def is_sealed(record: dict[str, Any]) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file that is there whole, and on the disk, or not at all."""
+    """Writes a small file that is there whole, and on the disk under its name, or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", opener=_not_through_a_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_file(path.parent)
+
+
+def _not_through_a_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _digest_of(record: dict[str, Any]) -> str:
@@ -99,7 +110,7 @@ def _shared(names: list[str], describe: Any) -> Files:
 
 def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:
     """Size and digest of one file. to_disk: it is on the disk after this."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
         if to_disk:
             os.fsync(file.fileno())

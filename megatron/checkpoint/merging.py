@@ -10,6 +10,7 @@ from math import prod
 
 import numpy as np
 
+from megatron.checkpoint.files import open_regular
 from megatron.checkpoint.rules import Merge, Rule
 from megatron.checkpoint.torch_files import StoredTensor
 from megatron.config.errors import ConfigError
@@ -43,7 +44,8 @@ class Shard:
 
     def __enter__(self) -> Shard:
         for piece in self._pieces:
-            self._descriptors.append(os.open(piece.file.path, os.O_RDONLY))
+            with open_regular(piece.file.path) as file:
+                self._descriptors.append(os.dup(file.fileno()))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,11 +8,13 @@ order of the data-parallel ranks are its tensor-parallel shard. DeepSpeed's layo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import expecting_layout
+from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.torch_files import StoredTensor, read_file
 from megatron.config.errors import ConfigError
 
@@ -68,12 +70,10 @@ class OptimizerFiles:
             if path == files[0][1]:
                 self.common = state
             tensor_rank = model_rank % tensor_size
-            for group, addresses in enumerate(state["param_slice_mappings"]):
-                for name, address in addresses.items():
-                    # A tied parameter is on two stages: one of them is enough.
-                    if first_holder.setdefault((tensor_rank, name), model_rank) == model_rank:
-                        fragment = _Fragment(state, group, address.start, address.numel)
-                        self._fragments[tensor_rank].setdefault(name, []).append(fragment)
+            for name, fragment in _fragments(state, path):
+                # A tied parameter is on two stages: one of them is enough.
+                if first_holder.setdefault((tensor_rank, name), model_rank) == model_rank:
+                    self._fragments[tensor_rank].setdefault(name, []).append(fragment)
 
     @property
     def names(self) -> Iterable[str]:
@@ -121,6 +121,18 @@ def model_files(folder: Path) -> list[Path]:
     """What each (stage, tensor rank) pair says of the run, in the order of their ranks."""
     paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
+    """(parameter, where it lies) for all in one file, checked to be laid out as DeepSpeed does."""
+    with expecting_layout(path, "the optimizer's state by parameter"):
+        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
+        for group, addresses in enumerate(state["param_slice_mappings"]):
+            for name, address in addresses.items():
+                if not isinstance(masters[group], StoredTensor) or type(kept.get(group, {})) is not dict:
+                    raise TypeError(f"group {group} of parameters has no values")
+                check_parameter(name, path)
+                yield name, _Fragment(state, group, address.start, address.numel)
 
 
 def _is_moment(value: Any, master: StoredTensor) -> bool:

@@ -1,7 +1,10 @@
 """What a tool needs of a checkpoint: which one a folder means, and the tokenizer that it was trained with."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from megatron.checkpoint.files import HostileFileError
 from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
 from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.universal_reading import find_universal
@@ -10,6 +13,8 @@ from megatron.config.data import TOKENIZER_FILES
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
+# Of a run's settings: tokens, samples, seeds.
+_LARGEST_SIZE = 1 << 53
 
 
 def read_checkpoint(folder: str | Path, universal: bool = False, foreign: bool = False) -> Checkpoint:
@@ -46,11 +51,30 @@ def check_run_file(checkpoint: Checkpoint) -> None:
     if lacking:
         raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
     try:
-        Config.from_dict(checkpoint.run["config"])
-    except (AttributeError, TypeError, ConfigError) as error:
+        config = Config.from_dict(checkpoint.run["config"])
+        layers, parameters = config.model.num_layers, len(checkpoint.run.get("parameters") or ())
+        if parameters and layers > parameters:
+            raise HostileFileError(
+                f"checkpoint {checkpoint.folder}: {RUN_FILE} has a config of {layers:,} layers, and only "
+                f"{parameters:,} parameters"
+            )
+        if max(_sizes(checkpoint.run["config"])) > _LARGEST_SIZE:
+            raise ConfigError(f"a number is larger than {_LARGEST_SIZE:,}")
+    except HostileFileError:
+        raise
+    except (AttributeError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise ConfigError(
             f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({error})"
         ) from error
+
+
+def _sizes(settings: Any) -> Iterator[int]:
+    """The whole numbers in a config, and 0."""
+    yield 0
+    for value in settings.values() if isinstance(settings, dict) else ():
+        yield from _sizes(value)
+        if isinstance(value, int):
+            yield value
 
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:

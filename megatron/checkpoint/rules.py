@@ -14,8 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import HostileFileError
+from megatron.checkpoint.patterns import check_pattern, matches
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 
@@ -27,6 +30,8 @@ VERSION = 0.4
 VOCAB_SIZE_KEY = "original_vocab_size"
 PIPELINE_REPLICATED_KEY = "pipeline_replicated_parameter_patterns"
 TIED = "tied_modules."
+# A model has some twenty kinds of parameters.
+_MAX_PATTERNS = 1000
 # Ways to merge of DeepSpeed's that no parameter of this repo needs; a checkpoint with them is refused.
 _UNKNOWN_KEYS = (
     "parameter_with_sub_params",
@@ -133,8 +138,24 @@ def pattern_of(name: str) -> str:
 def matching(info: Mapping[str, Any], name: str) -> list[tuple[Rule, str]]:
     """The rules, each with its pattern, that match a parameter's name."""
     return [
-        (rule, pattern) for rule in Rule for pattern in info.get(rule.value, []) if re.match(pattern, name)
+        (rule, pattern) for rule in Rule for pattern in info.get(rule.value, []) if matches(pattern, name)
     ]
+
+
+def check_info(info: Any, source: Path) -> dict[str, Any]:
+    """`universal_checkpoint_info` as `source`, a file, holds it, if it is made of patterns and numbers.
+    ConfigError otherwise."""
+    lists = [info.get(rule.value, []) for rule in Rule] if isinstance(info, dict) else [None]
+    if not all(isinstance(entry, (list, tuple)) for entry in lists):
+        raise ConfigError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
+    if sum(map(len, lists)) > _MAX_PATTERNS:
+        raise HostileFileError(f"{source}: its {INFO_KEY} has more than {_MAX_PATTERNS} patterns")
+    for pattern in (pattern for patterns in lists for pattern in patterns):
+        check_pattern(pattern, source)
+    size = info.get(VOCAB_SIZE_KEY, 1)
+    if not (type(size) is int and 0 < size < 1 << 62):
+        raise ConfigError(f"{source}: the {VOCAB_SIZE_KEY} in its {INFO_KEY} is not a positive number")
+    return info
 
 
 def check_rules(info: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -173,7 +194,7 @@ def unused_patterns(info: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Patterns of merge rules that match none of the names."""
     names = list(names)
     patterns = (pattern for rule in Rule for pattern in info.get(rule.value, []))
-    return [pattern for pattern in patterns if not any(re.match(pattern, name) for name in names)]
+    return [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
 
 
 # --- what programs of the family expect beside ---

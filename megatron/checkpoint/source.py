@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import expecting_layout
 from megatron.checkpoint.folders import RUN_FILE, open_checkpoint
+from megatron.checkpoint.names import check_parameter, is_shape
 from megatron.checkpoint.optimizer_files import OptimizerFiles, model_files
 from megatron.checkpoint.rules import (
     INFO_KEY,
     VOCAB_SIZE_KEY,
     Merge,
     Rule,
+    check_info,
     check_rules,
     derive_info,
     foreign_rule,
@@ -56,7 +59,9 @@ def open_source(folder: Path, strict: bool = True, derive_rules: bool = False) -
 
 def _own_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
     run = open_checkpoint(folder).run
-    records = run["parameters"]
+    with expecting_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
+        records, vocab_size = run["parameters"], run["vocab_size"]
+        tensor_size = run["layout"]["tensor_model_parallel_size"]
     info = run.get(INFO_KEY)
     if info is None:
         if not derive_rules:
@@ -64,8 +69,9 @@ def _own_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
                 f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it is of an older version: "
                 "--inject_missing_state derives it from what is known of the parameters"
             )
-        info = derive_info(records, run["vocab_size"])
+        info = derive_info(records, vocab_size)
         run = {**run, INFO_KEY: info}
+    check_info(info, folder / RUN_FILE)
     warnings: tuple[str, ...] = ()
     try:
         check_rules(info, records)
@@ -73,13 +79,12 @@ def _own_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
         if strict or any(len(matching(info, name)) != 1 for name in records):
             raise ConfigError(f"checkpoint {folder}: {error}") from error
         warnings = (str(error),)
-    tensor_size = run["layout"]["tensor_model_parallel_size"]
     merges = {}
     for name, record in records.items():
         ((rule, _),) = matching(info, name)
         saved_rows, *others = record["whole_shape"]
-        rows = info[VOCAB_SIZE_KEY] if rule is Rule.VOCABULARY else saved_rows
-        merges[name] = Merge(name, rule, (rows, *others), saved_rows)
+        rows = info.get(VOCAB_SIZE_KEY) if rule is Rule.VOCABULARY else saved_rows
+        merges[name] = _checked(Merge(name, rule, (rows, *others), saved_rows), tensor_size, folder)
     return _complete(Source(folder, tensor_size, merges, OptimizerFiles(folder, tensor_size), run, warnings))
 
 
@@ -91,24 +96,31 @@ def _foreign_source(folder: Path, strict: bool) -> Source:
             f"--input_folder {folder} is no checkpoint: it has neither {RUN_FILE} nor mp_rank files"
         )
     states = [read_file(path) for path in paths]
+    if not all(isinstance(state, dict) for state in states):
+        raise ConfigError(f"checkpoint {folder}: an mp_rank file holds no dict: take another one")
     info = states[0].get(INFO_KEY)
     if not isinstance(info, dict):
         raise ConfigError(
             f"checkpoint file {paths[0]} has no {INFO_KEY}, so nothing says how the tensor ranks' parts of a "
             "parameter form the whole: convert it with the program that wrote it"
         )
-    dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
+    check_info(info, paths[0])
     first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
-    tensor_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
     merges: dict[str, Merge] = {}
-    for state in states:
-        for group in state.get("param_shapes") or ():
-            for name, shape in group.items():
-                merge = _foreign_merge(info, name, tuple(shape), tensor_size)
-                if merges.setdefault(name, merge) != merge:
-                    raise ConfigError(
-                        f"checkpoint {folder}: the ranks hold parts of {name} of unequal shapes"
-                    )
+    with expecting_layout(paths[0], "the states of a model-parallel rank"):
+        dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
+        tensor_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
+        if type(tensor_size) is not int or not 0 < tensor_size <= len(paths):
+            raise ValueError("the tensor-parallel degree is not a number of ranks")
+        for path, state in zip(paths, states, strict=True):
+            for group in state.get("param_shapes") or ():
+                for name, shape in group.items():
+                    check_parameter(name, path)
+                    merge = _foreign_merge(info, name, tuple(shape), tensor_size)
+                    if merges.setdefault(name, _checked(merge, tensor_size, folder)) != merge:
+                        raise ConfigError(
+                            f"checkpoint {folder}: the ranks hold parts of {name} of unequal shapes"
+                        )
     if not merges:
         raise ConfigError(f"checkpoint {folder}: the mp_rank files tell no param_shapes: it is not of ZeRO-1")
     unused = unused_patterns(info, merges)
@@ -130,6 +142,21 @@ def _foreign_merge(info: Mapping[str, Any], name: str, shard: tuple[int, ...], t
     if rule is Rule.VOCABULARY:
         whole[0] = info[VOCAB_SIZE_KEY]
     return Merge(name, rule, tuple(whole), saved_rows)
+
+
+def _checked(merge: Merge, tensor_size: int, folder: Path) -> Merge:
+    """The merge, if tensors of such shapes can be put together so."""
+    shape = (merge.saved_rows, *merge.shape[1:])
+    expected_dims = 2 if merge.rule is Rule.ROWS else len(shape)
+    if not (is_shape(shape) and is_shape(merge.shape) and merge.shape[0] <= shape[0]):
+        raise ConfigError(f"checkpoint {folder} gives {merge.name} a shape that no tensor has: it is damaged")
+    parts = tensor_size * merge.blocks
+    if len(shape) != expected_dims or (merge.is_cut and shape[merge.dim] % parts):
+        raise ConfigError(
+            f"checkpoint {folder}: {merge.name} of shape {shape} cannot have been cut into {parts} parts "
+            f"along dimension {merge.dim}: it is damaged"
+        )
+    return merge
 
 
 def _complete(source: Source) -> Source:

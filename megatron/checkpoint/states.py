@@ -11,10 +11,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folders import PARAMETER_FOLDER, Checkpoint, is_universal
+from megatron.checkpoint.files import expecting_layout
+from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.optimizer_files import VALUES, OptimizerFiles
 from megatron.checkpoint.universal import MOMENT_FILES
-from megatron.checkpoint.universal_reading import read_whole
+from megatron.checkpoint.universal_reading import check_parameters, read_whole
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.single_process import model_specs
@@ -26,7 +27,8 @@ def specs_of(checkpoint: Checkpoint) -> dict[str, ParameterSpec]:
     """The parameters of the model that a checkpoint of this repo holds; of another program's, none."""
     if checkpoint.is_foreign:
         return {}
-    return model_specs(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    with expecting_layout(checkpoint.folder / RUN_FILE, "the record of a model that can be built"):
+        return model_specs(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
 
 
 class UniversalStates:
@@ -35,6 +37,7 @@ class UniversalStates:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._folder = checkpoint.folder / PARAMETER_FOLDER
         self._specs = specs_of(checkpoint)
+        check_parameters(checkpoint.folder)
         held = sorted(path.name for path in self._folder.iterdir() if path.is_dir())
         self.names = [*(n for n in self._specs if n in held), *(n for n in held if n not in self._specs)]
 

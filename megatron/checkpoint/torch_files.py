@@ -3,13 +3,14 @@
 Such a file is a zip archive, stored without compression. `<name>/data.pkl` is a pickle in which each tensor
 names a storage; the storage's bytes are the member `<name>/data/<key>`. A pickle can name any function and
 have it called. Here it can name only what stands in the tables below, all of it harmless, and what is a class
-elsewhere becomes an `Inert` object that has its arguments and attributes and does nothing.
+elsewhere becomes an `Inert` object that has its arguments and attributes and does nothing. See `pickles`.
 """
 
 from __future__ import annotations
 
 import io
 import mmap
+import os
 import pickle
 import re
 import struct
@@ -22,6 +23,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.files import HostileFileError, open_regular
+from megatron.checkpoint.names import is_plain, shown
+from megatron.checkpoint.pickles import (
+    Function,
+    HostilePickle,
+    InertType,
+    PickleError,
+    check_key,
+    read_pickle,
+)
 from megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +49,10 @@ _STORAGES = {
     **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8"},
 }
 # A pickle of a file with tens of thousands of parameters has a few MB.
-_MAX_PICKLE_BYTES = 1 << 28
+_MAX_PICKLE_BYTES = 1 << 26
+# The list of a zip archive's members, which is read as a whole.
+_MAX_READ_BYTES = 1 << 27
+_MAX_DIMS = 16
 # torch begins a storage at a multiple of this many bytes of the file.
 _ALIGNMENT = 64
 
@@ -51,23 +65,13 @@ class StoredFile:
 
     @cached_property
     def mapping(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             # Copy on write: torch wants memory that could be written to; the file stays as it is.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-class _Sealed:
-    """What a pickle handles and cannot change. Without a `__dict__`, in its subclasses too, there is nothing
-    that its BUILD could fill; and it calls `__setstate__` if there is one."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError(f"it would change a {type(self).__name__}")
-
-
-@dataclass(frozen=True)
-class StoredTensor(_Sealed):
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
     """A tensor that lies in a file.
 
     dtype: torch's name of it. begin: byte of the file where element 0 lies. stride: in elements, as torch's.
@@ -78,9 +82,6 @@ class StoredTensor(_Sealed):
     begin: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    # Written out: dataclass(slots=True) makes a __setstate__ of its own, which changes what is frozen.
-    __slots__ = ("file", "dtype", "begin", "shape", "stride")
 
     @property
     def numel(self) -> int:
@@ -106,7 +107,12 @@ class StoredTensor(_Sealed):
     def item(self) -> float:
         """The number in a tensor of one element."""
         formats = {"float64": "<d", "float32": "<f", "int64": "<q", "int32": "<i"}
-        with open(self.file.path, "rb") as file:
+        if self.numel != 1 or self.dtype not in formats:
+            raise ConfigError(
+                f"checkpoint file {self.file.path} holds a {self.dtype} tensor of {self.numel:,} elements, "
+                "expected a number: it is damaged"
+            )
+        with open_regular(self.file.path) as file:
             file.seek(self.begin)
             (number,) = struct.unpack(formats[self.dtype], file.read(self.item_bytes))
         return number
@@ -123,49 +129,75 @@ class StoredTensor(_Sealed):
         return flat.as_strided(self.shape, self.stride)
 
 
-class Inert:
-    """Stands for an object of a class that is not loaded. `origin`: the class's full name; `made_from`: its
-    arguments; attributes: those that were saved."""
-
-    origin = ""
-
-    def __new__(cls, *args: Any, **_: Any) -> Inert:
-        self = object.__new__(cls)
-        self.made_from = args
-        return self
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-
 def read_file(path: Path) -> Any:
     """What was saved, with a `StoredTensor` for each tensor. Reads the structure only.
 
-    Raises ConfigError naming the file: where it is damaged, and where it names a class or function that no
-    checkpoint has use for; nothing of it has run then.
+    Raises ConfigError, naming the file, if it is damaged; HostileFileError if it names a class or function
+    that no checkpoint has use for (nothing has run then), or asks for more memory or time than one needs.
     """
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
             (pickled,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name))
-            return _Unpickler(path, file, archive, pickled.removesuffix("data.pkl")).load()
+            return _Archive(path, file, archive, pickled.removesuffix("data.pkl")).read()
     except _Refused as error:
-        raise ConfigError(
+        raise HostileFileError(
             f"checkpoint file {path} cannot be read: it names {error}, for which a checkpoint has no use. "
             "Nothing of it was run; it may be meant to do harm: ask where it comes from"
         ) from None
+    except HostilePickle as error:
+        raise HostileFileError(
+            f"checkpoint file {path} cannot be read: {error}, for which a checkpoint has no use. It may be "
+            "meant to do harm: ask where it comes from"
+        ) from None
     except Exception as error:  # a damaged file can fail anywhere
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"checkpoint file {path} cannot be read ({reason}): take an older checkpoint"
+            f"checkpoint file {path} cannot be read ({_reason(error)}): take an older checkpoint"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """One line of bounded length. What stands in it may be of the file."""
+    lines = str(error).strip().splitlines()
+    text = "".join(c if c.isprintable() else "?" for c in lines[0]) if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class _Bounded:
+    """A file whose reader cannot take more into memory at once than any checkpoint's structure has."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+        self.seekable = file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        content = self._file.read(min(size, _MAX_READ_BYTES + 1) if size >= 0 else _MAX_READ_BYTES + 1)
+        if len(content) > _MAX_READ_BYTES:
+            raise HostilePickle(f"its structure has more than {_MAX_READ_BYTES:,} bytes")
+        return content
+
+    def close(self) -> None:
+        """Its owner closes the file."""
 
 
 def load_file(path: Path) -> Any:
     """As `read_file`, with torch's tensors, memory-mapped, in dicts, lists and tuples."""
     return _with_tensors(read_file(path))
+
+
+def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
+    """Whether the file holds a tensor of this shape, alone or under 'param', and every byte is what was
+    written: the archive keeps a checksum of each member. Reads all. ConfigError if torch.save did not write
+    it."""
+    content = read_file(path)
+    tensor = content.get("param") if isinstance(content, dict) else content
+    if not isinstance(tensor, StoredTensor) or tensor.shape != shape:
+        return False
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError):
+        return False
 
 
 def _with_tensors(value: Any) -> Any:
@@ -186,73 +218,113 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 # --- what a pickle may name ---
 
 
-class _Refused(pickle.UnpicklingError):
+class _Refused(PickleError):
     """A class or function that is in no table."""
 
 
-class _Function:
-    """A function for a pickle to call: without attributes that it could change."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-
-@dataclass(frozen=True)
-class _StorageType(_Sealed):
+@dataclass(frozen=True, slots=True)
+class _StorageType:
     dtype: str
 
-    __slots__ = ("dtype",)
 
-
-@dataclass(frozen=True)
-class _Storage(_Sealed):
+@dataclass(frozen=True, slots=True)
+class _Storage:
     file: StoredFile
     dtype: str
     begin: int
     length: int
 
-    __slots__ = ("file", "dtype", "begin", "length")
+    def tensor(self, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+        shape, stride = _plain_tuple(shape), _plain_tuple(stride)
+        if len(shape) > _MAX_DIMS or not all(
+            type(number) is int and 0 <= number < 1 << 62 for number in (offset, *shape, *stride)
+        ):
+            raise PickleError("a tensor's shape is not of whole numbers")
+        # Elements may lie in any order, and none is there twice: such a tensor would take more memory, once
+        # it is copied, than its file has bytes.
+        last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        fits = prod(shape) <= self.length and last < self.length
+        if not (fits if all(shape) else prod(filter(None, shape)) < 1 << 62):
+            raise PickleError(f"a tensor of shape {shape} does not fit its storage")
+        begin = self.begin + offset * _ITEM_BYTES[self.dtype] if all(shape) else self.begin
+        return StoredTensor(self.file, self.dtype, begin, shape, stride)
 
-    def tensor(self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> StoredTensor:
-        shape, stride = tuple(shape), tuple(stride)
-        if not all(type(number) is int for number in (offset, *shape, *stride)):
-            raise pickle.UnpicklingError("a tensor's shape is not of whole numbers")
-        sizes = zip(shape, stride, strict=True)
-        last = offset + sum((size - 1) * step for size, step in sizes)
-        if prod(shape) and not (offset >= 0 and min(shape + stride, default=0) >= 0 and last < self.length):
-            raise pickle.UnpicklingError(f"a tensor of shape {shape} does not fit its storage")
-        return StoredTensor(
-            self.file, self.dtype, self.begin + offset * _ITEM_BYTES[self.dtype], shape, stride
-        )
 
-
-def _rebuilt(storage: Any, *where: Any) -> StoredTensor:
-    # Not whatever has such a method: an `Inert` may have any attribute.
-    if not isinstance(storage, _Storage):
-        raise pickle.UnpicklingError("a tensor without a storage")
+def _rebuilt(storage: Any = None, *where: Any) -> StoredTensor:
+    if not isinstance(storage, _Storage) or len(where) < 3:
+        raise PickleError("a tensor without a storage")
     return storage.tensor(*where)
 
 
+def _parameter(tensor: Any = None, *_: Any) -> StoredTensor:
+    if not isinstance(tensor, StoredTensor):
+        raise PickleError("a parameter without a tensor")
+    return tensor
+
+
+def _plain_tuple(values: Any = (), *more: Any) -> tuple[Any, ...]:
+    if type(values) not in (list, tuple) or more:
+        raise PickleError("a list of sizes that is none")
+    return tuple(values)
+
+
+def _encoded(text: Any = None, *_: Any) -> bytes:
+    if type(text) is not str:
+        raise PickleError("bytes that are not made of text")
+    return text.encode("latin1")
+
+
+def _scalars(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a few numbers or short words."""
+
+    def call(*args: Any) -> Any:
+        if len(args) > 3 or not all(
+            arg is None or type(arg) in (int, float) or (type(arg) is str and len(arg) < 100) for arg in args
+        ):
+            raise PickleError("a function with arguments that it does not take")
+        return make(*args)
+
+    return call
+
+
+def _collection(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A set of the elements of a list, or a dict of pairs."""
+
+    def call(*args: Any) -> Any:
+        values = _plain_tuple(*args)
+        if make is OrderedDict:
+            values = tuple(map(_plain_tuple, values))
+            if any(len(pair) != 2 for pair in values):
+                raise PickleError("a dict of what are no pairs")
+            return OrderedDict((check_key(key), value) for key, value in values)
+        return make(map(check_key, values))
+
+    return call
+
+
 # Called for their result.
-_FUNCTIONS: dict[tuple[str, str], Callable] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
-    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-    ("torch", "Size"): tuple,
-    ("torch", "device"): lambda *args: ":".join(map(str, args)),
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): lambda *_: {},
-    # In which protocol 2 writes bytes.
-    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
-    **{
-        (module, kind.__name__): kind
-        for module in ("builtins", "__builtin__")
-        for kind in (set, frozenset, complex, bytearray, slice, range)
-    },
+_FUNCTIONS: dict[tuple[str, str], Function] = {
+    key: Function(function)
+    for key, function in {
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch", "Size"): _plain_tuple,
+        ("torch", "device"): _scalars(lambda *args: ":".join(map(str, args))),
+        ("collections", "OrderedDict"): _collection(OrderedDict),
+        ("collections", "defaultdict"): lambda *_: {},
+        # In which protocol 2 writes bytes.
+        ("_codecs", "encode"): _encoded,
+        ("__builtin__", "bytearray"): _encoded,
+        ("builtins", "bytearray"): _encoded,
+        **{
+            (module, kind.__name__): wrapped(kind)
+            for module in ("builtins", "__builtin__")
+            for kind, wrapped in (
+                *((kind, _collection) for kind in (set, frozenset)),
+                *((kind, _scalars) for kind in (complex, slice, range)),
+            )
+        },
+    }.items()
 }
 # Replaced by inert objects: what the programs of this family keep beside tensors.
 _INERT = {
@@ -279,20 +351,24 @@ _INERT_MODULES = (
 )
 
 
-class _Unpickler(pickle.Unpickler):
-    """Of one file, whose members begin with `root`."""
+class _Archive:
+    """A file whose members' names begin with `root`."""
 
-    def __init__(self, path: Path, file: io.BufferedReader, archive: zipfile.ZipFile, root: str) -> None:
+    def __init__(self, path: Path, file: io.BufferedIOBase, archive: zipfile.ZipFile, root: str) -> None:
         self._file, self._archive, self._root = file, archive, root
-        super().__init__(io.BytesIO(self._content("data.pkl", _MAX_PICKLE_BYTES)), encoding="latin1")
+        self._file_bytes = os.fstat(file.fileno()).st_size
         self._stored_file = StoredFile(path)
         self._storages: dict[str, _Storage] = {}
         if f"{root}byteorder" in archive.namelist() and self._content("byteorder", 16) != b"little":
-            raise pickle.UnpicklingError("its numbers have the bytes in another order than this machine's")
+            raise PickleError("its numbers have the bytes in another order than this machine's")
 
-    def find_class(self, module: str, name: str) -> Any:
+    def read(self) -> Any:
+        """What was pickled."""
+        return read_pickle(self._content("data.pkl", _MAX_PICKLE_BYTES), self._find, self._storage)
+
+    def _find(self, module: str, name: str) -> Any:
         if (module, name) in _FUNCTIONS:
-            return _Function(_FUNCTIONS[module, name])
+            return _FUNCTIONS[module, name]
         if module == "torch" and name in _ITEM_BYTES:
             return name
         if module == "torch" and name in _STORAGES:
@@ -300,18 +376,23 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return _StorageType("uint8")
         if (module, name) in _INERT or (module in _INERT_MODULES and "." not in name):
-            # A class of its own: what a pickle might do to it ends with this file.
-            return type("Inert", (Inert,), {"origin": f"{module}.{name}"})
-        raise _Refused(f"{module}.{name}")
+            return InertType(f"{module}.{name}")
+        full_name = f"{module}.{name}"
+        raise _Refused(full_name if is_plain(full_name) else shown(full_name))
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def _storage(self, pid: Any) -> _Storage:
+        if type(pid) is not tuple or len(pid) != 5:
+            raise PickleError("a storage of an unknown kind")
         kind, storage_type, key, _location, length = pid
         if kind != "storage" or not isinstance(storage_type, _StorageType):
-            raise pickle.UnpicklingError(f"a storage of an unknown kind, {kind}")
+            raise PickleError("a storage of an unknown kind")
+        if type(key) is not str or type(length) is not int or length < 0:
+            raise PickleError("a storage without a key or a length")
+        item_bytes = _ITEM_BYTES[storage_type.dtype]
         if key not in self._storages:
             begin, size_bytes = self._place(f"{self._root}data/{key}")
-            if length * _ITEM_BYTES[storage_type.dtype] > size_bytes:
-                raise pickle.UnpicklingError(f"its storage {key} has {size_bytes:,} bytes, which is too few")
+            if length * item_bytes > size_bytes or begin + size_bytes > self._file_bytes:
+                raise PickleError(f"its storage {shown(key)} has {size_bytes:,} bytes, which is too few")
             self._storages[key] = _Storage(self._stored_file, storage_type.dtype, begin, length)
         return self._storages[key]
 
@@ -319,15 +400,13 @@ class _Unpickler(pickle.Unpickler):
         """Of a member that takes no more memory than it has bytes in the file."""
         info = self._archive.getinfo(member)
         if info.compress_type != zipfile.ZIP_STORED:
-            raise pickle.UnpicklingError(f"{member} is compressed, which torch never does")
+            raise PickleError(f"{member} is compressed, which torch never does")
         return info
 
     def _content(self, name: str, limit: int) -> bytes:
         info = self._info(f"{self._root}{name}")
         if info.file_size > limit:
-            raise pickle.UnpicklingError(
-                f"its {name} has {info.file_size:,} bytes, expected {limit:,} at most"
-            )
+            raise HostilePickle(f"its {name} has {info.file_size:,} bytes, expected {limit:,} at most")
         return self._archive.read(info)
 
     def _place(self, member: str) -> tuple[int, int]:

@@ -20,7 +20,6 @@ to import and hundreds of MB.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,13 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron.checkpoint.files import open_regular, read_small, rename_synced, sync_file, sync_tree
 from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE
 from megatron.checkpoint.manifest import seal, write_atomically
 from megatron.checkpoint.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
+from megatron.checkpoint.names import shown
 from megatron.checkpoint.optimizer_files import VALUES, model_files
+from megatron.checkpoint.pickles import Inert
 from megatron.checkpoint.rules import Merge, rule_of
 from megatron.checkpoint.source import Source, identity
-from megatron.checkpoint.torch_files import Inert, StoredTensor, read_file, write_plain, write_tensor
+from megatron.checkpoint.torch_files import StoredTensor, is_intact, read_file, write_plain, write_tensor
 from megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,8 +78,8 @@ class Converted:
 
 def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = False) -> Iterator[Converted]:
     """Makes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
-    What an interrupted conversion of the same checkpoint has finished is not made again; of one that was
-    interrupted at its very end, the end is done.
+    What an interrupted conversion of the same checkpoint has finished, and what is read and found to be as it
+    was written, is not made again; of one that was interrupted at its very end, the end is done.
 
     allow_drift: where copies of a replicated parameter differ between tensor ranks, take their mean.
 
@@ -90,7 +92,7 @@ def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = 
         return
     partial = target.with_name(target.name + PARTIAL)
     _begin(source, partial)
-    todo = [m for m in source.merges.values() if not (partial / PARAMETER_FOLDER / m.name).is_dir()]
+    todo = [merge for merge in source.merges.values() if not _is_finished(source, partial, merge)]
     todo.sort(key=lambda merge: merge.bytes_per_state, reverse=True)
     states = {merge.name: 1 + len(source.files.moments(merge.name)) for merge in todo}
     check_space(partial, sum(merge.bytes_per_state * states[merge.name] for merge in todo), "--output_folder")
@@ -105,9 +107,11 @@ def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = 
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """Gives a finished universal checkpoint its name, and lets `latest_universal` tell it."""
+    """Gives a finished universal checkpoint, which is on the disk then, its name, and lets `latest_universal`
+    tell it."""
     shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
-    os.rename(partial, target)
+    sync_file(partial)
+    rename_synced(partial, target)
     _announce(target)
 
 
@@ -116,12 +120,17 @@ def _announce(target: Path) -> None:
     write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
     shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
     (target / SOURCE_FILE).unlink(missing_ok=True)
+    sync_file(target)
 
 
 def _is_of(source: Source, target: Path) -> bool:
     """Whether `target` is a finished conversion of this source that may not have been announced."""
     mark = target / SOURCE_FILE
-    return mark.is_file() and mark.read_text() == identity(source)
+    return mark.is_file() and _text_of(mark) == identity(source)
+
+
+def _text_of(mark: Path) -> str:
+    return read_small(mark).decode(errors="replace")
 
 
 def check_space(folder: Path, needed: int, flag: str) -> None:
@@ -171,6 +180,8 @@ def _convert_parameter(source: Source, partial: Path, allow_drift: bool, merge: 
         # Before it is finished: whoever goes on after an interruption does not see the copies again.
         (partial / AVERAGED_FOLDER).mkdir(exist_ok=True)
         (partial / AVERAGED_FOLDER / merge.name).touch()
+        sync_tree(partial / AVERAGED_FOLDER)
+        sync_file(partial)
     _finish(partial, merge.name)
     return Converted(merge.name, drift.largest)
 
@@ -195,8 +206,38 @@ def _write_files(
 
 
 def _finish(folder: Path, name: str) -> None:
+    """Gives the parameter's folder its place once all that is in it is on the disk: whatever is found there
+    after a power failure is whole."""
     (folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
-    os.rename(folder / UNFINISHED_FOLDER / name, folder / PARAMETER_FOLDER / name)
+    sync_tree(folder / UNFINISHED_FOLDER / name)
+    rename_synced(folder / UNFINISHED_FOLDER / name, folder / PARAMETER_FOLDER / name)
+
+
+def _is_finished(source: Source, partial: Path, merge: Merge) -> bool:
+    """Whether an interrupted conversion has finished a parameter: all of its files are there, of the right
+    shape, and every byte agrees with the checksum that was written behind it. Else it is removed."""
+    folder = partial / PARAMETER_FOLDER / merge.name
+    if not folder.exists():
+        return False
+    files = _files_of(source, merge)
+    try:
+        complete = {path.name for path in folder.iterdir()} == files.keys() and all(
+            is_intact(folder / file, shape) for file, shape in files.items()
+        )
+    except (OSError, ConfigError):
+        complete = False
+    if not complete:
+        shutil.rmtree(folder)
+    return complete
+
+
+def _files_of(source: Source, merge: Merge) -> dict[str, tuple[int, ...]]:
+    """By name, the shapes of the tensors in the files that a conversion writes of a parameter."""
+    names = {VALUES: "fp32.pt", **MOMENT_FILES}
+    files = {names[key]: merge.shape for key in (VALUES, *source.files.moments(merge.name)) if key in names}
+    if _number(source.files.others(merge.name).get("step")) is not None:
+        files[STEP_FILE] = ()
+    return files
 
 
 def _number(step: Any) -> float | None:
@@ -210,15 +251,17 @@ def _number(step: Any) -> float | None:
 def _begin(source: Source, partial: Path) -> None:
     """Makes the folder, or finds it as an interrupted conversion has left it."""
     partial.mkdir(parents=True, exist_ok=True)
+    if links := [path for path in (partial, *partial.iterdir()) if path.is_symlink()]:
+        raise ConfigError(f"{links[0]} is a link, which no conversion leaves: delete it")
     mark = partial / SOURCE_FILE
     if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
         raise ConfigError(
             f"{partial} is no interrupted conversion of a native checkpoint, for it has no {SOURCE_FILE}: "
             "delete it, or give another --output_folder"
         )
-    if mark.is_file() and mark.read_text() != identity(source):
+    if mark.is_file() and _text_of(mark) != identity(source):
         raise ConfigError(
-            f"{partial} is an interrupted conversion of another checkpoint ({mark.read_text()}): finish "
+            f"{partial} is an interrupted conversion of another checkpoint ({shown(_text_of(mark))}): finish "
             "that, or delete the folder"
         )
     write_atomically(mark, identity(source))
@@ -247,14 +290,18 @@ def _available_memory() -> int | None:
 def _write_rest(source: Source, partial: Path) -> None:
     """What is not of a single parameter: as DeepSpeed's converter leaves it, and `run.json`."""
     common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
-    common["param_groups"] = source.files.common["base_optimizer_state"]["param_groups"]
+    common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
     write_plain(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, _plain(common))
+    sync_file(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE)
+    sync_file(partial / PARAMETER_FOLDER)
     for path in model_files(source.folder):
         if source.files.stage == 0:  # then the optimizer's state is in there too
             write_plain(partial / path.name, _plain({**read_file(path), "optimizer": None}))
         else:
-            shutil.copy2(path, partial / path.name)
+            with open_regular(path) as file, open(partial / path.name, "wb") as copy:
+                shutil.copyfileobj(file, copy)
+        sync_file(partial / path.name)
     if source.run is not None:
         sizes = {
             str(path.relative_to(partial)): {"bytes": path.stat().st_size}

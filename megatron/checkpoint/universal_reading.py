@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.files import expecting_layout
 from megatron.checkpoint.folders import (
     PARAMETER_FOLDER,
     RUN_FILE,
@@ -31,10 +32,12 @@ from megatron.checkpoint.folders import (
     open_checkpoint,
     step_of,
 )
+from megatron.checkpoint.names import check_parameter, read_name, shown
 from megatron.checkpoint.optimizer_files import model_files
+from megatron.checkpoint.pickles import Inert
 from megatron.checkpoint.reshape import ParameterState, ReadWhenAsked, recut
-from megatron.checkpoint.rules import INFO_KEY, VOCAB_SIZE_KEY
-from megatron.checkpoint.torch_files import Inert, load_file, read_file
+from megatron.checkpoint.rules import INFO_KEY, VOCAB_SIZE_KEY, check_info
+from megatron.checkpoint.torch_files import load_file, read_file
 from megatron.checkpoint.universal import (
     LATEST_UNIVERSAL_FILE,
     LOSS_SCALE_KEY,
@@ -70,12 +73,15 @@ def find_universal(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     if not is_universal(folder):
         latest = folder / LATEST_UNIVERSAL_FILE
+        name = read_name(latest)
         if not latest.is_file():
             raise ConfigError(
                 f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
                 "tools/ds_to_universal.py, or drop the flag: --load opens native checkpoints on any layout"
             )
-        folder = folder / latest.read_text().strip()
+        if name is None:
+            raise ConfigError(f"--universal_checkpoint: {latest} does not hold the name of a folder")
+        folder = folder / name
     if not is_universal(folder):
         raise ConfigError(
             f"--universal_checkpoint: {folder} is no universal checkpoint: it has no {PARAMETER_FOLDER}/"
@@ -94,12 +100,14 @@ def _open_foreign(folder: Path) -> Checkpoint:
             "iteration"
         )
     content = read_file(paths[0])
+    check_parameters(folder)
     if not isinstance(content, Mapping):
         raise ConfigError(f"checkpoint file {paths[0]} holds no dict: it is of no universal checkpoint")
     args = vars(content["args"]) if isinstance(content.get("args"), Inert) else {}
     args = {key: _plain(value) for key, value in args.items()}
     position = args.get("position_embedding_type")
-    args["position_embedding_type"] = _POSITIONS.get(position, position)
+    if isinstance(position, (int, str)):
+        args["position_embedding_type"] = _POSITIONS.get(position, position)
     iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
     batch = _first_int(args.get("global_batch_size"))
     samples = _first_int(args.get("consumed_train_samples"), content.get("global_samples"), iteration * batch)
@@ -107,16 +115,24 @@ def _open_foreign(folder: Path) -> Checkpoint:
     tokens = _first_int(args.get("consumed_train_tokens"), content.get("tokens"), samples * sequence)
     if iteration < 0 or samples < 0:
         raise ConfigError(
-            f"checkpoint file {paths[0]} tells no iteration (it says {content.get('iteration')}) or no "
-            "number of consumed samples, so nothing says where the data goes on"
+            f"checkpoint file {paths[0]} tells no iteration (it says {shown(content.get('iteration'))}) or "
+            "no number of consumed samples, so nothing says where the data goes on"
         )
     state = TrainingState(iteration, samples, max(tokens, 0))
     info = content.get(INFO_KEY)
-    run = {"args": args, "vocab_size": info.get(VOCAB_SIZE_KEY) if isinstance(info, Mapping) else None}
+    size = check_info(info, paths[0]).get(VOCAB_SIZE_KEY) if isinstance(info, Mapping) else None
+    run = {"args": args, "vocab_size": size}
     remark = _NOT_COMPARED
     if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
         remark += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
     return Checkpoint(folder, state, run, remark=remark)
+
+
+def check_parameters(folder: Path) -> None:
+    """Raises HostileFileError for a folder of a universal checkpoint that no parameter is called."""
+    for path in (folder / PARAMETER_FOLDER).iterdir():
+        if path.is_dir():
+            check_parameter(path.name, folder / PARAMETER_FOLDER)
 
 
 def check_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
@@ -184,7 +200,8 @@ class UniversalParameters:
     def loss_scaler(self) -> dict | None:
         """The state of the loss scale; None where the checkpoint keeps none, so that it begins anew."""
         path = self.folder / OPTIMIZER_STATE_FILE
-        return read_file(path).get(LOSS_SCALE_KEY) if path.is_file() else None
+        with expecting_layout(path, "the optimizer's state"):
+            return read_file(path).get(LOSS_SCALE_KEY) if path.is_file() else None
 
     @cached_property
     def kept_by(self) -> str:
@@ -211,8 +228,11 @@ class UniversalParameters:
 
     def _step(self, folder: Path) -> Tensor:
         path = folder / STEP_FILE
-        step = load_file(path) if path.exists() else self.iteration
-        return torch.as_tensor(step, dtype=torch.float32)
+        with expecting_layout(path, "the optimizer's step"):
+            step = torch.as_tensor(load_file(path) if path.exists() else self.iteration, dtype=torch.float32)
+            if step.numel() != 1:
+                raise ValueError("it is not one number")
+            return step
 
 
 def _shard(path: Path, spec: ParameterSpec, tensor: TensorGroup) -> Tensor:
@@ -236,7 +256,7 @@ def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
     if there is one."""
     entry = load_file(path)
     whole = entry.get("param") if isinstance(entry, Mapping) else None
-    if not isinstance(whole, Tensor) or whole.dim() == 0:
+    if not isinstance(whole, Tensor) or whole.dim() == 0 or not whole.is_floating_point():
         raise ConfigError(
             f"checkpoint file {path} holds no tensor under 'param': it is of no universal checkpoint"
         )
@@ -253,7 +273,7 @@ def _plain(value: Any) -> Any:
     """An argument as JSON knows it: an enumeration's value, else what can be printed."""
     if isinstance(value, Inert) and len(value.made_from) == 1:
         value = value.made_from[0]
-    return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else str(value)
+    return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
 
 
 def _first_int(*values: Any) -> int:

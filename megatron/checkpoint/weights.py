@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.folders import PARAMETER_FOLDER, is_universal
+from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.torch_files import load_file
 from megatron.checkpoint.universal_reading import fits, read_whole
 from megatron.config import ConfigError
@@ -40,7 +41,7 @@ class LayerFiles:
         self._paths: dict[int, list[Path]] = {}
         for path in sorted(folder.glob("layer_*-model_states.pt")):
             match = _LAYER_FILE.fullmatch(path.name)
-            if match:
+            if match and len(match.group(1)) < 10:
                 self._paths.setdefault(int(match.group(1)), []).append(path)
         if not self._paths:
             raise ConfigError(
@@ -57,10 +58,15 @@ class LayerFiles:
         paths = self._paths[layer]
         states = [load_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
+            if not isinstance(state, dict) or not all(
+                isinstance(tensor, Tensor) for tensor in state.values()
+            ):
+                raise ConfigError(f"{path} holds something other than a dict of tensors: it is damaged")
             if state.keys() != states[0].keys():
                 raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
         prefix = _parameter_prefix(layer)
-        return {prefix + name: [state[name] for state in states] for name in states[0]}
+        names = {name: check_parameter(prefix + str(name), paths[0]) for name in states[0]}
+        return {full: [state[name] for state in states] for name, full in names.items()}
 
     def wholes(self, layer: int, specs: Mapping[str, ParameterSpec], meta: bool = False) -> dict[str, Tensor]:
         """The layer's parameters put together, in the type and with the vocabulary's padding of the files.
@@ -77,7 +83,7 @@ class LayerFiles:
             try:
                 wholes[name] = merge_shards(spec, shards)
                 shape = tuple(wholes[name].shape)
-            except RuntimeError:  # torch cannot join them
+            except (RuntimeError, IndexError):  # torch cannot join them
                 shape = tuple(shards[0].shape)
             if not fits(shape, spec):
                 raise ConfigError(

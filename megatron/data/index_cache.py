@@ -100,8 +100,9 @@ def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise IndexFileError(f"there is no {path}") from None
-    except (OSError, ValueError, EOFError) as error:
-        raise IndexFileError(f"{path} is damaged ({error})") from error
+    except Exception as error:  # the header is parsed as Python's literals: it can fail anywhere
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise IndexFileError(f"{path} is damaged ({reason})") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
         raise IndexFileError(f"{path} does not hold an array of integers")
     if array.shape != shape:

@@ -29,6 +29,8 @@ from megatron.tokenizer.vocabulary_record import remove_record, write_record
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 1024
 BATCHES_IN_FLIGHT_PER_WORKER = 3
+# A document on one line. To tokenize it takes some 100 times its size in memory.
+MAX_LINE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,8 @@ def output_name(output_prefix: str, json_key: str) -> str:
 
 def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     """The texts under `json_keys`, or what is wrong with the line."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -206,14 +210,16 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
 
 
 def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
-    """The lines of the files, in order, in batches of about a megabyte that never span two files."""
+    """The lines of the files, in order, in batches of about a megabyte that never span two files. Of a line
+    beyond MAX_LINE_BYTES, so many bytes and one more are kept: a file of 300 kB may unpack to a line of
+    600 MB."""
     for path in inputs:
         opened = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
         with cast(BinaryIO, opened) as file:
             lines: list[bytes] = []
             num_bytes, first_line = 0, 1
             try:
-                for line in file:
+                for line in _lines(file):
                     lines.append(line)
                     num_bytes += len(line)
                     if num_bytes >= BATCH_BYTES or len(lines) == BATCH_LINES:
@@ -227,6 +233,13 @@ def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
                 ) from error
             if lines:
                 yield LineBatch(path, first_line, lines)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES + 1) or b"\n"
 
 
 def _encode_in_processes(

@@ -23,7 +23,10 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=True)
+            # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
+            tokenizer = AutoTokenizer.from_pretrained(
+                name_or_path, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # OSError, ValueError, KeyError, ImportError: depends on what is missing
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
@@ -70,12 +73,14 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
     bound = {} if max_length is None else {"model_max_length": max_length}
     if kind == HuggingFaceTokenizer.name:
         tokenizer = AutoTokenizer.from_pretrained(
-            flags.tokenizer_name_or_path, local_files_only=True, **bound
+            flags.tokenizer_name_or_path, local_files_only=True, trust_remote_code=False, **bound
         )
     elif kind == "GPT2BPETokenizer":
         shutil.copyfile(require_file(flags.vocab_file, "--vocab-file", kind), folder / "vocab.json")
         shutil.copyfile(require_file(flags.merge_file, "--merge-file", kind), folder / "merges.txt")
-        tokenizer = GPT2TokenizerFast.from_pretrained(folder, local_files_only=True, **bound)
+        tokenizer = GPT2TokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **bound
+        )
     else:
         raise ConfigError(
             f"a {kind} cannot be written for Hugging Face: --no-tokenizer writes the model alone"

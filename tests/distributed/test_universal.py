@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.folders import describe_start
-from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.manifest import describe_file, seal
 from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint, start_from
 from megatron.checkpoint.source import open_source
 from megatron.checkpoint.universal import convert, write_parameter
@@ -367,7 +367,7 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
 def reseal(folder, run, *changed):
     """Lets the manifest agree with files that were changed."""
     for path in changed:
-        run["files"][path.name]["bytes"] = path.stat().st_size
+        run["files"][path.name] = describe_file(path)
     run = {key: value for key, value in run.items() if key != "sha256"}
     (folder / "run.json").write_text(json.dumps(seal(run)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -67,13 +66,15 @@ def pretrain(
 ) -> Run:
     """Run the program; processes: 0 for plain python, else through torch.distributed.run or .launch.
 
-    on_line: called with each line of stdout as it is printed.
+    on_line: called with each line of stdout; after a training line the run waits until it has returned.
     """
     command = [sys.executable, "-u"]
     if processes:
-        command += ["-m", f"torch.distributed.{launcher}", "--nproc_per_node", str(processes)]
-        command += ["--master_port", str(_free_port())]
-    return _run([*command, "pretrain_gpt.py", *flags], on_line)
+        # The launcher itself finds a port that is free, and keeps it.
+        command += ["-m", f"torch.distributed.{launcher}", "--standalone"]
+        command += ["--nproc_per_node", str(processes)]
+    script = "pretrain_gpt.py" if on_line is None else "tests/end_to_end/step_by_step.py"
+    return _run([*command, script, *flags], on_line)
 
 
 def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], None] | None) -> Run:
@@ -82,15 +83,17 @@ def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], Non
     env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **streams)
+        assert process.stdin is not None and process.stdout is not None
         deadline = threading.Timer(TIMEOUT_S, process.terminate)
         deadline.start()
         for line in process.stdout:
             lines.append(line)
             if on_line is not None:
                 on_line(line, process)
+                if (parse_log_line(line.rstrip("\n")) or {}).get("kind") == "training":
+                    _go_on(process)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         deadline.cancel()
@@ -100,7 +103,9 @@ def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], Non
     return Run(process.returncode, "".join(lines), stderr, cpu_s, peak_bytes)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _go_on(process: subprocess.Popen[str]) -> None:
+    """Answers `step_by_step`, unless it has been killed."""
+    try:
+        os.write(process.stdin.fileno(), b"\n")
+    except BrokenPipeError:
+        pass

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -155,9 +155,12 @@ def test_kills_at_random_instants_of_saving_lose_nothing_that_was_complete(
         def kill(
             line: str, process: subprocess.Popen[str], step: int = last_step, after: float = delay
         ) -> None:
-            if (parse_log_line(line) or {}).get("iteration") == step:
-                time.sleep(after)
-                process.kill()
+            iteration = (parse_log_line(line) or {}).get("iteration", 0)
+            if iteration == step:
+                threading.Timer(after, process.kill).start()
+            elif iteration > step:
+                # However slow the timer is, the run is killed before it ends. Its status is read later.
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
         run = pretrain(flags, on_line=kill)
         assert run.exit_code == -signal.SIGKILL

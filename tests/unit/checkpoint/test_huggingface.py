@@ -229,6 +229,7 @@ def test_a_flipped_byte_is_found_in_what_is_written(precision, tp, dp, tmp_path)
     with pytest.raises(ConfigError, match="is damaged: its digest is not that of run.json; take an older"):
         write_hugging_face(checkpoint, tmp_path / "theirs", precision)
     assert not (tmp_path / "theirs").exists()
+    write_hugging_face(checkpoint, tmp_path / "not verified", precision, verify=False)
     words = "layer files" if precision is None else "fp32 values"
     assert verification(checkpoint, precision) == f"the digests of the {words}"
 

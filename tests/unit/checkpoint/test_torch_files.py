@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.torch_files import Inert, load_file, read_file, write_plain, write_tensor
+from megatron.checkpoint.pickles import Inert
+from megatron.checkpoint.torch_files import load_file, read_file, write_plain, write_tensor
 from megatron.config import ConfigError
 
 
@@ -130,7 +131,6 @@ def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
             archive.writestr("a/data.pkl", pickled)
         with pytest.raises(ConfigError, match="cannot be read"):
             read_file(tmp_path / "f")
-    assert Inert.origin == ""
 
 
 def pickled_tensor(path, build, on):
@@ -189,7 +189,7 @@ def test_a_part_lies_within_its_tensor(tmp_path):
     write_tensor(tmp_path / "f", (4,), [np.ones(4, np.float32)])
     tensor = read_file(tmp_path / "f")
     assert tensor.part(1, 3).begin == tensor.begin + 4 and tensor.part(4, 0).numel == 0
-    for start, length in ((-1, 2), (2, 3), (3, -1), (0.0, 1), (Inert(), 1)):
+    for start, length in ((-1, 2), (2, 3), (3, -1), (0.0, 1), (Inert("x"), 1)):
         with pytest.raises(ConfigError, match="elements from .* it is damaged"):
             tensor.part(start, length)
 

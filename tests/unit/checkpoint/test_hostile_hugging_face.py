@@ -1,0 +1,157 @@
+"""Folders of Hugging Face's format that are meant to do harm: nothing of them is run, nobody is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint.files import HostileFileError
+from megatron.checkpoint.huggingface_import import read_hugging_face
+from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
+from tests.distributed.layouts import VOCAB
+from tests.unit.checkpoint.hugging_face_folder import save_theirs
+from tests.unit.hostile import refusal, snapshot
+from tools import convert_huggingface
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    save_theirs(tmp_path / "theirs", "gpt2", sizes=(VOCAB, 1))
+    return tmp_path / "theirs"
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+CODE = "from pathlib import Path\nPath({!r}).touch()\nclass Theirs: pass\n"
+AUTO_MAP = {"AutoConfig": "code.Theirs", "AutoTokenizer": ["code.Theirs", "code.Theirs"]}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "theirs"])
+def test_code_in_a_hostile_folder_is_neither_run_nor_asked_about(
+    kind: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: Any) -> str:
+        raise AssertionError("it asks on the terminal")
+
+    monkeypatch.setattr("builtins.input", ask)
+    (theirs / "code.py").write_text(CODE.format(str(tmp_path / "harm")))
+    change_config(theirs, model_type=kind, auto_map=AUTO_MAP)
+    (theirs / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": AUTO_MAP, "tokenizer_class": "Theirs"})
+    )
+    for read in (read_hugging_face, lambda folder: HuggingFaceTokenizer(str(folder))):
+        try:
+            read(theirs)
+        except ConfigError as error:
+            assert str(theirs) in str(error)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_layer": 300_000},
+        {"n_layer": 1 << 60},
+        {"n_layer": -1},
+        {"n_layer": 0},
+        {"n_layer": 1.5},
+        {"n_layer": "x"},
+        {"n_head": 0},
+        {"n_head": 7},
+        {"n_embd": 1 << 39},
+        {"n_embd": None},
+        {"vocab_size": []},
+        {"n_positions": -5},
+        {"layer_norm_epsilon": "\n\x1b[2J"},
+        {"model_type": ["gpt2"]},
+        {"model_type": "llama", "num_hidden_layers": 1 << 39},
+        {"activation_function": "\n" * 1000},
+    ],
+)
+def test_hostile_settings_are_refused(changes: dict[str, Any], theirs: Path) -> None:
+    change_config(theirs, **changes)
+    assert str(theirs) in refusal(lambda: read_hugging_face(theirs))
+
+
+def deep(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def long(path: Path) -> None:
+    path.write_bytes(b" " * (1 << 25) + b"{}")
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def a_list(path: Path) -> None:
+    path.write_text("[]")
+
+
+@pytest.mark.parametrize("damage", [deep, long, missing, a_list])
+def test_a_hostile_config_file_is_refused(damage: Callable[[Path], None], theirs: Path) -> None:
+    damage(theirs / "config.json")
+    assert str(theirs) in refusal(lambda: read_hugging_face(theirs))
+
+
+@pytest.mark.parametrize("name", ["../victim.safetensors", "/dev/zero", "a/b.safetensors", "", 5, "x\0"])
+def test_a_hostile_index_names_no_file_outside(name: Any, theirs: Path, tmp_path: Path) -> None:
+    (theirs / "model.safetensors").rename(tmp_path / "victim.safetensors")
+    index = theirs / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": name}}))
+    sentence = refusal(lambda: read_hugging_face(theirs), HostileFileError)
+    assert sentence.startswith(f"{index} names a file")
+
+
+def test_the_links_of_the_hubs_cache_are_no_hostile_ones(theirs: Path, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (theirs / "model.safetensors").rename(tmp_path / "blobs" / "5f")
+    (theirs / "model.safetensors").symlink_to("../blobs/5f")
+    assert read_hugging_face(theirs).rows == VOCAB
+
+
+def test_a_hostile_link_to_a_device_is_not_read(theirs: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (theirs / name).unlink()
+        (theirs / name).symlink_to("/dev/zero")
+        assert str(theirs) in refusal(lambda: read_hugging_face(theirs))
+
+
+def test_a_hostile_name_of_a_weight_is_shown_in_one_line(theirs: Path) -> None:
+    weights = load_file(theirs / "model.safetensors")
+    save_file({**weights, "\x1b[2J\nerror:": torch.ones(1)}, theirs / "model.safetensors")
+    assert r"'\x1b[2J\nerror:'" in refusal(lambda: read_hugging_face(theirs))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(
+    value: float, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(theirs / "model.safetensors")
+    weights["transformer.h.0.mlp.c_fc.bias"][3] = value
+    save_file(weights, theirs / "model.safetensors")
+    before = snapshot(tmp_path)
+    flags = [
+        "--from-hugging-face",
+        str(theirs),
+        "--output",
+        str(tmp_path / "out"),
+        "--vocab-size",
+        str(VOCAB),
+    ]
+    with pytest.raises(SystemExit) as ended:
+        convert_huggingface.main(flags)
+    assert ended.value.code == CONFIG_ERROR_EXIT_CODE
+    assert "holds 1 numbers of 3.mlp.dense_h_to_4h.bias that are NaN or infinite" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before

@@ -1,0 +1,153 @@
+"""What tests of hostile files share: bounds on memory and time, mutations, folders that must not change."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.config import ConfigError
+
+MUTATIONS = [100, pytest.param(2000, marks=pytest.mark.full)]
+"""Of each reader: in the gate and in the full matrix."""
+_MIB = 1 << 20
+
+
+@contextmanager
+def bounds(memory_mib: int = 512, cpu_s: float = 60.0) -> Iterator[None]:
+    """In it this process can take so much more address space, and at most so much processor time: a bomb
+    fails the test, and not the machine. Both are far above what an honest file takes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + memory_mib * _MIB
+
+    def out_of_time(*_: Any) -> None:
+        raise AssertionError(f"it took more than {cpu_s} s of processor time")
+
+    handler = signal.signal(signal.SIGPROF, out_of_time)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGPROF, handler)
+
+
+def refusal(read: Callable[[], Any], kind: type[ConfigError] = ConfigError) -> str:
+    """The sentence with which reading a file is refused, within bounds."""
+    with bounds(), pytest.raises(kind) as caught:
+        read()
+    return checked_sentence(caught.value)
+
+
+def checked_sentence(error: ConfigError) -> str:
+    """An error's text, if it is one line that a terminal can show, and not of memory that ran out."""
+    text = str(error)
+    assert text.isprintable() and len(text) < 1500, text
+    assert "MemoryError" not in text and "allocate" not in text, text
+    return text
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every name below a folder, with what is in it."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@st.composite
+def _changes(draw: st.DrawFn) -> list[tuple[str, float, int, bytes]]:
+    """Kinds of changes, where in the bytes (0 to 1), of how many, and to what."""
+    kinds = st.sampled_from(["overwrite", "insert", "delete", "repeat", "cut", "number"])
+    change = st.tuples(kinds, st.floats(0, 1), st.integers(1, 64), st.binary(min_size=1, max_size=8))
+    return draw(st.lists(change, min_size=1, max_size=4))
+
+
+def mutated(content: bytes, changes: list[tuple[str, float, int, bytes]]) -> bytes:
+    """The bytes after all changes."""
+    for kind, place, count, new in changes:
+        at = int(place * len(content))
+        if kind == "overwrite":
+            content = content[:at] + new + content[at + len(new) :]
+        elif kind == "insert":
+            content = content[:at] + new + content[at:]
+        elif kind == "delete":
+            content = content[:at] + content[at + count :]
+        elif kind == "repeat":
+            content = content[:at] + content[at : at + count] * 3 + content[at + count :]
+        elif kind == "cut":
+            content = content[:at]
+        else:
+            number = int.from_bytes(new, "little").to_bytes(8, "little")
+            content = content[:at] + number + content[at + 8 :]
+    return content
+
+
+def fuzz(
+    examples: int,
+    read: Callable[[], Any],
+    change: Callable[[st.DataObject, list[tuple[str, float, int, bytes]]], None],
+    untouched: Path,
+) -> None:
+    """Calls `change` and then `read` so many times: reading succeeds, or is refused by one sentence, and
+    leaves the folder `untouched` as it was. The mutations are the same in every run."""
+    before = snapshot(untouched)
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data(), _changes())
+    def one(data: st.DataObject, changes: list[tuple[str, float, int, bytes]]) -> None:
+        change(data, changes)
+        try:
+            read()
+        except ConfigError as error:
+            checked_sentence(error)
+        assert snapshot(untouched) == before
+
+    with bounds(memory_mib=1024, cpu_s=600.0):
+        one()
+
+
+HOSTILE_VALUES = [
+    *(None, True, -1, 0, 1, 2**31, 2**70, 1.5, float("nan"), "", "..", "../victim", "/dev/zero", "a/b", "\0"),
+    *("\ud800", "x" * 5000, [], {}, [[]], {"": {}}, [1, 2], "\x1b[2J\nerror: "),
+]
+
+
+def mutated_json(value: Any, data: st.DataObject) -> Any:
+    """The value with one of its parts, or one of its keys, replaced."""
+    if isinstance(value, dict) and value and data.draw(st.integers(0, 4)):
+        key = data.draw(st.sampled_from(sorted(value)))
+        if data.draw(st.integers(0, 9)) == 0:
+            renamed = data.draw(
+                st.sampled_from(["..", "../../victim", "/dev/zero", "x\0y", "", "a" * 300, "b"])
+            )
+            return {renamed if name == key else name: entry for name, entry in value.items()}
+        if data.draw(st.integers(0, 19)) == 0:
+            return {name: entry for name, entry in value.items() if name != key}
+        return {**value, key: mutated_json(value[key], data)}
+    if isinstance(value, list) and value and data.draw(st.integers(0, 4)):
+        index = data.draw(st.integers(0, len(value) - 1))
+        return [*value[:index], mutated_json(value[index], data), *value[index + 1 :]]
+    return data.draw(st.sampled_from(HOSTILE_VALUES))
