@@ -285,7 +285,7 @@ def _parsed(content: bytes) -> Owner | None:
     """The owner that a file describes; None if it does not, as while it is written."""
     try:
         values: Any = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     kinds = {entry.name: int if entry.name in ("pid", "beats") else str for entry in fields(Owner)}
     if not isinstance(values, dict) or values.keys() != kinds.keys():

@@ -197,9 +197,14 @@ def check_save(checkpoint: Checkpoint | None, config: Config) -> None:
         return
     ahead = [name for name in found if step_of(name) > checkpoint.state.iteration]
     if ahead:
+        name = checkpoint.folder.name
+        is_named = _is_same(checkpoint.folder, options.load)
+        first = (
+            f"to go back in that run write {name} into {save / 'latest'}" if is_named else "move them away"
+        )
         raise ConfigError(
-            f"--save {save} holds checkpoints of another run ({_some(ahead)}) ahead of "
-            f"{checkpoint.folder.name}, from which this run resumes: move them away, {remedy}"
+            f"--save {save} holds checkpoints of another run ({_some(ahead)}) ahead of {name}, from which this "
+            f"one resumes: {first}, {remedy}"
         )
 
 

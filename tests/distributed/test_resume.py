@@ -356,7 +356,9 @@ def test_a_disk_that_fills_up_leaves_what_was_complete(limit, tmp_path):
     (sentence,) = run_world(1, fail_to_save, Row(), tmp_path, limit)
     assert "global_step2 cannot be written" in sentence
     found = find_latest(tmp_path)
-    assert found.state.iteration == 1 and re.search(r"saving-global_step2\.\w{8} was never finished", found.passed_over)
+    assert found.state.iteration == 1 and re.search(
+        r"saving-global_step2\.\w{8} was never finished", found.passed_over
+    )
     assert run_world(1, settle, Row(), tmp_path)[0][0] == 1
 
 
