@@ -203,8 +203,8 @@ def check_save(checkpoint: Checkpoint | None, config: Config) -> None:
             f"to go back in that run write {name} into {save / 'latest'}" if is_named else "move them away"
         )
         raise ConfigError(
-            f"--save {save} holds checkpoints of another run ({_some(ahead)}) ahead of {name}, from which this "
-            f"one resumes: {first}, {remedy}"
+            f"--save {save} holds checkpoints of another run ({_some(ahead)}) ahead of {name}, from which "
+            f"this one resumes: {first}, {remedy}"
         )
 
 
