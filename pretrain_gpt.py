@@ -6,12 +6,14 @@ python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-m
 srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 """
 
+import os
 import sys
+from contextlib import ExitStack
 
 from megatron.config import Config, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.training.failures import exit_code, told_once
-from megatron.training.launch import adopt_slurm_task
+from megatron.training.launch import adopt_slurm_task, node_name
 from megatron.training.reports import RankReport
 from megatron.training.watchdog import Watchdog
 
@@ -22,21 +24,22 @@ def main() -> None:
     with told_once(report, same_everywhere=True):
         adopt_slurm_task()
         command_line = read_command_line()
-    with told_once(report):
+    with told_once(report), ExitStack() as at_end:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
-        to_be_continued = run(settings.config, notes, watchdog)
+        to_be_continued = run(settings.config, notes, watchdog, at_end)
     sys.exit(exit_code(report, to_be_continued))
 
 
-def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
-    """The whole run; returns whether it is to be continued. `notes`: what to say of the flags."""
+def run(config: Config, notes: list[str], watchdog: Watchdog, at_end: ExitStack) -> bool:
+    """The whole run; returns whether it is to be continued. notes: what to say of the flags. at_end: what is
+    to be done when the run is over, however it ends."""
     # Imported only now: a wrong flag is answered before torch is loaded.
     from megatron.training import processes
 
     processes.quiet_library_logs(config.logging)
 
-    from megatron.checkpoint import native
+    from megatron.checkpoint import native, owner, start
     from megatron.checkpoint.compatibility import resumed_schedule
     from megatron.config.batch import BatchSchedule
     from megatron.engine.pipeline_engine import ENGINES
@@ -63,8 +66,14 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
             print(run_report(config, plan, vocab.size, notes, rates.describe()))
         return False
     fingerprint = fingerprint_of(config, length)
-    checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
+    checkpoint = folder_owner = None
+    if processes.is_main_process():
+        start.check_load(config)
     make_output_folders(config)
+    if processes.is_main_process():
+        saved_to = None if config.training.no_train else config.checkpoint.save
+        folder_owner = at_end.enter_context(owner.hold(saved_to, node_name(os.environ), print))
+        checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
 
     rank = processes.join_world(config)
     watchdog.watch(config.training.hang_timeout)
@@ -82,8 +91,10 @@ def run(config: Config, notes: list[str], watchdog: Watchdog) -> bool:
     model = GPT_MODELS[schedule](config, layout, tensor, vocab.size, vocab.eod, plan.bounds)
     engine = ENGINES[schedule](config, layout, tensor, model)
     state = native.start_from(engine, checkpoint, fingerprint, metrics.print)
+    if folder_owner is not None:
+        folder_owner.note_run(engine.checkpoint_identity.run_id)
     data = open_data(config, layout, length, vocab)
-    checkpoints = native.RunCheckpoints(engine, vocab.size, vocab.eod, fingerprint)
+    checkpoints = native.RunCheckpoints(engine, vocab.size, vocab.eod, fingerprint, folder_owner)
     trainer = Trainer(config, engine, data, length, batches, rates, metrics, watchdog, checkpoints)
     try:
         state = trainer.train(state)

@@ -78,9 +78,14 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
     return [] if is_a_start(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
 
 
+def unequal_copies(checkpoint: Checkpoint) -> list[str]:
+    """The parameters and moments whose copies on several ranks differed when it was saved."""
+    return list(checkpoint.run.get("certificate", {}).get("unequal_copies", []))
+
+
 def check_copies(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses a checkpoint in which copies of one parameter differ between ranks, unless --allow-drift."""
-    unequal = checkpoint.run.get("certificate", {}).get("unequal_copies", [])
+    unequal = unequal_copies(checkpoint)
     if unequal and not config.checkpoint.allow_drift:
         raise ConfigError(
             f"checkpoint {checkpoint.folder}: when it was saved, copies on several ranks were not equal "

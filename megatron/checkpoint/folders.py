@@ -1,20 +1,24 @@
 """What lies in a folder of checkpoints: which are complete, and what each says of itself."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import read_json
+from megatron.checkpoint.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
+from megatron.checkpoint.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
+from megatron.checkpoint.layout_files import missing_files
 from megatron.checkpoint.manifest import first_misfit, is_sealed
-from megatron.checkpoint.names import check_run, read_name
+from megatron.checkpoint.names import check_run
 from megatron.config import Config, ConfigError
 
 RUN_FILE = "run.json"
-LATEST_FILE = "latest"
 # A checkpoint that is being written is called this and its name.
 SAVING = "saving-"
+# A checkpoint that another one of its name replaces is called its name and this until that one is in place.
+REPLACED = ".replaced"
 # In a universal checkpoint: a folder per parameter.
 PARAMETER_FOLDER = "zero"
 
@@ -58,6 +62,22 @@ class Checkpoint:
         return "config" not in self.run
 
     @property
+    def run_id(self) -> str | None:
+        """The run that wrote it; None if it is from before run ids."""
+        return parse_run_id(self.run.get("run_id"))
+
+    @property
+    def lineage(self) -> tuple[LineageEntry, ...]:
+        """The checkpoints that it descends from, oldest first."""
+        return parse_lineage(self.run.get("lineage", []))
+
+    @property
+    def entry(self) -> LineageEntry:
+        """It itself in the lineage of a later checkpoint."""
+        name = self.folder.name.removesuffix(REPLACED)
+        return LineageEntry(name, step_of(name), self.run_id, self.run.get("sha256"))
+
+    @property
     def config(self) -> Config:
         """The configuration of the run that wrote it."""
         return Config.from_dict(self.run["config"])
@@ -74,53 +94,160 @@ class Checkpoint:
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint of `folder`: the one that `latest` names, or a newer one of the same
-    run; if that is incomplete or missing the newest `global_step<N>` that is not. Or `folder` itself if it is
-    a checkpoint. None if there is none.
+    """The checkpoint that a run resumes from: the one that `latest` names, or the one that was renamed into
+    place when the job was killed before `latest` could name it; if it is damaged, the newest complete one
+    that it descends from. Or `folder` itself if it is a checkpoint. None if there is none.
 
-    `damaged`: folders to pass over, and what was found to be wrong with them.
+    `damaged`: paths of checkpoints to pass over, and what was found to be wrong with them.
 
-    Raises ConfigError when there are checkpoints but none of them is complete.
+    Raises ConfigError when there are checkpoints but none of them is complete, and when nothing says which
+    of several runs is meant.
     """
     folder, damaged = Path(folder), damaged or {}
     if (folder / RUN_FILE).is_file():
-        if folder.name in damaged:
-            raise ConfigError(f"checkpoint {folder}: {damaged[folder.name]}; give another one to --load")
+        if str(folder) in damaged:
+            raise ConfigError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
         return open_checkpoint(folder)
-    latest = folder / LATEST_FILE
-    named = read_name(latest)
-    native = (path for path in folder.glob("global_step*") if path.is_dir() and not is_universal(path))
-    others = {path.name for path in native} - {named}
-    newest_first = sorted(others, key=lambda name: (step_of(name), name), reverse=True)
-    successors = [name for name in newest_first if named and _continues(folder / name, named)]
-    passed_over = []
-    for name in dict.fromkeys([*successors, named, *newest_first] if named else newest_first):
+    names = native_names(folder)
+    latest = read_latest(folder)
+    line, reason = _line_of(folder, latest, names)
+    passed_over = [reason] if reason else []
+    for name, sha256 in line.items():
+        path = place_of(folder, name)
+        if name not in names and name != latest:
+            continue  # deleted by --keep-last, or of the run's time in another folder
         try:
-            if name in damaged:
-                raise ConfigError(f"checkpoint {folder / name}: {damaged[name]}")
-            checkpoint = open_checkpoint(folder / name)
+            if str(path) in damaged:
+                raise ConfigError(f"checkpoint {path}: {damaged[str(path)]}")
+            checkpoint = open_checkpoint(path)
+            if sha256 not in (None, checkpoint.run["sha256"]) and name != latest:
+                raise ConfigError(f"checkpoint {path}: it is not the one that this run saved under that name")
         except ConfigError as error:
             passed_over.append(str(error))
             continue
-        unfinished = [path.name for path in folder.glob(f"{SAVING}global_step*")]
-        newer = sorted(name for name in unfinished if step_of(name) > checkpoint.state.iteration)
-        passed_over += [f"{name} was never finished" for name in newer]
-        if name == named:
-            ahead = [other for other in others if step_of(other) > checkpoint.state.iteration]
-            passed_over += [f"{other} is incomplete or of another run" for other in sorted(ahead)]
+        passed_over += _ahead(folder, checkpoint, names, " ".join(passed_over))
         return replace(checkpoint, passed_over="; ".join(passed_over))
-    if passed_over:
-        raise ConfigError("; ".join(passed_over))
+    if names or latest:
+        raise ConfigError("; ".join(passed_over) or f"no checkpoint in {folder} is complete")
     return None
 
 
-def _continues(folder: Path, name: str) -> bool:
-    """Whether a checkpoint is of a run that came by the one called `name`, and is newer: the job was killed
-    before `latest` could name it."""
+def _line_of(
+    folder: Path, latest: str | None, names: Mapping[str, Path]
+) -> tuple[dict[str, str | None], str]:
+    """Names of the run's checkpoints with their digests (None: any), in the order in which they are tried,
+    and in words why the first is not simply the one that `latest` names."""
+    record = read_record(folder)
+    if record is not None and latest in (None, record.latest, record.upcoming and record.upcoming.name):
+        entries = [*record.lineage]
+        if record.upcoming is not None and _digest_of(folder, record.upcoming) == record.upcoming.sha256:
+            entries.append(record.upcoming)
+        line = _newest_first(entries)
+        reason = ""
+        if line and latest is None and record.latest:
+            reason = f"{folder / LATEST_FILE} is missing or names no checkpoint; {RECORD_FILE} says which run"
+        elif line and latest is not None and latest not in line:
+            reason = f"{LATEST_FILE} names {latest}, which is not of the run"
+        elif line and latest != next(iter(line)):
+            reason = f"the job was killed before {LATEST_FILE} could name {next(iter(line))}"
+        return line if latest is None else line | {latest: line.get(latest)}, reason
+    if latest is None:
+        line = _only_line(folder, names)
+        return line, f"{folder / LATEST_FILE} is missing or names no checkpoint" if line else ""
+    reason = ""
+    if record is not None:
+        newest = (record.upcoming or record.lineage[-1]).name if record.lineage or record.upcoming else "none"
+        reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
+    own = _described(place_of(folder, latest))
+    if own is not None:
+        return {latest: None} | _newest_first(_lineage_of(own, _all_described(folder, names))), reason
+    before = {name: path for name, path in names.items() if step_of(name) < step_of(latest)}
+    rest = _newest_first(record.lineage) if record is not None else _only_line(folder, before)
+    return {latest: None} | rest, reason
+
+
+def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:
+    return {entry.name: entry.sha256 for entry in reversed(list(entries))}
+
+
+def _only_line(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
+    """The checkpoints of a folder in which nothing says which is the newest, if all of them are of one line
+    of descent. ConfigError if not: the highest number may be another run's."""
+    described = _all_described(folder, names)
+    parents = {
+        (entry.name, entry.sha256)
+        for checkpoint in described.values()
+        for entry in _lineage_of(checkpoint, described)
+    }
+    tips = [
+        checkpoint
+        for name, checkpoint in described.items()
+        if not parents & {(name, checkpoint.run["sha256"]), (name, None)}
+    ]
+    if len(tips) > 1:
+        which = ", ".join(f"{tip.entry.name} (run {(tip.run_id or 'without id')[:10]})" for tip in tips)
+        raise ConfigError(
+            f"{folder / LATEST_FILE} names no checkpoint that can be read, and {which} are of different runs "
+            "or branches: write the name of the one to resume from into it"
+        )
+    return _newest_first([*_lineage_of(tips[0], described), tips[0].entry]) if tips else {}
+
+
+def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint]) -> list[LineageEntry]:
+    """Its lineage. This repo's first checkpoints have none: all of these in a folder count as one run."""
+    if "lineage" in checkpoint.run:
+        return list(checkpoint.lineage)
+    same = (other.entry for other in all_described.values() if "lineage" not in other.run)
+    return sorted(
+        (entry for entry in same if entry.iteration < checkpoint.entry.iteration), key=lambda e: e.iteration
+    )
+
+
+def _ahead(folder: Path, checkpoint: Checkpoint, names: Iterable[str], told: str) -> list[str]:
+    """What to say of those with a higher number than the one that is taken."""
+    step = checkpoint.state.iteration
+    saving = sorted(path.name for path in folder.glob(f"{SAVING}global_step*"))
+    unfinished = [f"{name} was never finished" for name in saving if step_of(name) > step]
+    ahead = sorted((name for name in names if step_of(name) > step and name not in told), key=step_of)
+    return [*unfinished, *(f"{name} is of another run or branch, or incomplete" for name in ahead)]
+
+
+def native_names(folder: Path) -> dict[str, Path]:
+    """The native checkpoints in a folder, complete or not, by name: the path that each has now."""
+    if not folder.is_dir():
+        return {}
+    names = {
+        path.name.removesuffix(REPLACED)
+        for path in folder.iterdir()
+        if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED))
+        and path.is_dir()
+        and not is_universal(path)
+    }
+    return {name: place_of(folder, name) for name in sorted(names, key=step_of)}
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """The path of a checkpoint; while another one is about to take its place, it has a suffix."""
+    path, replaced = folder / name, folder / f"{name}{REPLACED}"
+    return replaced if not path.exists() and replaced.is_dir() else path
+
+
+def _described(path: Path) -> Checkpoint | None:
+    """The checkpoint of a folder if its `run.json` can be read, whether or not its files are complete."""
     try:
-        return step_of(folder.name) > step_of(name) and name in open_checkpoint(folder).run.get("lineage", [])
+        return open_checkpoint(path, with_files=False)
     except ConfigError:
-        return False
+        return None
+
+
+def _all_described(folder: Path, names: Mapping[str, Path]) -> dict[str, Checkpoint]:
+    found = {name: _described(path) for name, path in names.items()}
+    return {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
+
+
+def _digest_of(folder: Path, entry: LineageEntry) -> str | None:
+    checkpoint = _described(folder / entry.name)
+    return None if checkpoint is None else checkpoint.run["sha256"]
 
 
 def is_universal(folder: Path) -> bool:
@@ -155,7 +282,12 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
         if not is_sealed(run):
             raise ValueError("it is not as it was written")
         checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)
+        parse_run_id(run.get("run_id"))
+        parse_lineage(run.get("lineage", []))
         misfit = first_misfit(path.parent, run["files"]) if with_files else None
+        if with_files and not misfit and not is_universal(path.parent):
+            lacking = missing_files(run["files"], run)
+            misfit = f"{lacking[0]} was never written" if lacking else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "

@@ -8,10 +8,9 @@ sample numbers, and the learning rate of progress, so there is no random state t
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,30 +26,42 @@ from megatron.checkpoint.compatibility import (
     check_schedule,
     data_line,
     schedule_line,
+    unequal_copies,
 )
 from megatron.checkpoint.digests import DigestsAsRead
 from megatron.checkpoint.folders import (
-    LATEST_FILE,
     RUN_FILE,
-    SAVING,
     Checkpoint,
     TrainingState,
     describe_start,
-    find_latest,
     is_universal,
     open_checkpoint,
 )
+from megatron.checkpoint.identity import LineageEntry, RunIdentity, lineage_record
+from megatron.checkpoint.layout_files import missing_files
 from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
+from megatron.checkpoint.owner import FolderOwner
+from megatron.checkpoint.publishing import clean_leftovers, is_in_place, publish, remove_old, saving_name
 from megatron.checkpoint.reshape import SavedParameters, spec_record
 from megatron.checkpoint.rules import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
-from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign, find_universal
-from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.checkpoint.start import (
+    check_save,
+    choose_checkpoint,
+    identity_of_start,
+    owns_place,
+    share_checkpoint,
+)
+from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign
+from megatron.config import Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import rule_record
 
 _LOG = logging.getLogger(__name__)
+
+
+class FolderTakenError(Exception):
+    """This run must not write to --save, or not under that name. Raised on every rank."""
 
 
 class SaveError(OSError):
@@ -65,17 +76,24 @@ class RunCheckpoints:
     vocab_size: int
     eod: int | None
     fingerprint: dict[str, Any]
+    owner: FolderOwner | None = None
+    """Of --save, on rank 0 of a run that saves there."""
 
     def save(self, state: TrainingState) -> Path:
         """Writes one; returns its folder. See `save_checkpoint`."""
-        folder = self.engine.run_config.checkpoint.save
-        return save_checkpoint(self.engine, folder, state, self.vocab_size, self.eod, self.fingerprint)
+        folder, owner = self.engine.run_config.checkpoint.save, self.owner
+        return save_checkpoint(self.engine, folder, state, self.vocab_size, self.eod, self.fingerprint, owner)
 
     def go_back(self) -> Checkpoint | None:
         """Loads the run's newest; None where it has none yet, and nothing is loaded. Collective."""
-        checkpoint = newest_of_this_run(self.engine)
+        options = self.engine.run_config.checkpoint
+        checkpoint = newest_of_this_run(self.engine, Path(options.save or ""), options.allow_drift)
         if checkpoint is not None:
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
+            if self.engine.checkpoint_identity is not None:
+                self.engine.checkpoint_identity = self.engine.checkpoint_identity.back_at(
+                    checkpoint.folder.name
+                )
         return checkpoint
 
 
@@ -85,13 +103,15 @@ def find_checkpoint(
     """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
 
     Raises ConfigError for one that this run cannot go on from: another model, other data or another
-    learning-rate schedule, unless flags say that the latter are meant.
+    learning-rate schedule, unless flags say that the latter are meant, and for a --save folder that belongs
+    to another run. damaged: paths of checkpoints to pass over, and why.
     """
-    checkpoint = None
-    if config.checkpoint.universal_checkpoint:
-        checkpoint = _find_universal_or_newer(config.checkpoint, damaged)
-    elif config.checkpoint.load:
-        checkpoint = _find_native(Path(config.checkpoint.load), damaged)
+    checkpoint = choose_checkpoint(config.checkpoint, damaged)
+    if checkpoint is None and config.checkpoint.load and config.training.no_train:
+        raise ConfigError(
+            f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
+        )
+    check_save(checkpoint, config)
     if checkpoint is not None:
         check_copies(checkpoint, config)
     if checkpoint is not None and checkpoint.is_foreign:
@@ -104,81 +124,47 @@ def find_checkpoint(
     return checkpoint
 
 
-def _find_universal_or_newer(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint:
-    """The universal checkpoint, or what this run has saved since it began there: the same command, given
-    again, goes on."""
-    universal = find_universal(config.load)
-    if config.save is None or is_universal(Path(config.save)):
-        return universal
-    try:
-        own = find_latest(config.save, damaged)
-    except ConfigError as error:  # none of them is complete: the universal one is
-        return replace(universal, passed_over=str(error))
-    if own is None or own.run.get("origin") != _identity(universal):
-        return universal
-    reason = f"this run has saved it since it started from {universal.folder}"
-    return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
-
-
-def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What tells a universal checkpoint from others, wherever it lies."""
-    return {
-        "folder": checkpoint.folder.name,
-        "iteration": checkpoint.state.iteration,
-        "sha256": checkpoint.run.get("sha256"),
-    }
-
-
-def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    checkpoint = None if is_universal(load) else find_latest(load, damaged)
-    if checkpoint is None and (is_universal(load) or (load / LATEST_UNIVERSAL_FILE).is_file()):
-        raise ConfigError(
-            f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
-        )
-    return checkpoint
-
-
 def settle_on_checkpoint(
     checkpoint: Checkpoint | None, config: Config, vocab_size: int, fingerprint: dict[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint that all ranks have found, or if its files are not what was written the newest one
-    before it. Reads all files once, shared over the ranks. Collective."""
+    """The checkpoint that rank 0 has found, on all ranks, or if its files are not what was written the newest
+    one before it. Other ranks may pass None. Reads all files once, shared over the ranks. Collective."""
     damaged: dict[str, str] = {}
     while True:
-        _check_agreement(checkpoint)
+        checkpoint = share_checkpoint(checkpoint)
         if checkpoint is None or is_universal(checkpoint.folder):
             return checkpoint
         damage = first_damaged(checkpoint.folder, checkpoint.run["files"])
         if damage is None:
             return checkpoint
-        damaged[checkpoint.folder.name] = damage
-        checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
+        damaged[str(checkpoint.folder)] = damage
+        error: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
+            except ConfigError as found:
+                error = [str(found)]
+        dist.broadcast_object_list(error)
+        if error[0] is not None:
+            raise ConfigError(error[0])
 
 
-def _check_agreement(checkpoint: Checkpoint | None) -> None:
-    """Raises ConfigError on every rank unless all of them have found the same checkpoint. Collective."""
-    # The same name might be of another run, on a disk of the node's own.
-    found = f"{checkpoint.folder.name} {checkpoint.run.get('sha256', '')}" if checkpoint else "none"
-    everywhere: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    if len(set(everywhere)) > 1:
-        differing = next(rank for rank, other in enumerate(everywhere) if other != everywhere[0])
-        raise ConfigError(
-            f"rank 0 would resume from {everywhere[0]} and rank {differing} from {everywhere[differing]}: "
-            f"--load must be a folder that all nodes share"
-        )
+def newest_of_this_run(engine: GPTEngine, folder: Path, with_unequal_copies: bool) -> Checkpoint | None:
+    """The newest of this run's checkpoints in `folder` that a resume would accept; None if there is none.
 
-
-def newest_of_this_run(engine: GPTEngine) -> Checkpoint | None:
-    """The newest of the native checkpoints in --save that this run has come by and that is as it was written;
-    None if there is none. Reads its files, shared over the ranks. Collective."""
-    names = [engine.checkpoint_lineage]
-    dist.broadcast_object_list(names)  # rank 0 keeps the list
-    for name in reversed(names[0]):
-        checkpoint = _opened(Path(engine.run_config.checkpoint.save or "") / name)
-        opened: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(opened, checkpoint is not None)
-        if checkpoint is not None and all(opened):
+    with_unequal_copies: as with --allow-drift. Reads the files, shared over the ranks. Collective.
+    """
+    names: list[list[str]] = [[]]
+    if engine.checkpoint_identity is not None:
+        lineage = engine.checkpoint_identity.lineage
+        names = [[entry.name for entry in reversed(lineage) if is_in_place(folder, entry)]]
+    dist.broadcast_object_list(names)  # rank 0 keeps the identity
+    for name in names[0]:
+        checkpoint = _opened(folder / name)
+        good = checkpoint is not None and (with_unequal_copies or not unequal_copies(checkpoint))
+        everywhere: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(everywhere, good)
+        if checkpoint is not None and all(everywhere):
             if first_damaged(checkpoint.folder, checkpoint.run["files"]) is None:
                 return checkpoint
     return None
@@ -218,59 +204,114 @@ def save_checkpoint(
     vocab_size: int,
     eod: int | None,
     fingerprint: dict[str, Any],
+    owner: FolderOwner | None = None,
 ) -> Path:
     """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective.
 
     Until it is complete the folder has another name; one of the same step that is there already stays until
-    then. Raises SaveError on the rank that cannot write.
+    then. owner: rank 0's ownership of the folder; None: the caller knows that nobody else writes there.
+    Raises SaveError on the rank that cannot write, and FolderTakenError on all ranks if the folder, or the
+    checkpoint of this name in it, belongs to another run.
     """
-    folder, tag = Path(folder), f"global_step{state.iteration}"
-    saving = folder / f"{SAVING}{tag}"
+    folder, name = Path(folder), f"global_step{state.iteration}"
+    if engine.global_rank == 0 and engine.checkpoint_identity is None:
+        engine.checkpoint_identity = RunIdentity()
+    identity: RunIdentity | None = engine.checkpoint_identity
     parameters = _parameter_records(engine)
     info = derive_info(parameters, vocab_size)
     try:
-        if engine.global_rank == 0 and saving.exists():
-            shutil.rmtree(saving)  # what is left in there would be taken for a part of this checkpoint
-        dist.barrier()
+        saving = folder / _begin_save(engine, folder, name, owner)
         # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
         extra = client_state(info, engine.run_config, asdict(state))
         engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
         dist.barrier()
         files = describe_files(saving)
         certificate = certify(engine, vocab_size)
-        if engine.global_rank == 0:
-            run = {
-                "state": asdict(state),
-                "config": engine.run_config.to_dict(),
-                "layout": layout_record(engine.run_config),
-                "optimizer_state": _optimizer_state_record(engine.run_config),
-                "stages": engine.module.stages_record(),
-                "versions": {name: version(name) for name in ("torch", "deepspeed")},
-                "vocab_size": vocab_size,
-                "eod": eod,
-                "data": fingerprint,
-                "parameters": parameters,
-                "certificate": certificate,
-                INFO_KEY: info,
-                "origin": engine.checkpoint_origin,
-                "lineage": engine.checkpoint_lineage,
-                "files": files,
+        run = {
+            "state": asdict(state),
+            "config": engine.run_config.to_dict(),
+            "layout": layout_record(engine.run_config),
+            "optimizer_state": _optimizer_state_record(engine.run_config),
+            "stages": engine.module.stages_record(),
+            "versions": {name: version(name) for name in ("torch", "deepspeed")},
+            "vocab_size": vocab_size,
+            "eod": eod,
+            "data": fingerprint,
+            "parameters": parameters,
+            "certificate": certificate,
+            INFO_KEY: info,
+            "files": files,
+        }
+        if lacking := missing_files(files, run):
+            raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
+        # A job that was taken over while it wrote must not rename.
+        _agree_on_owner(owner)
+        if identity is not None:
+            record = {
+                "run_id": identity.run_id,
+                "origin": identity.origin,
+                "lineage": lineage_record(identity.lineage),
             }
-            write_atomically(saving / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
-            _put_in_place(saving, folder / tag)
-            write_atomically(folder / LATEST_FILE, tag)
+            run = seal({**run, **record})
+            write_atomically(saving / RUN_FILE, json.dumps(run, indent=2) + "\n")
+            entry = LineageEntry(name, state.iteration, identity.run_id, run["sha256"])
+            engine.checkpoint_identity = publish(saving, entry, identity)
     except (OSError, RuntimeError) as error:
         if not _is_of_writing(error):
             raise  # of a message to another rank, which may have died
-        raise SaveError(f"checkpoint {folder / tag} cannot be written ({error}; {_space(folder)})") from error
-    if engine.global_rank == 0:
-        before = [name for name in engine.checkpoint_lineage if name != tag and (folder / name).exists()]
-        _remove_old(folder, before, engine.run_config.checkpoint.keep_last)
-        engine.checkpoint_lineage = [*(name for name in before if (folder / name).exists()), tag]
-        if unequal := certificate["unequal_copies"]:
-            _LOG.warning("%s: copies on several ranks are not equal: %s", folder / tag, "; ".join(unequal))
+        raise SaveError(
+            f"checkpoint {folder / name} cannot be written ({error}; {_space(folder)})"
+        ) from error
+    _delete_old(engine, folder, name, certificate["unequal_copies"])
     dist.barrier()
-    return folder / tag
+    return folder / name
+
+
+def _begin_save(engine: GPTEngine, folder: Path, name: str, owner: FolderOwner | None) -> str:
+    """Checks that this run may write there and makes room; returns the name of the unfinished checkpoint.
+    Collective."""
+    found: list[Any] = [None, None]
+    identity: RunIdentity | None = engine.checkpoint_identity
+    if identity is not None:
+        problem = owner.problem() if owner is not None else None
+        options = engine.run_config.checkpoint
+        if problem is None and not (options.overwrite_checkpoints or owns_place(folder, name, identity)):
+            problem = (
+                f"{folder / name} belongs to another run: it is not overwritten without "
+                "--overwrite-checkpoints; move it away, or give another --save"
+            )
+        if problem is None and folder.is_dir():
+            clean_leftovers(folder)
+        found = [problem, saving_name(name, identity)]
+    dist.broadcast_object_list(found)
+    if found[0] is not None:
+        raise FolderTakenError(found[0])
+    return str(found[1])
+
+
+def _agree_on_owner(owner: FolderOwner | None) -> None:
+    """Raises FolderTakenError on all ranks if the folder has another owner by now. Collective."""
+    problem = [owner.problem() if owner is not None else None]
+    dist.broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise FolderTakenError(problem[0])
+
+
+def _delete_old(engine: GPTEngine, folder: Path, name: str, unequal: list[str]) -> None:
+    """What --keep-last asks for, once the checkpoint `name` is complete. Collective.
+
+    unequal: copies that differ in it. Then no resume accepts it, and the newest that one does accept stays.
+    """
+    options = engine.run_config.checkpoint
+    protected: Checkpoint | None = None
+    if unequal:
+        if engine.global_rank == 0:
+            _LOG.warning("%s: copies on several ranks are not equal: %s", folder / name, "; ".join(unequal))
+        if options.keep_last is not None:
+            protected = newest_of_this_run(engine, folder, with_unequal_copies=False)
+    if engine.checkpoint_identity is not None:
+        kept = protected.folder.name if protected is not None else None
+        remove_old(folder, engine.checkpoint_identity.lineage, options, kept)
 
 
 def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
@@ -294,36 +335,6 @@ def _space(folder: Path) -> str:
         return f"its file system does not answer: {error.strerror}"
 
 
-def _put_in_place(saving: Path, final: Path) -> None:
-    """Renames; what is complete is found at every instant, under one name or another."""
-    replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():
-        _remove(replaced)
-        os.rename(final, replaced)
-    os.rename(saving, final)
-    _remove(replaced)
-
-
-def _remove_old(folder: Path, before: list[str], keep_last: int | None) -> None:
-    """Deletes unfinished checkpoints, and of those that this run has come by, oldest first, all but
-    keep_last - 1. Those of other runs, and what was found damaged, it leaves alone."""
-    too_old = before[: max(len(before) - keep_last + 1, 0)] if keep_last is not None else []
-    for path in [*folder.glob(f"{SAVING}global_step*"), *(folder / name for name in too_old)]:
-        try:
-            _remove(path)
-        except OSError as error:
-            _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_symlink():
-        folder.unlink()  # what it points to is somebody's elsewhere
-    elif folder.exists():
-        # First what makes it look complete: the rest takes time, in which the job may be killed.
-        (folder / RUN_FILE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-
-
 def start_from(
     engine: GPTEngine,
     checkpoint: Checkpoint | None,
@@ -333,16 +344,11 @@ def start_from(
     """Where the run begins: at the checkpoint, which is loaded, or with the new weights that are there.
     Collective."""
     tell(describe_start(checkpoint, engine.run_config.checkpoint.load))
+    if engine.global_rank == 0:
+        engine.checkpoint_identity = identity_of_start(checkpoint, engine.run_config.checkpoint)
     if checkpoint is None:
         return TrainingState()
     tell(table(load_checkpoint(engine, checkpoint, fingerprint)))
-    if is_universal(checkpoint.folder):
-        engine.checkpoint_origin = _identity(checkpoint)
-        return checkpoint.state
-    engine.checkpoint_origin = checkpoint.run.get("origin")
-    save = engine.run_config.checkpoint.save
-    if save is not None and Path(save).resolve() == checkpoint.folder.parent.resolve():
-        engine.checkpoint_lineage = [*checkpoint.run.get("lineage", []), checkpoint.folder.name]
     return checkpoint.state
 
 

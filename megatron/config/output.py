@@ -18,7 +18,10 @@ class CheckpointConfig(Section):
 
     save: str | None = flag(None, metavar="FOLDER", help="write checkpoints here, at every exit at least")
     load: str | None = flag(
-        None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh"
+        None,
+        metavar="FOLDER",
+        help="resume from here, or from what was saved in --save since; the same folder as --save: start "
+        "afresh if it is empty or absent",
     )
     save_interval: int | None = flag(None, at_least=1, help="steps between two checkpoints")
     universal_checkpoint: bool = flag(
@@ -35,7 +38,18 @@ class CheckpointConfig(Section):
         help="resume though copies of a parameter on several ranks were not equal; the first rank's is taken",
     )
     keep_last: int | None = flag(
-        None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"
+        None,
+        at_least=1,
+        help="after each new checkpoint delete those that it descends from but the newest N, the new one "
+        "included; never the newest one that can be resumed",
+    )
+    save_retain_interval: int | None = flag(
+        None, at_least=1, metavar="STEPS", help="--keep-last keeps every checkpoint of a multiple of STEPS"
+    )
+    overwrite_checkpoints: bool = flag(
+        False,
+        help="start although --save holds checkpoints of another run; each is replaced when a new one of its "
+        "name is complete",
     )
 
 

@@ -105,7 +105,9 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
         if data.tokenizer_type != kind:
             yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
     if config.checkpoint.save is None:
-        yield config.checkpoint, ("keep_last",), "without --save"
+        yield config.checkpoint, ("keep_last", "overwrite_checkpoints"), "without --save"
+    if config.checkpoint.keep_last is None:
+        yield config.checkpoint, ("save_retain_interval",), "without --keep-last"
     if config.checkpoint.load is None:
         yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"

@@ -34,10 +34,9 @@ class GPTEngine(SameNumbersPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tensor_group = tensor
-        # For the next checkpoint to tell: the universal one that the run began with, and the names of the
-        # native ones that it has come by, oldest first.
-        self.checkpoint_origin: dict[str, Any] | None = None
-        self.checkpoint_lineage: list[str] = []
+        # A `megatron.checkpoint.identity.RunIdentity`: of the run that the next checkpoint belongs to. None
+        # until the first, and on other ranks than 0.
+        self.checkpoint_identity: Any = None
         # For each of the stages of this rank, of which only dualpipev has a second.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         # Of the sequences that the stages' communication buffers are made for.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.checkpoint.native import RunCheckpoints, SaveError, TrainingState
+from megatron.checkpoint.native import FolderTakenError, RunCheckpoints, SaveError, TrainingState
 from megatron.config import Config
 from megatron.config.batch import BatchSchedule
 from megatron.config.vocab import padded_vocab_size
@@ -148,6 +148,8 @@ class Trainer:
         started = time.perf_counter()
         try:
             folder = self.checkpoints.save(state)
+        except FolderTakenError as error:
+            raise RunStopped(str(error)) from error
         except SaveError as error:
             raise RunStopped(
                 f"{error}: once that is mended, the run resumes from the checkpoint before", everywhere=False

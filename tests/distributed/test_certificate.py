@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 
+from megatron.checkpoint.folders import find_latest
 from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.native import (
     TrainingState,
     find_checkpoint,
-    find_latest,
     load_checkpoint,
     save_checkpoint,
     start_from,

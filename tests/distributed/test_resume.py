@@ -1,17 +1,18 @@
 """An interrupted run continues as if it had not been; what it cannot go on from is refused by name."""
 
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from megatron.checkpoint.folders import find_latest
 from megatron.checkpoint.manifest import seal
 from megatron.checkpoint.native import (
     SaveError,
     TrainingState,
     find_checkpoint,
-    find_latest,
     load_checkpoint,
     save_checkpoint,
     settle_on_checkpoint,
@@ -332,13 +333,6 @@ def test_only_what_this_run_has_come_by_is_deleted(tmp_path):
     assert left == {"global_step2", "global_step3", "global_step4", "global_step6"}
 
 
-def test_a_newer_checkpoint_of_the_same_run_is_taken_though_latest_does_not_name_it(tmp_path):
-    """As after a kill between the renaming of the folder and of `latest`."""
-    run_world(1, go_on, Row(), tmp_path, (1, 2), None)
-    (tmp_path / "latest").write_text("global_step1")
-    assert run_world(1, go_on, Row(), tmp_path, (), None) == [2]
-
-
 def fail_to_save(row, folder, limit):
     """Saves while no file may be longer than `limit` bytes, as on a disk that fills up."""
     import resource
@@ -362,7 +356,9 @@ def test_a_disk_that_fills_up_leaves_what_was_complete(limit, tmp_path):
     (sentence,) = run_world(1, fail_to_save, Row(), tmp_path, limit)
     assert "global_step2 cannot be written" in sentence
     found = find_latest(tmp_path)
-    assert found.state.iteration == 1 and "saving-global_step2 was never finished" in found.passed_over
+    assert found.state.iteration == 1 and re.search(
+        r"saving-global_step2\.\w{8} was never finished", found.passed_over
+    )
     assert run_world(1, settle, Row(), tmp_path)[0][0] == 1
 
 

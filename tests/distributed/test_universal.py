@@ -30,7 +30,7 @@ from tests.distributed.layouts import (
     relative_errors,
     train,
 )
-from tests.distributed.pool import run_world
+from tests.distributed.pool import WorldError, run_world
 from tests.distributed.test_reshape import SHAPES, STEPS_BEFORE, resume_midway, save_midway, uninterrupted
 from tests.distributed.test_resume import FINGERPRINT, state_after
 
@@ -350,8 +350,9 @@ def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved_itself(tmp_p
     converted(saved(tmp_path / "native", Row(), {}), load / "universal")
     assert run_world(1, start_and_save, Row(), load, save, 7) == [5]
     assert run_world(1, start_and_save, Row(), load, save, 8) == [7]
-    # Another run's newer checkpoints are not taken for its own.
-    assert run_world(1, start_and_save, Row(), load, tmp_path / "native", 6) == [5]
+    # Another run's checkpoints are not taken for its own, and not replaced.
+    with pytest.raises(WorldError, match="holds checkpoints of another run \\(global_step5\\)"):
+        run_world(1, start_and_save, Row(), load, tmp_path / "native", 6)
 
 
 def test_tensors_of_other_shapes_are_refused_by_name(blooms):

@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 import torch
 
-from megatron.checkpoint.native import find_latest, load_checkpoint, save_checkpoint
+from megatron.checkpoint.folders import find_latest
+from megatron.checkpoint.native import load_checkpoint, save_checkpoint
 from megatron.checkpoint.weights import LayerFiles
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING

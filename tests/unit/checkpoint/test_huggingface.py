@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface_export import (
     write_hugging_face,
 )
 from megatron.checkpoint.huggingface_import import read_hugging_face
-from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.manifest import describe_file, seal
 from megatron.checkpoint.weights import load_whole_weights
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.single_process import WholeGPT
@@ -258,13 +258,15 @@ def test_the_tokenizer_goes_along(row, model, tmp_path, capsys):
     config = config_of(row, model=model, data={"vocab_file": vocab, "merge_file": merges})
     path = write_native(tmp_path, config, random_wholes(config))
     assert "was trained with 101 tokens" in mistake(capsys, "--load", path, "--output", tmp_path / "theirs")
+    first_layer = path / "layer_01-model_00-model_states.pt"
+    embedding = torch.load(first_layer)
+    embedding["word_embeddings.weight"] = torch.randn(ours.vocab_size, 32)
+    torch.save(embedding, first_layer)
     run = json.loads((path / "run.json").read_text())
     del run["sha256"]
-    run |= {"vocab_size": ours.vocab_size, "eod": ours.eod, "files": {}}
+    run["files"][first_layer.name] = describe_file(first_layer)
+    run |= {"vocab_size": ours.vocab_size, "eod": ours.eod}
     (path / "run.json").write_text(json.dumps(seal(run)))
-    embedding = torch.load(path / "layer_01-model_00-model_states.pt")
-    embedding["word_embeddings.weight"] = torch.randn(ours.vocab_size, 32)
-    torch.save(embedding, path / "layer_01-model_00-model_states.pt")
     convert("--load", path, "--output", tmp_path / "theirs")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert theirs.eos_token_id == ours.eod and len(theirs) == ours.vocab_size

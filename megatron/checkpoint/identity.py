@@ -1,0 +1,113 @@
+"""Which run a checkpoint belongs to: a run id, and the digests of the checkpoints that it descends from.
+
+Names such as `global_step4` are the same in every run, so they identify nothing. `run.json` therefore holds
+`run_id` (128 random bits, made when a run begins in a --save folder) and `lineage`: the checkpoints before
+this one, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids have a lineage
+of names only; they are still read, and such a name means what it meant then.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+CHECKPOINT_NAME = re.compile(r"global_step([0-9]{1,12})")
+# Entries that are kept and read: enough for every checkpoint that may be deleted, resumed or rolled back to.
+MAX_LINEAGE = 1000
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class LineageEntry:
+    """A checkpoint of a run. run_id and sha256 (of `run.json`, as it seals itself) are None in entries from
+    before run ids."""
+
+    name: str
+    iteration: int
+    run_id: str | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """The run that this job continues or begins, known on rank 0.
+
+    lineage: its checkpoints so far, oldest first; the last one is the parent of the next. origin: the
+    checkpoint outside --save, or the universal one, that the run began with. claimed: names in --save that
+    belong to the run although no id says so (see `megatron.checkpoint.start`). attempt: differs in each job.
+    """
+
+    run_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    lineage: tuple[LineageEntry, ...] = ()
+    origin: Mapping[str, Any] | None = None
+    claimed: frozenset[str] = frozenset()
+    attempt: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    def after(self, entry: LineageEntry) -> RunIdentity:
+        """The identity once `entry` is the newest checkpoint."""
+        before = (other for other in self.lineage if other.name != entry.name)
+        return replace(self, lineage=(*before, entry)[-MAX_LINEAGE:])
+
+    def back_at(self, name: str) -> RunIdentity:
+        """The identity after a rollback to the checkpoint `name` of the lineage."""
+        position = [entry.name for entry in self.lineage].index(name)
+        return replace(self, lineage=self.lineage[: position + 1])
+
+    def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
+        """Whether the checkpoint `name` in --save belongs to this run. run: its `run.json`, None if that
+        cannot be read."""
+        if name in self.claimed:
+            return True
+        if run is None:
+            return False
+        in_lineage = any(entry.sha256 == run.get("sha256") for entry in self.lineage if entry.sha256)
+        return run.get("run_id") == self.run_id or in_lineage
+
+
+def parse_run_id(value: Any) -> str | None:
+    """The `run_id` of a file; None if it has none. ValueError for anything but 32 hex digits."""
+    if value is not None and not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
+        raise ValueError("run_id is not 32 hex digits")
+    return value
+
+
+def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
+    """The `lineage` of a file, its newest MAX_LINEAGE entries. ValueError if it is not one."""
+    if not isinstance(value, list):
+        raise ValueError("lineage is not a list")
+    return tuple(_parse_entry(item) for item in value[-MAX_LINEAGE:])
+
+
+def parse_entry(value: Any) -> LineageEntry | None:
+    """One entry of a file, or null."""
+    return None if value is None else _parse_entry(value)
+
+
+def lineage_record(lineage: Iterable[LineageEntry]) -> list[dict[str, Any]]:
+    """The lineage as JSON keeps it."""
+    return [asdict(entry) for entry in lineage]
+
+
+def _parse_entry(value: Any) -> LineageEntry:
+    if isinstance(value, str):
+        return LineageEntry(value, _iteration_of(value))
+    if not isinstance(value, dict):
+        raise ValueError("an entry of lineage is neither a name nor an object")
+    name, sha256 = value.get("name"), value.get("sha256")
+    iteration = _iteration_of(name)
+    if value.get("iteration") != iteration:
+        raise ValueError(f"lineage: {name} has iteration {str(value.get('iteration'))[:20]!r}")
+    if sha256 is not None and not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
+        raise ValueError(f"lineage: the digest of {name} is not 64 hex digits")
+    return LineageEntry(name, iteration, parse_run_id(value.get("run_id")), sha256)
+
+
+def _iteration_of(name: Any) -> int:
+    match = CHECKPOINT_NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"lineage: {str(name)[:60]!r} is not the name of a checkpoint (global_step<N>)")
+    return int(match[1])

@@ -1,0 +1,95 @@
+"""The files `latest` and `latest.json` of a --save folder: the newest checkpoint, by name and by identity.
+
+`latest` holds a name only, as DeepSpeed writes it, and users edit it to go back. `latest.json` records what
+the program itself wrote there. If both agree, the record decides, even if the job was killed between the
+renaming of a checkpoint and the update of `latest`. If they differ, a user edited `latest`, and is obeyed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import HostileFileError, read_json, read_small
+from megatron.checkpoint.identity import (
+    CHECKPOINT_NAME,
+    LineageEntry,
+    RunIdentity,
+    lineage_record,
+    parse_entry,
+    parse_lineage,
+    parse_run_id,
+)
+from megatron.checkpoint.manifest import is_sealed, seal, write_atomically
+
+LATEST_FILE = "latest"
+RECORD_FILE = "latest.json"
+# Far more than a name and a newline; `latest` may be any file.
+_MAX_LATEST_BYTES = 256
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LatestRecord:
+    """The content of `latest.json`.
+
+    latest: the name that `latest` held when this was written. lineage: the run's checkpoints, oldest first,
+    up to the newest complete one. upcoming: a checkpoint that is about to be renamed into place.
+    """
+
+    latest: str
+    run_id: str
+    lineage: tuple[LineageEntry, ...]
+    origin: Mapping[str, Any] | None = None
+    upcoming: LineageEntry | None = None
+
+
+def read_latest(folder: Path) -> str | None:
+    """The name in `latest`; None if the file is missing or holds anything else."""
+    try:
+        name = read_small(folder / LATEST_FILE, _MAX_LATEST_BYTES).decode(errors="replace").strip()
+    except (OSError, HostileFileError):
+        return None
+    return name if CHECKPOINT_NAME.fullmatch(name) else None
+
+
+def read_record(folder: Path) -> LatestRecord | None:
+    """The content of `latest.json`; None if it is missing or damaged, or the folder is an old one."""
+    try:
+        record = read_json(folder / RECORD_FILE)
+        if not isinstance(record, dict) or not is_sealed(record):
+            return None
+        run_id, origin = parse_run_id(record["run_id"]), record["origin"]
+        if run_id is None or not isinstance(record["latest"], str) or not isinstance(origin, dict | None):
+            return None
+        lineage, upcoming = parse_lineage(record["lineage"]), parse_entry(record["upcoming"])
+    except (OSError, ValueError, KeyError, HostileFileError):
+        return None
+    return LatestRecord(record["latest"], run_id, lineage, origin, upcoming)
+
+
+def announce(folder: Path, upcoming: LineageEntry, identity: RunIdentity) -> None:
+    """Records, before a checkpoint is renamed into place, which one that will be."""
+    latest = read_latest(folder) or ""
+    _write(folder, LatestRecord(latest, identity.run_id, identity.lineage, identity.origin, upcoming))
+
+
+def point_to(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
+    """Lets `latest` name a checkpoint that is in place. identity: with that checkpoint in its lineage."""
+    write_atomically(folder / LATEST_FILE, entry.name)
+    try:
+        _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))
+    except OSError as error:
+        # What `announce` wrote still describes the folder.
+        _LOG.warning("%s cannot be updated: %s", folder / RECORD_FILE, error)
+
+
+def _write(folder: Path, record: LatestRecord) -> None:
+    short = replace(record, lineage=())
+    content = {**asdict(short), "lineage": lineage_record(record.lineage)}
+    write_atomically(folder / RECORD_FILE, json.dumps(seal(content), indent=1) + "\n")

@@ -1,0 +1,118 @@
+"""The files of --save around a save: room before it, the new checkpoint in its place, old ones deleted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from megatron.checkpoint.files import sync_file
+from megatron.checkpoint.folders import REPLACED, RUN_FILE, SAVING, open_checkpoint
+from megatron.checkpoint.identity import CHECKPOINT_NAME, LineageEntry, RunIdentity
+from megatron.checkpoint.latest import announce, point_to
+from megatron.config import CheckpointConfig, ConfigError
+
+# A checkpoint of these names is a job's unfinished save: of one attempt, or as this repo wrote them before.
+_UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
+
+_LOG = logging.getLogger(__name__)
+
+
+def saving_name(name: str, identity: RunIdentity) -> str:
+    """The folder's name while a checkpoint is written. Another in each job: a process of a job that is over
+    may still write to its own."""
+    return f"{SAVING}{name}.{identity.attempt}"
+
+
+def clean_leftovers(folder: Path) -> None:
+    """Removes what killed saves left behind, and finishes or undoes an interrupted replacement. To be called
+    by the owner of the folder, before a save needs the space. A failure is logged."""
+    for path in sorted(folder.iterdir()):
+        try:
+            if _UNFINISHED.fullmatch(path.name):
+                _remove(path)
+            elif path.name.endswith(REPLACED) and CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)):
+                _settle_replaced(path, path.with_name(path.name.removesuffix(REPLACED)))
+        except OSError as error:
+            _LOG.warning("%s cannot be removed: %s", path, error)
+
+
+def _settle_replaced(replaced: Path, final: Path) -> None:
+    if not final.exists():
+        os.rename(replaced, final)
+        return
+    try:
+        open_checkpoint(final)
+    except ConfigError:
+        return  # the old one may be worth more
+    _remove(replaced)
+
+
+def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIdentity:
+    """Renames a complete checkpoint into place and lets `latest` name it; returns the run's new identity.
+    What is complete is found at every instant, under one name or another."""
+    folder = saving.parent
+    sync_file(saving)
+    announce(folder, entry, identity)
+    final = folder / entry.name
+    replaced = final.with_name(f"{final.name}{REPLACED}")
+    if final.exists():
+        if entry.name not in {before.name for before in identity.lineage}:
+            _LOG.warning("%s of another branch or run is replaced", final)
+        _remove(replaced)
+        os.rename(final, replaced)
+    os.rename(saving, final)
+    sync_file(folder)
+    identity = identity.after(entry)
+    point_to(folder, entry, identity)
+    try:
+        _remove(replaced)
+    except OSError as error:
+        _LOG.warning("%s cannot be removed: %s", replaced, error)
+    return identity
+
+
+def remove_old(
+    folder: Path, lineage: Collection[LineageEntry], options: CheckpointConfig, protected: str | None
+) -> None:
+    """Deletes what --keep-last does not keep. lineage: of this run, oldest first, the new checkpoint last.
+
+    protected: a name that stays in any case. Only checkpoints of the lineage are deleted, which is known by
+    the digest of their `run.json`. A failure is logged.
+    """
+    if options.keep_last is None:
+        return
+    interval = options.save_retain_interval
+    there = [entry for entry in lineage if is_in_place(folder, entry)]
+    for entry in there[: -options.keep_last]:
+        if entry.name == protected or (interval and entry.iteration % interval == 0):
+            continue
+        try:
+            _remove(folder / entry.name)
+        except OSError as error:
+            _LOG.warning("the old checkpoint %s cannot be deleted: %s", folder / entry.name, error)
+
+
+def is_in_place(folder: Path, entry: LineageEntry) -> bool:
+    """Whether the checkpoint of this name in the folder is the one of the lineage."""
+    if CHECKPOINT_NAME.fullmatch(entry.name) is None or not (folder / entry.name / RUN_FILE).is_file():
+        return False
+    try:
+        found = open_checkpoint(folder / entry.name, with_files=False).run
+    except ConfigError:
+        return False
+    if entry.sha256 is None:  # from before run ids: the name is all that is known
+        return "run_id" not in found
+    return bool(found["sha256"] == entry.sha256)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()  # what it points to is somebody's elsewhere
+    elif folder.exists():
+        # First what makes it look complete: the rest takes time, in which the job may be killed.
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)

@@ -1,0 +1,270 @@
+"""Where a run starts: which checkpoint it takes, which run it then is, and whether it may write to --save."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.folders import (
+    Checkpoint,
+    find_latest,
+    is_universal,
+    native_names,
+    open_checkpoint,
+    place_of,
+    step_of,
+)
+from megatron.checkpoint.identity import RunIdentity
+from megatron.checkpoint.latest import LatestRecord, read_latest, read_record
+from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.universal_reading import find_universal
+from megatron.config import CheckpointConfig, Config, ConfigError
+
+# Between the attempts to open what rank 0 has found: a network file system may show it to other nodes only
+# after some seconds.
+RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
+
+
+def check_load(config: Config) -> None:
+    """Refuses a --load that does not exist, unless it is --save, which a fresh start makes."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or Path(load).is_dir():
+        return
+    if config.training.no_train:
+        raise ConfigError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
+    if save is None or not _is_same(load, save):
+        raise ConfigError(
+            f"--load {load} does not exist: give a folder that does; for a fresh start leave it out, or give "
+            "--load and --save the same folder"
+        )
+
+
+def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    """The checkpoint that --load means, or what this run has saved in --save since it started from there, so
+    that the same command, given again, continues. None if --load holds none."""
+    if config.load is None:
+        return None
+    load = Path(config.load)
+    given = find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
+    if given is None or config.save is None or is_universal(Path(config.save)):
+        return given
+    if not config.universal_checkpoint and _is_same(load, config.save):
+        return given
+    try:
+        own = find_latest(config.save, damaged)
+    except ConfigError as error:  # none of them is complete: the given one is
+        return replace(given, passed_over="; ".join(filter(None, (given.passed_over, str(error)))))
+    if own is None or not _began_with(own.run.get("origin"), given, config):
+        return given
+    reason = f"this run has saved it since it started from {given.folder}"
+    return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
+
+
+def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    checkpoint = None if is_universal(load) else find_latest(load, damaged)
+    if checkpoint is None and (is_universal(load) or (load / LATEST_UNIVERSAL_FILE).is_file()):
+        raise ConfigError(
+            f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
+        )
+    return checkpoint
+
+
+def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tells a checkpoint from others, wherever it lies: `origin` of the run that begins with it."""
+    return {
+        "folder": checkpoint.folder.name,
+        "iteration": checkpoint.state.iteration,
+        "sha256": checkpoint.run.get("sha256"),
+    }
+
+
+def _began_with(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
+    """Whether a run with this origin began with the given checkpoint, or, where --load is the folder of a run
+    that has gone on since, with an earlier one of that run."""
+    if not isinstance(origin, dict):
+        return False
+    digest = origin.get("sha256")
+    if digest is None or digest == given.run.get("sha256"):
+        return origin == origin_record(given)
+    if config.universal_checkpoint or _is_same(given.folder, config.load):
+        return False
+    return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
+
+
+def identity_of_start(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
+    """The run that a start from `checkpoint` continues, or the new one that it begins.
+
+    It continues the checkpoint's run if that lies in --save and is the newest there, or `latest` was set back
+    to it. A start from a checkpoint in another folder begins a run, which has that one as its origin.
+    """
+    if checkpoint is None:
+        return RunIdentity()
+    universal = is_universal(checkpoint.folder)
+    lineage = () if universal else (*checkpoint.lineage, checkpoint.entry)
+    origin = origin_record(checkpoint)
+    if config.save is None:
+        return RunIdentity(lineage=lineage, origin=origin)
+    save = Path(config.save)
+    record = read_record(save)
+    if _is_same(checkpoint.folder.parent, save) and (universal or _is_current(checkpoint, config)):
+        run_id = checkpoint.run_id or RunIdentity().run_id
+        if not universal:
+            origin = checkpoint.run.get("origin")
+        claimed = _claimed(save, lineage, record if record and record.run_id == run_id else None)
+        return RunIdentity(run_id, lineage, origin, claimed)
+    if record is not None and _began_with(record.origin, checkpoint, config):
+        # This run has been here, and all that it saved is damaged.
+        return RunIdentity(record.run_id, lineage, origin, _claimed(save, lineage, record))
+    return RunIdentity(lineage=lineage, origin=origin)
+
+
+def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
+    """Whether a checkpoint in --save is the one that its folder means; not if --load names an older one."""
+    if not _is_same(checkpoint.folder, config.load or ""):
+        return True
+    current = find_latest(str(config.save))
+    return current is not None and _is_same(current.folder, checkpoint.folder)
+
+
+def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) -> frozenset[str]:
+    """Names in --save that belong to a run although no run id says so: those that cannot be read and that
+    the run's own files name, and those from before run ids that descend from the same names."""
+    told = {read_latest(save)}
+    if record is not None:
+        told |= {entry.name for entry in (*record.lineage, record.upcoming) if entry is not None}
+    old_names = {entry.name for entry in lineage if entry.run_id is None}
+    claimed = set()
+    for name, path in native_names(save).items():
+        run = _run_of(path)
+        if run is None:
+            belongs = name in told
+        else:
+            names = {name, *(entry if isinstance(entry, str) else "" for entry in run.get("lineage", []))}
+            belongs = "run_id" not in run and bool(names & old_names)
+        if belongs:
+            claimed.add(name)
+    return frozenset(claimed)
+
+
+def strangers(save: Path, identity: RunIdentity) -> list[str]:
+    """The native checkpoints in --save that are not this run's, by number."""
+    return [name for name, path in native_names(save).items() if not identity.owns(name, _run_of(path))]
+
+
+def owns_place(save: Path, name: str, identity: RunIdentity) -> bool:
+    """Whether a checkpoint of this name, if there is one, is this run's own, and may be replaced."""
+    path = place_of(save, name)
+    return not path.exists() or identity.owns(name, _run_of(path))
+
+
+def _run_of(path: Path) -> Mapping[str, Any] | None:
+    try:
+        return open_checkpoint(path, with_files=False).run
+    except ConfigError:
+        return None
+
+
+def check_save(checkpoint: Checkpoint | None, config: Config) -> None:
+    """Refuses to start a run in a --save folder with checkpoints of another run, which it would replace one
+    by one, and to resume below such, unless --overwrite-checkpoints."""
+    options = config.checkpoint
+    if options.save is None or config.training.no_train or options.overwrite_checkpoints:
+        return
+    save = Path(options.save)
+    found = strangers(save, identity_of_start(checkpoint, options))
+    remedy = (
+        "give another --save, or --overwrite-checkpoints: then a checkpoint is replaced once a new one of "
+        "its name is complete"
+    )
+    if checkpoint is None and options.load is not None and not _is_same(options.load, options.save):
+        raise ConfigError(
+            f"--load {options.load} holds no checkpoint, and --save is {save}: give a --load that does; for "
+            "a fresh start leave it out, or give --load and --save the same folder"
+        )
+    if checkpoint is None or not _is_same(checkpoint.folder.parent, save):
+        start = "a start from new weights" if checkpoint is None else f"a start from {checkpoint.folder}"
+        if found:
+            raise ConfigError(
+                f"--save {save} holds checkpoints of another run ({_some(found)}), and this is {start}: "
+                f"resume that run with --load {save}, {remedy}"
+            )
+        return
+    ahead = [name for name in found if step_of(name) > checkpoint.state.iteration]
+    if ahead:
+        name = checkpoint.folder.name
+        is_named = _is_same(checkpoint.folder, options.load)
+        first = (
+            f"to go back in that run write {name} into {save / 'latest'}" if is_named else "move them away"
+        )
+        raise ConfigError(
+            f"--save {save} holds checkpoints of another run ({_some(ahead)}) ahead of {name}, from which "
+            f"this one resumes: {first}, {remedy}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _is_same(one: str | Path, other: str | Path | None) -> bool:
+    """Whether two paths are one folder, which need not exist."""
+    return other is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def share_checkpoint(
+    checkpoint: Checkpoint | None,
+    delays_s: Sequence[float] = RETRY_DELAYS_S,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Checkpoint | None:
+    """The checkpoint of rank 0, on every rank. Collective.
+
+    Raises ConfigError on every rank if one cannot open it, also after some retries.
+    """
+    found: list[Any] = [None]
+    if checkpoint is not None:
+        found = [(str(checkpoint.folder), checkpoint.run.get("sha256"), checkpoint.passed_over)]
+    dist.broadcast_object_list(found)
+    problem = None
+    if found[0] is None:
+        checkpoint = None
+    elif dist.get_rank() != 0:
+        try:
+            checkpoint = _open_with_retries(*found[0], delays_s, sleep)
+        except ConfigError as error:
+            problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise ConfigError(
+                f"rank {rank} cannot open the checkpoint that rank 0 resumes from ({text}): --load must be a "
+                "folder that all nodes share"
+            )
+    return checkpoint
+
+
+def _open_with_retries(
+    folder: str,
+    sha256: str | None,
+    passed_over: str,
+    delays_s: Sequence[float],
+    sleep: Callable[[float], object],
+) -> Checkpoint:
+    for delay_s in (*delays_s, None):
+        try:
+            path = Path(folder)
+            checkpoint = find_universal(path) if is_universal(path) else open_checkpoint(path)
+            if checkpoint.run.get("sha256") != sha256:
+                raise ConfigError(f"checkpoint {folder}: it is not the one that rank 0 sees")
+            return replace(checkpoint, passed_over=passed_over)
+        except ConfigError:
+            if delay_s is None:
+                raise
+        sleep(delay_s)
+    raise AssertionError("the loop returns or raises")

@@ -1,0 +1,168 @@
+"""What all ranks do about run identity: one checkpoint for all, no write into a folder of another owner."""
+
+import json
+import os
+
+import pytest
+
+from megatron.checkpoint import native, start
+from megatron.checkpoint.folders import find_latest
+from megatron.checkpoint.native import (
+    FolderTakenError,
+    SaveError,
+    find_checkpoint,
+    save_checkpoint,
+    start_from,
+)
+from megatron.checkpoint.owner import Owner, acquire
+from megatron.config import ConfigError
+from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.distributed.pool import run_world
+from tests.distributed.test_certificate import names_of
+from tests.distributed.test_resume import FINGERPRINT, state_after
+from tests.unit.checkpoint.test_run_identity import Run, steps_in
+
+
+def save(engine, folder, step, owner=None):
+    """Why the checkpoint was not saved, None if it was."""
+    try:
+        save_checkpoint(engine, folder, state_after(step), VOCAB, EOD, FINGERPRINT, owner)
+    except (FolderTakenError, SaveError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+# --- one checkpoint for all ranks ---
+
+
+def share(folder, failures):
+    """Rank 1 cannot open the checkpoint at the first `failures` attempts; the delays between them."""
+    rank, slept = int(os.environ["RANK"]), []
+    opened = start.open_checkpoint
+
+    def open_late(path):
+        if len(slept) < failures:
+            raise ConfigError("a stale cache")
+        return opened(path)
+
+    start.open_checkpoint = open_late
+    try:
+        found = find_latest(folder) if rank == 0 else None  # other ranks do not search
+        shared = start.share_checkpoint(found, sleep=slept.append)
+        return None if shared is None else shared.folder.name, slept
+    except ConfigError as error:
+        return str(error), slept
+    finally:
+        start.open_checkpoint = opened
+
+
+@pytest.mark.parametrize("failures", [0, 3, 100])
+def test_every_rank_takes_the_checkpoint_of_rank_0_though_its_file_system_is_late(failures, tmp_path):
+    Run(tmp_path, tmp_path).save(1, 2)
+    (first, _), (second, slept) = run_world(2, share, tmp_path, failures)
+    assert slept == list(start.RETRY_DELAYS_S[:failures])
+    if failures == 100:
+        assert first == second and "rank 1 cannot open the checkpoint that rank 0 resumes from" in first
+        assert "a stale cache" in first and "all nodes share" in first
+    else:
+        assert first == second == "global_step2"
+
+
+def test_without_a_checkpoint_all_ranks_start_afresh(tmp_path):
+    assert run_world(2, share, tmp_path, 0) == [(None, []), (None, [])]
+
+
+# --- who may write ---
+
+
+def save_and_lose_the_folder(folder):
+    """Saves as the owner; the folder is taken over before the second save, and during the third."""
+    engine = build_engine(config_of(Row(dp=2, zero=1)))
+    rank_0 = engine.global_rank == 0
+    outcomes = []
+    for when in ("never", "before", "during"):
+        owner = acquire(folder, Owner.of_this_process("n1"), print) if rank_0 else None
+        described = native.describe_files
+
+        def lose_it(path, described=described):
+            files = described(path)
+            if rank_0:
+                take_over(folder)
+            return files
+
+        if when == "before" and rank_0:
+            take_over(folder)
+        native.describe_files = lose_it if when == "during" else described
+        outcomes.append(save(engine, folder, 1 + len(outcomes), owner))
+        native.describe_files = described
+        if rank_0:
+            for file in folder.glob("owner-*"):
+                file.unlink()
+    native.describe_files = lambda path: {
+        n: f for n, f in described(path).items() if "mp_rank_00_model" not in n
+    }
+    outcomes.append(save(engine, folder, 9))
+    native.describe_files = described
+    return outcomes
+
+
+def take_over(folder):
+    (old,) = folder.glob("owner-*")
+    other = json.loads(old.read_text()) | {"token": "of another", "job": "72", "host": "n2"}
+    (folder / "owner-000099.json").write_text(json.dumps(other))
+    old.unlink()
+
+
+def test_two_jobs_the_one_that_was_taken_over_stops_on_all_ranks_and_writes_nothing(tmp_path):
+    """As well as: a save in which a file of the layout is missing is none."""
+    outcomes = run_world(2, save_and_lose_the_folder, tmp_path)
+    for saved, before, during, lacking in outcomes:
+        assert saved is None
+        for sentence in (before, during):
+            assert "FolderTakenError" in sentence and "was taken over by Slurm job 72 on n2" in sentence
+        assert "SaveError" in lacking and "mp_rank_00_model_states.pt is missing" in lacking
+    assert steps_in(tmp_path) == [1] and (tmp_path / "latest").read_text() == "global_step1"
+
+
+def save_in_turn(folder):
+    """Two runs save into one folder, without knowing of each other."""
+    first, second = (build_engine(config_of(Row())) for _ in range(2))
+    return [save(first, folder, 2), save(second, folder, 2), save(second, folder, 3), save(first, folder, 3)]
+
+
+def test_two_jobs_do_not_overwrite_each_others_checkpoints(tmp_path):
+    ((first, taken, second, taken_too),) = run_world(1, save_in_turn, tmp_path)
+    assert first is second is None
+    assert "global_step2 belongs to another run" in taken and "global_step3 belongs" in taken_too
+
+
+# --- --keep-last with copies that differ ---
+
+
+def save_good_then_unequal(folder):
+    """Copies are equal in the first two checkpoints, and differ from then on."""
+    options = {"keep_last": 1, "save": str(folder), "load": str(folder)}
+    engine = build_engine(config_of(Row(tp=2), checkpoint=options))
+    start_from(engine, None, FINGERPRINT, lambda text: None)
+    train(engine, range(1))
+    (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
+    place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            flat.master.data[place] += 1e-3 * engine.global_rank
+        assert save(engine, folder, step) is None
+    checkpoints = native.RunCheckpoints(engine, VOCAB, EOD, FINGERPRINT)
+    back = checkpoints.go_back()
+    # What is saved now descends from the good one.
+    return back.folder.name, save(engine, folder, 5)
+
+
+def test_the_last_checkpoint_that_can_be_resumed_is_not_deleted_for_ones_that_cannot(tmp_path):
+    """4 replaced 3, and 2, the last with equal copies, stayed; a rollback takes it."""
+    assert run_world(2, save_good_then_unequal, tmp_path) == [("global_step2", None)] * 2
+    run = json.loads((tmp_path / "global_step5" / "run.json").read_text())
+    assert [entry["name"] for entry in run["lineage"]] == ["global_step1", "global_step2"]
+    # 4, whose copies differ, is not of the line of 5.
+    assert steps_in(tmp_path) == [4, 5] and not run["certificate"]["unequal_copies"]
+    config = config_of(Row(), checkpoint={"load": str(tmp_path), "save": str(tmp_path)})
+    assert find_checkpoint(config, VOCAB, FINGERPRINT).folder.name == "global_step5"

@@ -1,0 +1,187 @@
+"""One job owns a --save folder. A fake clock stands for time: `sleep` advances it and lets others act."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from megatron.checkpoint.owner import Owner, Timing, acquire, hold
+from megatron.config import ConfigError
+
+
+class World:
+    """A clock that only `sleep` moves, and what happens at each instant."""
+
+    def __init__(self):
+        self.now, self.events, self.said = 0.0, {}, []
+        self.timing = Timing(
+            beat_s=10.0, dead_after_s=60.0, poll_s=1.0, sleep=self.sleep, now=lambda: self.now
+        )
+
+    def sleep(self, seconds):
+        self.now += seconds
+        for at in sorted(at for at in self.events if at <= self.now):
+            self.events.pop(at)()
+
+    def acquire(self, folder, owner):
+        return acquire(folder, owner, self.said.append, self.timing)
+
+
+def job(host="n1", number="", restart="0", machine=None):
+    """An owner that is this process, or with `machine` a process of another machine."""
+    env = {"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": restart}
+    owner = Owner.of_this_process(host, env)
+    return owner if machine is None else replace(owner, machine=machine)
+
+
+def ended_process():
+    """Id and start of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[19]
+    process.communicate(b"\n")
+    return {"pid": process.pid, "process_start": start}
+
+
+def owner_files(folder):
+    return sorted(path.name for path in folder.glob("owner-*"))
+
+
+def test_a_second_job_on_the_same_machine_is_refused_at_once_and_told_of_the_first(tmp_path):
+    world = World()
+    world.acquire(tmp_path, job("n1", "71"))
+    with pytest.raises(ConfigError, match=r"in use by Slurm job 71 on n1 \(process \d+, since \d{4}-"):
+        world.acquire(tmp_path, job("n1", "72"))
+    assert world.now == 0.0 and owner_files(tmp_path) == ["owner-000001.json"]
+
+
+def test_a_live_owner_elsewhere_is_known_by_its_next_heartbeat_whatever_its_clock_says(tmp_path):
+    world = World()
+    first = world.acquire(tmp_path, replace(job("n1", "71", machine="A"), seen="1999-01-01 00:00:00"))
+    world.events[10.0] = first.beat
+    with pytest.raises(ConfigError, match="Slurm job 71 on n1"):
+        world.acquire(tmp_path, job("n2", "72", machine="B"))
+    assert 10.0 <= world.now <= 12.0
+    assert "waiting up to 60 s" in world.said[0] and len(world.said) == 1
+    assert first.problem() is None
+
+
+def test_an_owner_elsewhere_without_a_heartbeat_is_taken_over_after_a_minute(tmp_path):
+    world = World()
+    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
+    second = world.acquire(tmp_path, job("n2", "72", machine="B"))
+    assert 60.0 <= world.now <= 62.0
+    assert (
+        "taken over from Slurm job 71 on n1" in world.said[-1] and "no heartbeat for 60 s" in world.said[-1]
+    )
+    assert second.problem() is None
+    assert "was taken over by Slurm job 72 on n2" in first.problem()
+    assert not first.beat()
+    first.release()
+    assert second.problem() is None and owner_files(tmp_path) == ["owner-000002.json"]
+
+
+def test_an_owner_whose_process_ended_on_this_machine_is_taken_over_at_once(tmp_path):
+    world = World()
+    world.acquire(tmp_path, replace(job("n1"), **ended_process()))
+    world.acquire(tmp_path, job("n1"))
+    assert world.now == 0.0 and "its process has ended" in world.said[0]
+
+
+def test_a_process_id_that_another_process_has_now_is_no_live_owner(tmp_path):
+    world = World()
+    world.acquire(tmp_path, replace(job("n1"), process_start="1"))
+    world.acquire(tmp_path, job("n1"))
+    assert world.now == 0.0
+
+
+def test_a_job_that_slurm_has_requeued_takes_over_from_its_former_node_at_once(tmp_path):
+    world = World()
+    world.acquire(tmp_path, job("n1", "71", "0", machine="A"))
+    world.acquire(tmp_path, job("n2", "71", "1", machine="B"))
+    assert world.now == 0.0 and "requeued" in world.said[0]
+
+
+def test_a_restart_in_the_same_job_waits_for_the_old_process_to_end(tmp_path):
+    world = World()
+    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
+    world.events |= {at: first.beat for at in (10.0, 20.0)}  # its node has been lost since
+    world.acquire(tmp_path, job("n2", "71", machine="B"))
+    assert 80.0 <= world.now <= 82.0
+
+
+def test_a_restart_in_the_same_job_gives_up_on_an_old_process_that_never_ends(tmp_path):
+    world = World()
+    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
+    world.events |= {10.0 * n: first.beat for n in range(1, 20)}
+    with pytest.raises(ConfigError, match="in use by Slurm job 71"):
+        world.acquire(tmp_path, job("n2", "71", machine="B"))
+    assert 60.0 <= world.now <= 72.0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}', b"\xff" * 5000, b"[" * 100_000])
+def test_an_owner_file_that_says_nothing_is_watched_and_taken_over(content, tmp_path):
+    (tmp_path / "owner-000007.json").write_bytes(content)
+    world = World()
+    world.acquire(tmp_path, job())
+    assert 60.0 <= world.now <= 62.0 and owner_files(tmp_path) == ["owner-000008.json"]
+
+
+def test_a_folder_that_was_released_is_free(tmp_path):
+    world = World()
+    world.acquire(tmp_path, job("n1")).release()
+    assert owner_files(tmp_path) == []
+    world.acquire(tmp_path, job("n1"))
+    assert world.said == [] and world.now == 0.0
+
+
+def test_of_two_jobs_that_find_the_owner_dead_at_once_one_gets_the_folder(tmp_path):
+    """The other one meets it between its look at the folder and its claim."""
+    world = World()
+    world.acquire(tmp_path, job("n0", machine="Z"))
+    taken = []
+    world.events[60.0] = lambda: taken.append(acquire(tmp_path, job("n1", "71", machine="A"), print, patient))
+    clock = iter(range(0, 10_000, 30))
+    patient = Timing(sleep=lambda _: None, now=lambda: next(clock))
+    world.events[70.0] = lambda: taken[0].beat()
+    with pytest.raises(ConfigError, match="Slurm job 71 on n1"):
+        world.acquire(tmp_path, job("n2", "72", machine="B"))
+    assert taken[0].problem() is None
+
+
+def test_of_many_jobs_that_start_at_once_exactly_one_owns_the_folder(tmp_path):
+    barrier, owned, refused = threading.Barrier(8), [], []
+
+    def start():
+        barrier.wait()
+        try:
+            owned.append(acquire(tmp_path, job("n1"), print))
+        except ConfigError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(owned) == 1 and len(refused) == 7
+    assert owned[0].problem() is None
+
+
+def test_a_removed_owner_file_stops_the_job(tmp_path):
+    held = World().acquire(tmp_path, job("n1"))
+    (tmp_path / "owner-000001.json").unlink()
+    assert "lost its owner-000001.json" in held.problem()
+    assert not held.beat() and owner_files(tmp_path) == []
+
+
+def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_an_error(tmp_path):
+    with pytest.raises(KeyError), hold(str(tmp_path), "n1", print) as held:
+        held.note_run("ab" * 16)
+        record = json.loads((tmp_path / "owner-000001.json").read_text())
+        assert record["run_id"] == "ab" * 16 and record["pid"] == os.getpid() and record["beats"] == 1
+        raise KeyError
+    assert owner_files(tmp_path) == []
