@@ -439,7 +439,8 @@ def test_a_rollback_cuts_the_lineage():
 def layout(tensor, pipeline, data, zero, parameters=("tied_modules.embed.x", "3.a", "3.b", "8.weight")):
     sizes = {"tensor_model": tensor, "pipeline_model": pipeline, "data": data}
     degrees = {f"{kind}_parallel_size": size for kind, size in sizes.items()}
-    return {"layout": {**degrees, "zero_stage": zero}, "parameters": dict.fromkeys(parameters)}
+    record = {"whole_shape": [4], "shard_dim": None, "blocks": 1, "used_rows": None}
+    return {"layout": {**degrees, "zero_stage": zero}, "parameters": dict.fromkeys(parameters, record)}
 
 
 LAYERS = {f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer in (1, 3, 8) for rank in (0, 1)}
