@@ -65,7 +65,7 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, at_end: ExitStack)
         if processes.is_main_process():
             print(run_report(config, plan, vocab.size, notes, rates.describe()))
         return False
-    fingerprint = fingerprint_of(config, length)
+    fingerprint = fingerprint_of(config, length, vocab)
     checkpoint = folder_owner = None
     if processes.is_main_process():
         start.check_load(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.folders import Checkpoint
 from megatron.config import BatchSchedule, Config, ConfigError
-from megatron.data.gpt_dataset import fingerprint_differences
+from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule
 
 _DOCUMENT_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -50,6 +50,17 @@ def _model_settings(config: Config) -> dict[str, Any]:
         "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
         **{name: settings["data"][name] for name in _DOCUMENT_SETTINGS},
     }
+
+
+def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
+    """Refuses a checkpoint of another vocabulary of the same size, where both digests are known."""
+    saved, now = (data.get(VOCABULARY_KEY) for data in (checkpoint.run.get("data", {}), fingerprint))
+    if saved and now and saved != now:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder} was trained with another vocabulary (SHA-256 {saved[:12]}) than "
+            f"this run's tokenizer has ({now[:12]}), although both have {checkpoint.vocab_size} tokens: give "
+            "the tokenizer files that it was trained with"
+        )
 
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from megatron.checkpoint.compatibility import (
     check_foreign_schedule,
     check_model,
     check_schedule,
+    check_vocabulary,
     data_line,
     schedule_line,
     unequal_copies,
@@ -119,6 +120,7 @@ def find_checkpoint(
         check_foreign_schedule(checkpoint, config)
     elif checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
+        check_vocabulary(checkpoint, fingerprint)
         check_data(checkpoint, config, fingerprint)
         check_schedule(checkpoint, config)
     return checkpoint

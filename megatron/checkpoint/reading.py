@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.compatibility import check_vocabulary
 from megatron.checkpoint.files import HostileFileError
 from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
 from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
 from megatron.config.data import TOKENIZER_FILES
+from megatron.data.gpt_dataset import VOCABULARY_KEY
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+from megatron.tokenizer.vocabulary_record import vocabulary_digest
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
 # Of a run's settings: tokens, samples, seeds.
@@ -97,4 +100,5 @@ def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
             f"{checkpoint.eod} ends a document, but this tokenizer has {tokenizer.vocab_size} and "
             f"{tokenizer.eod}: give the flags of the tokenizer that it was trained with"
         )
+    check_vocabulary(checkpoint, {VOCABULARY_KEY: vocabulary_digest(tokenizer)})
     return tokenizer

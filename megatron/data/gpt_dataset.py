@@ -124,6 +124,11 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     }
 
 
+# In a fingerprint, where the run has a tokenizer: `tokenizer.vocabulary_record.vocabulary_digest`. It says
+# what the ids mean, not which samples are read.
+VOCABULARY_KEY = "vocabulary_sha256"
+
+
 def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """One phrase per entry in which two fingerprints differ; empty if the sample order is the same.
 
@@ -139,7 +144,7 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
 
     return [
         f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
-        for name in sorted(saved.keys() | current.keys())
+        for name in sorted((saved.keys() | current.keys()) - {VOCABULARY_KEY})
         if compared(saved, name) != compared(current, name)
     ]
 

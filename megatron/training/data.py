@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError
-from megatron.data.gpt_dataset import Samples, build_gpt_datasets, data_fingerprint, prepare_index_files
+from megatron.data.gpt_dataset import (
+    VOCABULARY_KEY,
+    Samples,
+    build_gpt_datasets,
+    data_fingerprint,
+    prepare_index_files,
+)
 from megatron.data.loader import GPTBatchLoader
 from megatron.mpu.layout import ParallelLayout
 from megatron.training.vocabulary import Vocabulary
@@ -39,15 +45,16 @@ class RunData:
     test: dict[str, GPTBatchLoader]
 
 
-def fingerprint_of(config: Config, length: RunLength) -> dict:
-    """What identifies the training data and its order; ConfigError if there is none to train on."""
+def fingerprint_of(config: Config, length: RunLength, vocabulary: Vocabulary) -> dict:
+    """What identifies the training data, its order and its vocabulary; ConfigError if there is no document to
+    train on."""
     model, training = config.model, config.training
     fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, length.train_samples)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
             f"--split {config.data.split} leaves no document of {' '.join(fingerprint['paths'])} to train on"
         )
-    return fingerprint
+    return {**fingerprint, VOCABULARY_KEY: vocabulary.digest} if vocabulary.digest else fingerprint
 
 
 def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:

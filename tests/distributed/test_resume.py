@@ -19,6 +19,7 @@ from megatron.checkpoint.native import (
     start_from,
 )
 from megatron.config import ConfigError
+from megatron.data.gpt_dataset import VOCABULARY_KEY
 from tests.distributed.layouts import (
     EOD,
     FP32_BOUND,
@@ -217,6 +218,18 @@ def test_padding_and_the_length_of_relative_positions_may_change(saved, tmp_path
 def test_another_vocabulary_is_refused_by_name(saved):
     with pytest.raises(ConfigError, match="had 101 tokens, has 102"):
         find(saved, vocab=102)
+
+
+def test_another_vocabulary_of_the_same_size_is_refused_even_with_other_data(saved):
+    path = saved / "global_step1" / "run.json"
+    run = json.loads(path.read_text())
+    del run["sha256"]
+    path.write_text(json.dumps(seal({**run, "data": {**FINGERPRINT, VOCABULARY_KEY: "a" * 64}})))
+    assert find(saved, fingerprint={**FINGERPRINT, VOCABULARY_KEY: "a" * 64}) is not None
+    assert find(saved) is not None  # a run without a tokenizer
+    options = {"checkpoint": {"load": str(saved), "override_data": True}}
+    with pytest.raises(ConfigError, match="aaaaaaaaaaaa.*bbbbbbbbbbbb"):
+        find(saved, fingerprint={**FINGERPRINT, VOCABULARY_KEY: "b" * 64}, **options)
 
 
 def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
