@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -76,10 +77,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk: a rename is lost in a power failure until then."""
+    """Brings the names in a folder to the disk: a rename is lost in a power failure until then. Some network
+    file systems refuse it, and write names at once."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
