@@ -9,6 +9,7 @@ srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 from megatron.config import Config, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
@@ -72,7 +73,8 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, at_end: ExitStack)
     make_output_folders(config)
     if processes.is_main_process():
         saved_to = None if config.training.no_train else config.checkpoint.save
-        folder_owner = at_end.enter_context(owner.hold(saved_to, node_name(os.environ), print))
+        say = partial(print, flush=True)
+        folder_owner = at_end.enter_context(owner.hold(saved_to, node_name(os.environ), say))
         checkpoint = native.find_checkpoint(config, vocab.size, fingerprint)
 
     rank = processes.join_world(config)

@@ -104,10 +104,17 @@ def expecting_layout(path: Path, what: str) -> Iterator[None]:
 
 
 def sync_file(path: Path) -> None:
-    """Returns when the file's content, or a folder's list of names, is on the disk."""
+    """Returns when the file's content, or a folder's list of names, is on the disk.
+
+    A rename is lost in a power failure until its folder is. Some network file systems refuse to sync a
+    folder, and write names at once.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -97,7 +97,8 @@ def _parse_entry(value: Any) -> LineageEntry:
         return LineageEntry(value, _iteration_of(value))
     if not isinstance(value, dict):
         raise ValueError("an entry of lineage is neither a name nor an object")
-    name, sha256 = value.get("name"), value.get("sha256")
+    name: Any = value.get("name")
+    sha256 = value.get("sha256")
     iteration = _iteration_of(name)
     if value.get("iteration") != iteration:
         raise ValueError(f"lineage: {name} has iteration {str(value.get('iteration'))[:20]!r}")

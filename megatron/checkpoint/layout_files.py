@@ -22,24 +22,25 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
     if "layout" not in run:
         return []
     plain = {name.removeprefix(_OPTIONAL_PREFIX) for name in files}
-    degrees = [
-        int(run["layout"][f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
-    ]
-    zero = int(run["layout"]["zero_stage"]) > 0
-    # A malformed layout of a billion ranks is answered after a few files.
-    if degrees[0] * degrees[1] * (degrees[2] if zero else 1) > len(plain):
-        return [f"all files of tensor x pipeline x data parallel size {' x '.join(map(str, degrees))}"]
-    return [name for name in _expected(*degrees, zero, run.get("parameters", {})) if name not in plain]
+    layout = run["layout"]
+    tensor, pipeline, data = (
+        int(layout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
+    )
+    replicas = data if int(layout["zero_stage"]) > 0 else 0
+    # A malformed layout of a billion ranks is answered before its names are made.
+    if tensor * pipeline * max(replicas, 1) > len(plain):
+        return [f"a file of tensor x pipeline x data parallel size {tensor} x {pipeline} x {data}"]
+    expected = _expected(tensor, pipeline, replicas, run.get("parameters", {}))
+    return [name for name in expected if name not in plain]
 
 
-def _expected(
-    tensor: int, pipeline: int, data: int, zero: bool, parameters: Collection[str]
-) -> Iterator[str]:
+def _expected(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
+    """replicas: that write files of their own, as with ZeRO."""
     for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
         yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
     for rank in range(tensor * pipeline):
         yield f"mp_rank_{rank:02d}_model_states.pt"
-        for replica in range(data if zero else 0):
+        for replica in range(replicas):
             yield f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.files import sync_file
@@ -76,7 +76,7 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
 
 
 def remove_old(
-    folder: Path, lineage: Collection[LineageEntry], options: CheckpointConfig, protected: str | None
+    folder: Path, lineage: Sequence[LineageEntry], options: CheckpointConfig, protected: str | None
 ) -> None:
     """Deletes what --keep-last does not keep. lineage: of this run, oldest first, the new checkpoint last.
 
@@ -85,15 +85,18 @@ def remove_old(
     """
     if options.keep_last is None:
         return
-    interval = options.save_retain_interval
-    there = [entry for entry in lineage if is_in_place(folder, entry)]
-    for entry in there[: -options.keep_last]:
-        if entry.name == protected or (interval and entry.iteration % interval == 0):
+    interval, kept = options.save_retain_interval, 0
+    for entry in reversed(lineage):
+        path = folder / entry.name
+        if kept < options.keep_last:
+            kept += is_in_place(folder, entry)
+        elif entry.name == protected or (interval and entry.iteration % interval == 0):
             continue
-        try:
-            _remove(folder / entry.name)
-        except OSError as error:
-            _LOG.warning("the old checkpoint %s cannot be deleted: %s", folder / entry.name, error)
+        elif is_in_place(folder, entry):
+            try:
+                _remove(path)
+            except OSError as error:
+                _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
 
 def is_in_place(folder: Path, entry: LineageEntry) -> bool:

@@ -107,7 +107,7 @@ def identity_of_start(checkpoint: Checkpoint | None, config: CheckpointConfig) -
         return RunIdentity()
     universal = is_universal(checkpoint.folder)
     lineage = () if universal else (*checkpoint.lineage, checkpoint.entry)
-    origin = origin_record(checkpoint)
+    origin: Any = origin_record(checkpoint)
     if config.save is None:
         return RunIdentity(lineage=lineage, origin=origin)
     save = Path(config.save)
@@ -235,7 +235,9 @@ def share_checkpoint(
         checkpoint = None
     elif dist.get_rank() != 0:
         try:
-            checkpoint = _open_with_retries(*found[0], delays_s, sleep)
+            folder, sha256, passed_over = found[0]
+            opened = _open_with_retries(Path(folder), sha256, delays_s, sleep)
+            checkpoint = replace(opened, passed_over=passed_over)
         except ConfigError as error:
             problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
@@ -250,21 +252,17 @@ def share_checkpoint(
 
 
 def _open_with_retries(
-    folder: str,
-    sha256: str | None,
-    passed_over: str,
-    delays_s: Sequence[float],
-    sleep: Callable[[float], object],
+    folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
 ) -> Checkpoint:
-    for delay_s in (*delays_s, None):
+    delays = iter(delays_s)
+    while True:
         try:
-            path = Path(folder)
-            checkpoint = find_universal(path) if is_universal(path) else open_checkpoint(path)
+            checkpoint = find_universal(folder) if is_universal(folder) else open_checkpoint(folder)
             if checkpoint.run.get("sha256") != sha256:
                 raise ConfigError(f"checkpoint {folder}: it is not the one that rank 0 sees")
-            return replace(checkpoint, passed_over=passed_over)
+            return checkpoint
         except ConfigError:
+            delay_s = next(delays, None)
             if delay_s is None:
                 raise
         sleep(delay_s)
-    raise AssertionError("the loop returns or raises")

@@ -11,7 +11,7 @@ from megatron.checkpoint.inspect import Overview, ParameterRecord, Report, Summa
 from megatron.text_table import aligned
 
 # Of run.json: what differs between any two checkpoints, a line per file or parameter.
-_NOT_SHOWN = ("certificate.digests.", "files.", "parameters.", "sha256")
+_NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha256")
 
 
 def overview_text(overview: Overview) -> str:

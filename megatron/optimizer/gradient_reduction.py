@@ -29,13 +29,13 @@ class GradientReduction:
     def __init__(
         self,
         flats: Sequence[FlatGroup],
-        replicas: dist.ProcessGroup | None,
+        dp_group: dist.ProcessGroup | None,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
-        tensor: TensorGroup,
+        tp_group: TensorGroup,
     ) -> None:
-        """`replicas`: the data-parallel group, None for one replica. `tied`: parameters with a copy on
+        """`dp_group`: None for one replica. `tied`: parameters with a copy on
         another stage, and the group of both. ValueError for a parameter on more than two stages."""
-        self._flats, self._replicas, self._tied, self._tensor = list(flats), replicas, list(tied), tensor
+        self._flats, self._dp_group, self._tied, self._tp_group = list(flats), dp_group, list(tied), tp_group
         for parameter, stages in self._tied:
             if dist.get_world_size(stages) != 2:
                 raise ValueError(
@@ -44,26 +44,26 @@ class GradientReduction:
                 )
         held = [(flat, parameter) for flat in flats for parameter in flat.parameters]
         self._partial = [pair for pair in held if has_partial_gradient(pair[1])]
-        self._replicated = [pair for pair in held if tensor.size > 1 and spec_of(pair[1]).shard_dim is None]
+        self._replicated = [pair for pair in held if tp_group.size > 1 and spec_of(pair[1]).shard_dim is None]
 
     @property
     def exchanges(self) -> bool:
         """Whether any gradient of this rank changes; if not, `run` does nothing."""
-        return self._replicas is not None or bool(self._tied or self._replicated)
+        return self._dp_group is not None or bool(self._tied or self._replicated)
 
     @torch.no_grad()
     def run(self) -> None:
         """The four steps above, in place. Collective. Gradients that the replicas share out are summed over
         them already."""
         self._sum_over_tensor_ranks([flat.gradient_here(parameter) for flat, parameter in self._partial])
-        if self._replicas is not None:
+        if self._dp_group is not None:
             for flat in self._flats:
                 if not flat.shares_gradients:
-                    dist.all_reduce(flat.gradients, group=self._replicas)
+                    dist.all_reduce(flat.gradients, group=self._dp_group)
         for parameter, stages in self._tied:
             dist.all_reduce(parameter.main_grad, group=stages)
         copies = [flat.gradient_here(parameter) for flat, parameter in self._replicated]
-        if self._tensor.rank != 0:
+        if self._tp_group.rank != 0:
             for copy in copies:
                 copy.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks
         self._sum_over_tensor_ranks(copies)
@@ -72,6 +72,6 @@ class GradientReduction:
         """Many short vectors as one message. Tensor ranks own the same parts of replicated parameters."""
         if sum(part.numel() for part in parts):
             summed = torch.cat(list(parts))
-            dist.all_reduce(summed, group=self._tensor.group)
+            dist.all_reduce(summed, group=self._tp_group.group)
             for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
                 part.copy_(total)

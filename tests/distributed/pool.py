@@ -125,9 +125,11 @@ class _Pool:
         """Where the Python code of these ranks is now."""
         for rank in ranks:
             process, _ = self._workers[rank]
+            path = Path(self._stack_file(rank))
+            before = path.stat().st_size if path.exists() else 0
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+                _wait_until_written(path, before)
         stacks = []
         for rank in ranks:
             path = Path(self._stack_file(rank))
@@ -145,6 +147,16 @@ class _Pool:
         self._store = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _wait_until_written(path: Path, before: int) -> None:
+    """Returns when the file has more than `before` bytes and grows no more, or after some seconds."""
+    deadline, size = time.monotonic() + _GRACE_S, before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        last, size = size, path.stat().st_size if path.exists() else 0
+        if before < size == last:
+            return
 
 
 class _Case:

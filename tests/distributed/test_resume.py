@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.checkpoint.folders import find_latest
 from megatron.checkpoint.manifest import seal
@@ -279,7 +280,8 @@ def save_twice(row, folder, keep_last=None):
 
 def settle(row, folder):
     config = config_of(row, checkpoint={"load": str(folder)})
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    # Rank 0 alone searches.
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT) if dist.get_rank() == 0 else None
     try:
         settled = settle_on_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
     except ConfigError as error:

@@ -64,9 +64,14 @@ def unwritable_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tu
     return ["--save", str(folder / "file" / "checkpoints")], ("--save", "cannot be made (Not a directory)")
 
 
+def absent_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Which rank 0 alone looks for."""
+    return ["--load", str(folder / "none"), "--eval-only"], ("--load", "does not exist: --eval-only needs")
+
+
 @pytest.mark.parametrize(
     "mistake",
-    [truncated, absent, indivisible, contradiction, unwritable_checkpoints],
+    [truncated, absent, indivisible, contradiction, unwritable_checkpoints, absent_checkpoints],
     ids=lambda m: m.__name__,
 )
 def test_a_mistake_is_told_once_before_the_processes_meet(mistake, data: list[str], tmp_path: Path) -> None:

@@ -310,6 +310,21 @@ def test_an_older_checkpoint_of_the_same_folder_is_a_new_run_and_the_newest_is_n
     assert again.started_from == "global_step3" and again.identity.run_id == branch.identity.run_id
 
 
+def test_a_universal_checkpoint_in_the_same_folder_continues_the_run_that_it_was_made_of(tmp_path):
+    run = Run(tmp_path, tmp_path).save(2, 4, 6)
+    universal = tmp_path / "global_step4_universal"
+    (universal / "zero").mkdir(parents=True)
+    content = json.loads((tmp_path / "global_step4" / "run.json").read_text())
+    content = {key: value for key, value in content.items() if key != "sha256"}
+    (universal / "run.json").write_text(json.dumps(seal({**content, "files": {}})))
+    (tmp_path / "latest_universal").write_text(universal.name)
+    for expected in (universal.name, "global_step5"):
+        again = Run(tmp_path, tmp_path, universal_checkpoint=True)
+        assert again.started_from == expected and again.identity.run_id == run.identity.run_id
+        again.save(5 if expected == universal.name else 6)
+    assert [entry.name for entry in again.identity.lineage] == ["global_step5", "global_step6"]
+
+
 def test_a_load_that_does_not_exist_is_a_mistake_unless_it_is_the_save_folder(tmp_path):
     missing = tmp_path / "chekpoints"
     with pytest.raises(ConfigError, match="chekpoints does not exist"):
