@@ -6,7 +6,7 @@ from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_
 from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
-from megatron.config.data import TOKENIZER_FILES
+from megatron.config.sections.data import TOKENIZER_FILES
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")

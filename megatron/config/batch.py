@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.config.curriculum import LengthCurriculum
 from megatron.config.errors import ConfigError
-from megatron.config.training import BatchConfig, TrainingConfig
+from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.sections.batch import BatchConfig
+from megatron.config.sections.training import TrainingConfig
 
 
 @dataclass(frozen=True)

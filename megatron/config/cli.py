@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from megatron.config.checks.unused import remarks
+from megatron.config.checks.validate import validate
 from megatron.config.config import SECTIONS, Config
+from megatron.config.deprecated import OLD_FLAGS
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Flag, flag_of, option_name
-from megatron.config.legacy import OLD_FLAGS
-from megatron.config.split import SPLIT_NAMES
-from megatron.config.validate import remarks, validate
-from megatron.config.weighted_paths import read_groups_file
+from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.parsing.weighted_paths import read_groups_file
 
 # Megatron's names and order of the groups of --help, and one of ours.
 HELP_GROUPS = (

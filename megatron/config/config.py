@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.curriculum import LengthCurriculum
-from megatron.config.data import DataConfig
 from megatron.config.errors import ConfigError
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.config.output import CheckpointConfig, LoggingConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.training import BatchConfig, TrainingConfig
-from megatron.config.trouble import TroubleConfig
+from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.sections.batch import BatchConfig
+from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import DataConfig
+from megatron.config.sections.logging import LoggingConfig
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config.sections.stability import TroubleConfig
+from megatron.config.sections.training import TrainingConfig
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.errors import ConfigError
-from megatron.config.model import ModelConfig
+from megatron.config.sections.model import ModelConfig
 
 
 def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) -> int:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks.validate import validate
 from megatron.config.config import Config
-from megatron.config.curriculum import read_curriculum
 from megatron.config.errors import ConfigError
-from megatron.config.optimizer import PrecisionConfig
-from megatron.config.validate import validate
+from megatron.config.parsing.curriculum import read_curriculum
+from megatron.config.sections.precision import PrecisionConfig
 
 # These keys alone are passed on as they are: they watch the run and change none of its numbers.
 # Each acts with the pipeline engine of DeepSpeed 0.19.8.

@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
+from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.pipeline.partition import Weight, partition
 from megatron.pipeline.uneven import partition_by_stage, partition_v
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
-from megatron.config.partition_method import parse_partition_method
+from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeline_layers
 from megatron.model.transformer import LayerContext

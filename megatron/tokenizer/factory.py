@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import ConfigError
-from megatron.config.data import TOKENIZER_FILES, fitting_tokenizer_types
+from megatron.config.sections.data import TOKENIZER_FILES, fitting_tokenizer_types
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_file
 
 GPT2_BPE = "GPT2BPETokenizer"

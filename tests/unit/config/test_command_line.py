@@ -12,8 +12,8 @@ import pytest
 from megatron.config import Config, ConfigError, legacy_flags_used, parse_args, read_command_line
 from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
+from megatron.config.deprecated import OLD_FLAGS
 from megatron.config.fields import flag_of, option_name
-from megatron.config.legacy import OLD_FLAGS
 from tests.unit.config.command_lines import BLOOM, GPT_104B, PUBLISHED_FLAGS, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.

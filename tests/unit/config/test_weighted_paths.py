@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, parse_args, read_command_line
-from megatron.config.weighted_paths import PathGroup, WeightedPath, parse_data_path, parse_groups
+from megatron.config.parsing.weighted_paths import PathGroup, WeightedPath, parse_data_path, parse_groups
 from tests.unit.config.command_lines import SMALL
 
 TRAIN, VALID, TEST = (f"--{name}-weighted-split-paths" for name in ("train", "valid", "test"))

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import parse_partition_method
+from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.pipeline.methods import LayerTable, cut_layers
 from megatron.pipeline.uneven import partition_by_stage, partition_v
 

@@ -1,4 +1,4 @@
-"""How long to train, on batches of what size, and in what mode."""
+"""The length of the run, evaluation, exits, recomputation, and modes of running."""
 
 from __future__ import annotations
 
@@ -10,27 +10,6 @@ from megatron.config.fields import Section, flag
 
 # Those that can be handled and that nothing else here is for.
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig(Section):
-    """Sizes of the batches; megatron.config.batch does the arithmetic."""
-
-    group: ClassVar[str] = "training"
-
-    micro_batch_size: int = flag(at_least=1, help="samples that a model replica works on at once")
-    global_batch_size: int = flag(
-        at_least=1,
-        help="samples per optimizer step, over all replicas: micro-batch x accumulation steps x replicas",
-    )
-    rampup_batch_size: tuple[int, int, int] | None = flag(
-        None,
-        nargs=3,
-        at_least=1,
-        metavar=("START", "INCREMENT", "SAMPLES"),
-        help="begin with batches of START samples, and add INCREMENT at equal distances, until "
-        "--global-batch-size is reached after SAMPLES samples",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

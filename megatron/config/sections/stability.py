@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
-from megatron.config.output import CheckpointConfig
 
 SPIKE_POLICIES = ("warn", "skip", "rollback")
 
@@ -73,16 +72,6 @@ class TroubleConfig(Section):
     def skipped_ranges(self) -> tuple[tuple[int, int], ...]:
         """--skip-train-iteration-range as (first, last), both skipped; ConfigError for what is no range."""
         return tuple(_iteration_range(text) for text in self.skip_train_iteration_range)
-
-
-def check_trouble(trouble: TroubleConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise ConfigError for what is no range of iterations, and for rollbacks without checkpoints."""
-    _ = trouble.skipped_ranges
-    if trouble.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
-        raise ConfigError(
-            "--spike-policy rollback without --save and --save-interval: there is no checkpoint to go back "
-            "to; give both, or use the policy skip"
-        )
 
 
 def _iteration_range(text: str) -> tuple[int, int]:

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from megatron.config.errors import ConfigError
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.training import TrainingConfig
 
-_WHERE = "the DeepSpeed config's curriculum_learning"
+SOURCE = "the DeepSpeed config's curriculum_learning"
 _SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete")
 
 
@@ -73,53 +70,31 @@ class LengthCurriculum:
         )
 
 
-def check_curriculum(
-    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
-) -> None:
-    """Raise ConfigError for lengths that the run cannot have."""
-    if curriculum.max_length > model.seq_length:
-        raise ConfigError(
-            f"{_WHERE} goes to {curriculum.max_length} tokens, and --seq-length is {model.seq_length}: lower "
-            "its max_difficulty, or raise the latter"
-        )
-    tensor = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):
-        raise ConfigError(
-            f"{_WHERE} has sequences of {odd[0]} tokens, which --sequence-parallel cannot cut over "
-            f"--tensor-model-parallel-size {tensor}: choose multiples of it (difficulty_step)"
-        )
-    if training.compile:
-        raise ConfigError(
-            "--compile with a curriculum of sequence lengths: layers would be compiled anew for each length, "
-            "drop the flag until the sequences have grown"
-        )
-
-
 def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
     """The curriculum of the file's section, None if it is not enabled; ConfigError for what is not known."""
     if section.get("enabled") is not True:
         return None
     for key in ("curriculum_type", "schedule_type", "schedule_config", "min_difficulty", "max_difficulty"):
         if key not in section:
-            raise ConfigError(f"{_WHERE} has no {key}: add it to the file")
+            raise ConfigError(f"{SOURCE} has no {key}: add it to the file")
     kind, schedule, details = (section[k] for k in ("curriculum_type", "schedule_type", "schedule_config"))
     if kind != "seqlen":
-        raise ConfigError(f"{_WHERE}.curriculum_type is {kind!r}: expected 'seqlen'")
+        raise ConfigError(f"{SOURCE}.curriculum_type is {kind!r}: expected 'seqlen'")
     if schedule not in _SCHEDULES:
-        raise ConfigError(f"{_WHERE}.schedule_type is {schedule!r}: expected one of {', '.join(_SCHEDULES)}")
+        raise ConfigError(f"{SOURCE}.schedule_type is {schedule!r}: expected one of {', '.join(_SCHEDULES)}")
     if not isinstance(details, Mapping):
-        raise ConfigError(f"{_WHERE}.schedule_config is {details!r}: expected an object in braces")
+        raise ConfigError(f"{SOURCE}.schedule_config is {details!r}: expected an object in braces")
     shortest, longest = (_number(section, key) for key in ("min_difficulty", "max_difficulty"))
     if shortest > longest:
         raise ConfigError(
-            f"{_WHERE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
+            f"{SOURCE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
         )
     if schedule == "fixed_discrete":
         return _discrete(details, shortest, longest)
     multiple = _number(details, "difficulty_step")
     if longest % multiple:
         raise ConfigError(
-            f"{_WHERE}: max_difficulty {longest} is no multiple of difficulty_step {multiple}, so it would "
+            f"{SOURCE}: max_difficulty {longest} is no multiple of difficulty_step {multiple}, so it would "
             "never be reached: change one of them"
         )
     return LengthCurriculum(
@@ -147,7 +122,7 @@ def _discrete(details: Mapping[str, Any], shortest: int, longest: int) -> Length
     )
     if not fits:
         raise ConfigError(
-            f"{_WHERE}.schedule_config: fixed_discrete takes ascending whole numbers, 'difficulty' from "
+            f"{SOURCE}.schedule_config: fixed_discrete takes ascending whole numbers, 'difficulty' from "
             f"min_difficulty {shortest} or more to max_difficulty {longest}, and 'max_step', one fewer"
         )
     return LengthCurriculum("fixed_discrete", shortest, longest, lengths=lengths, last_steps=steps)
@@ -160,5 +135,5 @@ def _is_count(value: Any) -> TypeGuard[int]:
 def _number(section: Mapping[str, Any], key: str) -> int:
     value = section.get(key)
     if not _is_count(value):
-        raise ConfigError(f"{_WHERE}: {key} is {value!r}: expected a whole number above 0")
+        raise ConfigError(f"{SOURCE}: {key} is {value!r}: expected a whole number above 0")
     return value

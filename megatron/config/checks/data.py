@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types, groups_option
 from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
-from megatron.config.split import SPLIT_NAMES, parse_split
-from megatron.config.weighted_paths import parse_data_path, parse_groups
+from megatron.config.parsing.split import SPLIT_NAMES, parse_split
+from megatron.config.parsing.weighted_paths import parse_data_path, parse_groups
+from megatron.config.sections.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types, groups_option
 
 
 def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:

@@ -1,0 +1,21 @@
+"""Checks of the optimizer."""
+
+from __future__ import annotations
+
+from megatron.config.errors import ConfigError
+from megatron.config.sections.optimizer import OptimizerConfig
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Raise ConfigError for optimizers that do not combine."""
+    if not optimizer.use_bnb_optimizer:
+        return
+    if optimizer.optimizer == "sgd":
+        raise ConfigError(
+            "--use-bnb-optimizer with --optimizer sgd: only Adam's moments are kept in 8 bits, use adam or "
+            "adamw, or drop the flag"
+        )
+    if optimizer.use_apex:
+        raise ConfigError(
+            "--use-bnb-optimizer with --use-apex: both bring an Adam of their own, drop one of the two"
+        )
