@@ -79,13 +79,13 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
 
 
 def check_copies(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuses a checkpoint in which copies of one parameter differ between ranks, unless --allow-drift."""
+    """Refuses a checkpoint in which replicas of a parameter differ, unless --allow-replica-mismatch."""
     unequal = checkpoint.run.get("certificate", {}).get("unequal_copies", [])
-    if unequal and not config.checkpoint.allow_drift:
+    if unequal and not config.checkpoint.allow_replica_mismatch:
         raise ConfigError(
             f"checkpoint {checkpoint.folder}: when it was saved, copies on several ranks were not equal "
             f"({'; '.join(unequal[:3])}; {len(unequal)} in all): load an older one, or take the first rank's "
-            "copies with --allow-drift"
+            "copies with --allow-replica-mismatch"
         )
 
 

@@ -1,4 +1,4 @@
-"""The whole config of a run: one frozen section per concern."""
+"""The configuration of a run: one frozen section per concern."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.schedule import ScheduleConfig
-from megatron.config.sections.stability import TroubleConfig
+from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
 
 SECTIONS: dict[str, type[Any]] = {
@@ -32,13 +32,17 @@ SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
-    "trouble": TroubleConfig,
+    "stability": StabilityConfig,
 }
+
+# Former names, in the run.json of older checkpoints.
+RENAMED_SECTIONS = {"trouble": "stability"}
+RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a run was asked to do; dataclasses.replace makes a variant."""
+    """All settings of a run. dataclasses.replace makes a variant."""
 
     model: ModelConfig
     batch: BatchConfig
@@ -50,16 +54,16 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    trouble: TroubleConfig = field(default_factory=TroubleConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     curriculum: LengthCurriculum | None = None
-    """Not of the flags but of --deepspeed_config."""
+    """From --deepspeed_config, not from a flag."""
 
     def seq_length_at(self, iteration: int) -> int:
-        """Tokens per sample in step `iteration`, counted from 1; in evaluations it is --seq-length."""
+        """Tokens per sample in iteration `iteration`, counted from 1; evaluations use --seq-length."""
         return self.model.seq_length if self.curriculum is None else self.curriculum.length_at(iteration)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Section name -> field name -> value, in types that JSON knows (tuples become lists)."""
+        """Section name -> field name -> value, in JSON types (tuples become lists)."""
         sections = {
             section: {
                 name: list(value) if isinstance(value, tuple) else value
@@ -73,16 +77,17 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
-        """The config that `to_dict` was made from; what is missing takes its default.
+        """The inverse of `to_dict`; missing fields have their defaults, former names are understood.
 
-        Raises ConfigError for a section or a field that does not exist, and for a missing one that has no
-        default.
+        Raises ConfigError for an unknown section or field, and for a missing field without a default.
         """
-        settings = dict(settings)
+        settings = {RENAMED_SECTIONS.get(name, name): section for name, section in settings.items()}
         curriculum = settings.pop("curriculum", None)
         for section in settings:
             if section not in SECTIONS:
-                raise ConfigError(f"'{section}' is no section of the config: expected {', '.join(SECTIONS)}")
+                raise ConfigError(
+                    f"unknown config section '{section}': expected one of {', '.join(SECTIONS)}"
+                )
         sections = {
             section: _section_from_dict(section, kind, settings.get(section, {}))
             for section, kind in SECTIONS.items()
@@ -92,10 +97,11 @@ class Config:
 
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    settings = {RENAMED_FIELDS.get(f"{section}.{name}", name): value for name, value in settings.items()}
     for name in settings:
         if name not in fields:
             raise ConfigError(
-                f"'{section}.{name}' is no setting: it was written by another version of this program"
+                f"unknown setting '{section}.{name}': it was written by another version of this program"
             )
     for name, description in fields.items():
         if description.default is dataclasses.MISSING and name not in settings:

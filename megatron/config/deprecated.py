@@ -1,4 +1,4 @@
-"""Flags of published scripts that have nothing left to do here."""
+"""Flags of published scripts that are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -6,38 +6,41 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class OldFlag:
-    """A flag that scripts pass. nargs and choices as in argparse, nargs 0 for no value. reason: what became
-    of it."""
+class DeprecatedFlag:
+    """An accepted flag without effect. nargs and choices as in argparse, nargs 0: no value."""
 
     names: tuple[str, ...]
     reason: str
+    """Why it has no effect."""
     nargs: int | str | None = 0
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
 
     @property
     def name(self) -> str:
-        """The spelling under which it is reported."""
+        """The spelling used in messages."""
         return self.names[0]
 
+    @property
+    def note(self) -> str:
+        """The message of a run that was given this flag."""
+        return f"{self.name} is deprecated and ignored: {self.reason}"
 
-# Accepted and reported once.
-OLD_FLAGS: tuple[OldFlag, ...] = (
-    OldFlag(("--deepspeed",), "DeepSpeed is always the engine"),
-    OldFlag(
-        ("--deepspeed-activation-checkpointing",), "--checkpoint-activations alone decides on recomputation"
+
+DEPRECATED_FLAGS: tuple[DeprecatedFlag, ...] = (
+    DeprecatedFlag(("--deepspeed",), "DeepSpeed is always used"),
+    DeprecatedFlag(
+        ("--deepspeed-activation-checkpointing",), "--checkpoint-activations enables activation checkpointing"
     ),
-    OldFlag(
-        ("--abort-on-unmet-fused-kernel-constraints",),
-        "no fused kernel is compiled, so none has constraints to meet",
+    DeprecatedFlag(("--abort-on-unmet-fused-kernel-constraints",), "there are no compiled fused kernels"),
+    DeprecatedFlag(("--no-bias-gelu-fusion",), "there is no fused bias-GELU kernel"),
+    DeprecatedFlag(("--no-bias-dropout-fusion",), "there is no fused bias-dropout kernel"),
+    DeprecatedFlag(("--no-masked-softmax-fusion",), "attention uses scaled_dot_product_attention of PyTorch"),
+    DeprecatedFlag(
+        ("--no-query-key-layer-scaling",), "attention scores are never scaled by the layer number"
     ),
-    OldFlag(("--no-bias-gelu-fusion",), "bias and GELU are not fused by hand"),
-    OldFlag(("--no-bias-dropout-fusion",), "bias and dropout are not fused by hand"),
-    OldFlag(("--no-masked-softmax-fusion",), "attention runs through PyTorch's scaled-dot-product kernels"),
-    OldFlag(("--no-query-key-layer-scaling",), "attention scores are never scaled by the layer number"),
-    OldFlag(
+    DeprecatedFlag(
         ("--data-impl",), "the format of token files is always mmap", nargs=None, choices=("mmap", "infer")
     ),
-    OldFlag(("--codecarbon-dir",), "emissions are not tracked", nargs=None, metavar="FOLDER"),
+    DeprecatedFlag(("--codecarbon-dir",), "emissions are not tracked", nargs=None, metavar="FOLDER"),
 )

@@ -1,8 +1,8 @@
-"""How a dataclass field describes its command-line flag, and the base class of all config sections.
+"""The description of a command-line flag in a dataclass field, and the base class of the config sections.
 
-`flag(default, help=...)` stands where `dataclasses.field` would; the parser in cli.py is made from what it
-stores. Bounds and choices are checked when a section is built, so they hold for code that builds a config by
-hand too.
+`flag(default, help=...)` is used instead of `dataclasses.field`; the parser in cli.py is generated from the
+metadata that it stores. Bounds and choices are checked when a section is constructed, also by other code than
+the parser.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _METADATA_KEY = "flag"
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line and the checks need to know of one field, beyond its name, type and default."""
+    """The metadata of a field for the command line and the checks, beside its name, type and default."""
 
     help: str
     group: str | None
@@ -51,11 +51,11 @@ def flag(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag; without a default the flag is required.
+    """A dataclass field that is also a flag; required if it has no default.
 
-    group: title of the help group (None: the section's `group`). derived: in words, what stands in when the
-    flag is absent; the section's `derive` fills it in, so the built object never holds None there. at_least,
-    above, at_most, below: bounds on the number, or on each number of a tuple.
+    group: title of the help group (None: the section's `group`). derived: description of a default that the
+    section's `derive` computes from other fields, so that a constructed section has no None there. at_least,
+    above, at_most, below: bounds of the number, or of each number of a tuple.
     """
     description = Flag(
         help, group, aliases, choices, metavar, nargs, derived, strip_quotes, at_least, above, at_most, below
@@ -65,7 +65,7 @@ def flag(
 
 
 def flag_of(field: dataclasses.Field[Any]) -> Flag:
-    """The description that `flag` stored in a field."""
+    """The metadata that `flag` stored in a field."""
     description: Flag = field.metadata[_METADATA_KEY]
     return description
 
@@ -77,7 +77,7 @@ def option_name(field_name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of the config sections: checks bounds and choices of fields, then derives what was left out."""
+    """Base of the config sections: checks bounds and choices, then computes derived defaults."""
 
     group: ClassVar[str]
 
@@ -91,7 +91,7 @@ class Section:
             object.__setattr__(self, name, value)
 
     def derive(self) -> dict[str, Any]:
-        """Values for the fields that were left out; called once, while the object is built."""
+        """Values of the fields with a derived default; called once, when the object is constructed."""
         return {}
 
 

@@ -120,14 +120,14 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
         )
     if settings.get("elastic_checkpoint"):
         notes.append(
-            "the DeepSpeed config's elastic_checkpoint has nothing left to do: every checkpoint opens on any "
-            "layout"
+            "the DeepSpeed config's elastic_checkpoint is deprecated and ignored: every checkpoint opens "
+            "on any layout"
         )
     zero = _section(settings, "zero_optimization")
     replaced = [key for key, value in zero.items() if key != "stage" and not _unset(value)]
     if replaced:
         notes.append(
-            f"the DeepSpeed config's zero_optimization has nothing left to do: --zero-stage decides, and "
+            f"the DeepSpeed config's zero_optimization is deprecated and ignored: --zero-stage decides, and "
             f"this repo's optimizer takes the place of DeepSpeed's ({', '.join(replaced)})"
         )
     for name, value in _passed_on(settings).items():

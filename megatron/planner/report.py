@@ -9,7 +9,7 @@ from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan, micro_batches_per_step
-from megatron.text_table import aligned
+from megatron.text_table import format_table
 
 
 def run_report(
@@ -82,7 +82,7 @@ def stage_map(plan: StagePlan) -> str:
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
         row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
         rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.in_v else row)
-    return "\n".join([aligned(rows, left=(-1,)), heaviest_line(plan)])
+    return "\n".join([format_table(rows, left_align=(-1,)), heaviest_line(plan)])
 
 
 def heaviest_line(plan: StagePlan) -> str:

@@ -22,7 +22,7 @@ def check_batches(config: Config) -> None:
             )
         ramp = " ".join(map(str, config.batch.rampup_batch_size or ()))
         raise ConfigError(
-            f"--rampup-batch-size {ramp} comes to a batch of {size}, which is not divisible by {product}: "
+            f"--rampup-batch-size {ramp} has a batch of {size}, which is not divisible by {product}: "
             "change START or INCREMENT"
         )
 
@@ -36,12 +36,10 @@ def check_length(config: Config) -> None:
             if training.train_iters is None
             else (f"{training.train_iters} and {training.train_samples}")
         )
-        raise ConfigError(
-            f"exactly one of --train-iters and --train-samples sets the length of the run: got {found}"
-        )
+        raise ConfigError(f"exactly one of --train-iters and --train-samples is required: got {found}")
     first_batch = BatchSchedule.from_config(config.batch).global_batch_size_at(0)
     if training.train_samples is not None and training.train_samples < first_batch:
         raise ConfigError(
             f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
-            "raise it, or lower --global-batch-size"
+            "increase it, or reduce --global-batch-size"
         )

@@ -1,4 +1,4 @@
-"""Checks that optional packages and programs are installed. Not made in a dry run."""
+"""Checks that optional packages and programs are installed, skipped in a dry run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.errors import ConfigError
 
 
 def check_dependencies(config: Config) -> None:
-    """Raise ConfigError for an optional package or a program that the flags need and that is missing."""
+    """Raise ConfigError if a package or program that the flags need is not installed."""
     if config.optimizer.use_apex:
         _check_apex()
     if config.optimizer.use_bnb_optimizer:
@@ -27,18 +27,18 @@ def _check_apex() -> None:
     if not any(
         (folder / "optimizers").is_dir() and (folder / "normalization").is_dir() for folder in folders
     ):
-        found = "another package of that name is" if spec else "it is not"
+        found = "another package with that name is" if spec else "it is not"
         raise ConfigError(
-            f"--use-apex needs NVIDIA's apex, and {found} installed: install NVIDIA's, or drop the flag"
+            f"--use-apex needs NVIDIA apex, and {found} installed: install NVIDIA apex, or remove the flag"
         )
 
 
 def _check_bitsandbytes() -> None:
-    # Looked for only: importing it takes seconds.
+    # Not imported: that takes seconds.
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
-            "drop the flag"
+            "remove the flag"
         )
 
 
@@ -46,6 +46,6 @@ def _check_compiler() -> None:
     compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
     if not any(which(name) for name in compilers):
         raise ConfigError(
-            f"--compile needs a C++ compiler, and none of {', '.join(compilers)} is installed: install g++, "
-            "or drop the flag"
+            f"--compile needs a C++ compiler: none of {', '.join(compilers)} is installed: install g++, "
+            "or remove the flag"
         )

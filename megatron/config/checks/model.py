@@ -14,7 +14,7 @@ def check_model(config: Config) -> None:
     if config.training.z_loss_weight and config.training.loss_implementation == "plain":
         raise ConfigError(
             f"--z-loss-weight {config.training.z_loss_weight:g} with --loss-implementation plain: only the "
-            "fused loss has it, drop one of the two"
+            "fused loss supports it, remove one of the two"
         )
     for name in ("num_attention_heads", "ffn_hidden_size"):
         size = getattr(model, name)
@@ -25,7 +25,7 @@ def check_model(config: Config) -> None:
             )
     if model.mup and config.optimizer.optimizer == "sgd":
         raise ConfigError(
-            "--mup with --optimizer sgd: its learning rates are those of Adam, use --optimizer adam or drop "
+            "--mup with --optimizer sgd: muP's learning rates hold for Adam, use --optimizer adam or remove "
             "--mup"
         )
     if model.pad_vocab_size_to is not None:
@@ -34,16 +34,16 @@ def check_model(config: Config) -> None:
         padded_vocab_size(model.vocab_size, model, tensor)
     if model.seq_length > model.max_position_embeddings:
         raise ConfigError(
-            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
-            f"{model.max_position_embeddings}: raise the latter, or shorten the sequences"
+            f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
+            f"{model.max_position_embeddings}: increase the latter, or reduce the sequence length"
         )
     if model.position_embedding_type == "rotary" and model.kv_channels % 2:
         raise ConfigError(
-            f"--position-embedding-type rotary turns pairs of channels, a head has {model.kv_channels}: "
-            "make --kv-channels (hidden size / heads) even"
+            f"--position-embedding-type rotary needs an even head dimension, it is {model.kv_channels}: "
+            "change --kv-channels (default: hidden size / heads)"
         )
     if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
         raise ConfigError(
-            "--reset-position-ids does nothing with --position-embedding-type alibi, whose positions are "
-            "relative: drop it (--reset-attention-mask keeps documents apart)"
+            "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
+            "relative: remove it (--reset-attention-mask separates documents)"
         )

@@ -12,10 +12,8 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
         return
     if optimizer.optimizer == "sgd":
         raise ConfigError(
-            "--use-bnb-optimizer with --optimizer sgd: only Adam's moments are kept in 8 bits, use adam or "
-            "adamw, or drop the flag"
+            "--use-bnb-optimizer with --optimizer sgd: 8-bit moments are supported for Adam only, use "
+            "adam or adamw, or remove the flag"
         )
     if optimizer.use_apex:
-        raise ConfigError(
-            "--use-bnb-optimizer with --use-apex: both bring an Adam of their own, drop one of the two"
-        )
+        raise ConfigError("--use-bnb-optimizer with --use-apex: each has its own Adam, remove one of the two")

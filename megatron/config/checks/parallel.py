@@ -14,24 +14,24 @@ def check_layout(config: Config) -> None:
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.world_size % (tensor * pipeline):
         raise ConfigError(
-            f"{parallel.world_size} processes do not divide into replicas of --tensor-model-parallel-size "
-            f"{tensor} x --pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple "
-            "of that (--world-size with --dry-run), or change one of the two"
+            f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
+            f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple of that "
+            "(--world-size with --dry-run), or change one of the two"
         )
     if parallel.sequence_parallel and config.model.seq_length % tensor:
         raise ConfigError(
-            f"--sequence-parallel cuts the --seq-length {config.model.seq_length} over "
-            f"--tensor-model-parallel-size {tensor} processes, which do not divide it: change one of them"
+            f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}: change one of them"
         )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(
-            f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: a pipeline "
-            "sums its gradients over micro-batches and cannot share them out, use --zero-stage 1"
+            f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "
+            "parallelism accumulates gradients over micro-batches and cannot shard them, use --zero-stage 1"
         )
     if parallel.cpu_offload and config.optimizer.use_apex:
         raise ConfigError(
-            "--cpu-offload with --use-apex: apex's Adam runs on GPUs only, and the step would be the CPU's: "
-            "drop one of the two"
+            "--cpu-offload with --use-apex: the Adam of apex runs on GPUs only, and the optimizer step "
+            "would run on the CPU: remove one of the two"
         )
 
 
@@ -42,7 +42,7 @@ def check_pipeline(config: Config) -> None:
     if parallel.partition_profile is not None and method.kind != "profile":
         raise ConfigError(
             f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
-            "the method profile uses it, so change the method or drop the file"
+            "the method profile uses it, change the method or remove the file"
         )
     if parallel.pipeline_schedule == "dualpipev":
         _check_dualpipev(config)
@@ -52,8 +52,8 @@ def _check_dualpipev(config: Config) -> None:
     stages = config.parallel.pipeline_model_parallel_size
     if stages == 1:
         raise ConfigError(
-            "--pipeline-schedule dualpipev with --pipeline-model-parallel-size 1: there is nothing to order, "
-            "use 2 or more, or the schedule 1f1b"
+            "--pipeline-schedule dualpipev with --pipeline-model-parallel-size 1: it needs a "
+            "pipeline, use 2 or more, or the schedule 1f1b"
         )
     per_micro_step = config.batch.micro_batch_size * config.parallel.data_parallel_size
     for size in BatchSchedule.from_config(config.batch).sizes():
@@ -61,5 +61,5 @@ def _check_dualpipev(config: Config) -> None:
             raise ConfigError(
                 f"--pipeline-schedule dualpipev needs 2 x --pipeline-model-parallel-size = {2 * stages} "
                 f"micro-batches per step and replica, and a batch of {size} has {size // per_micro_step}: "
-                "raise --global-batch-size (or the ramp-up's START), or lower --micro-batch-size"
+                "increase --global-batch-size (or the ramp-up's START), or reduce --micro-batch-size"
             )

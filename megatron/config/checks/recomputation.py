@@ -12,7 +12,7 @@ def check_recomputation(config: Config) -> None:
     if training.checkpoint_activations and training.recomputes_attention:
         raise ConfigError(
             "--checkpoint-activations with --recompute-granularity selective: the first recomputes whole "
-            "layers, the second attention only; drop one of them"
+            "layers, the second only attention; remove one of them"
         )
     if not training.recomputes_layers:
         settings = {
@@ -23,19 +23,19 @@ def check_recomputation(config: Config) -> None:
         for option, given in settings.items():
             if given:
                 raise ConfigError(
-                    f"{option} without --checkpoint-activations: no layer's input is kept to be recomputed "
-                    "from; add the latter, or drop the former"
+                    f"{option} without --checkpoint-activations: it applies to checkpointed activations "
+                    "only; add the latter, or remove the former"
                 )
     tensor = config.parallel.tensor_model_parallel_size
     elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
     if training.partition_activations and elements % tensor:
         raise ConfigError(
-            f"--partition-activations cuts a layer's input of {elements} elements (--micro-batch-size x "
-            f"--seq-length x --hidden-size) into --tensor-model-parallel-size {tensor} equal parts, which do "
-            "not divide it: change one of them"
+            f"--partition-activations: the {elements} elements of a layer's input (--micro-batch-size x "
+            f"--seq-length x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
+            "change one of them"
         )
     if training.partition_activations and config.parallel.sequence_parallel:
         raise ConfigError(
-            "--partition-activations with --sequence-parallel: of a cut sequence each process has its own "
-            "part already, drop the former"
+            "--partition-activations with --sequence-parallel: activations are already sharded "
+            "along the sequence, remove the former"
         )

@@ -1,4 +1,4 @@
-"""Notes on settings that have no effect beside the others."""
+"""Notes on settings without effect."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron.config.fields import Section, option_name
 from megatron.config.sections.data import TOKENIZER_FILES
 
 
-def remarks(config: Config) -> tuple[str, ...]:
-    """One sentence for each setting that has no effect beside the others, for the log."""
+def unused_setting_notes(config: Config) -> tuple[str, ...]:
+    """One sentence for each setting that is not at its default and has no effect with the other settings."""
     found = []
-    for section, names, circumstance in _without_effect(config):
+    for section, names, reason in _unused_settings(config):
         defaults = {field.name: field.default for field in dataclasses.fields(section)}
         for name in names:
             if getattr(section, name) != defaults[name]:
-                found.append(f"{option_name(name)} has no effect {circumstance}")
+                found.append(f"{option_name(name)} has no effect {reason}")
     return tuple(found)
 
 
-def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
-    """(section, fields, why): these fields have no effect, if any of them is not at its default."""
+def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
+    """(section, field names, reason) of the settings without effect."""
     model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
-    precision, data, logging, trouble = config.precision, config.data, config.logging, config.trouble
+    precision, data, logging, stability = config.precision, config.data, config.logging, config.stability
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
@@ -33,19 +33,19 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
         names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
         yield model, names, "without --mup"
     if config.parallel.tensor_model_parallel_size == 1:
-        circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a sequence with"
-        yield config.parallel, ("sequence_parallel",), circumstance
-        circumstance = "with --tensor-model-parallel-size 1: there is nobody to share a layer's input with"
-        yield training, ("partition_activations",), circumstance
+        reason = "with --tensor-model-parallel-size 1"
+        yield config.parallel, ("sequence_parallel",), reason
+        reason = "with --tensor-model-parallel-size 1"
+        yield training, ("partition_activations",), reason
     if config.parallel.data_parallel_size == 1:
-        circumstance = "with one replica of the model: there is nobody to share its state with"
-        yield config.parallel, ("zero_stage",), circumstance
+        reason = "with data-parallel size 1"
+        yield config.parallel, ("zero_stage",), reason
     if training.recomputes_attention and model.attention_dropout == 0:
-        circumstance = (
-            "with --attention-dropout 0: the fused attention then in use keeps no scores, and only these "
-            "does 'selective' recompute (full saves memory)"
+        reason = (
+            "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "
+            "reduces memory)"
         )
-        yield training, ("recompute_granularity",), circumstance
+        yield training, ("recompute_granularity",), reason
     if schedule.lr_decay_style == "constant":
         names = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         yield schedule, names, "with --lr-decay-style constant"
@@ -56,30 +56,30 @@ def _without_effect(config: Config) -> Iterator[tuple[Section, tuple[str, ...], 
     dynamic_scale = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if not precision.fp16:
         yield precision, dynamic_scale, "without --fp16"
-    elif precision.loss_scale is not None and training.deepspeed_config is None:  # the file may overrule it
+    elif precision.loss_scale is not None and training.deepspeed_config is None:  # the file may override it
         yield precision, dynamic_scale, f"with the static --loss-scale {precision.loss_scale:g}"
-    valid, test, circumstance = what_is_evaluated(data)
+    valid, test, reason = what_is_evaluated(data)
     if training.eval_iters == 0:
         yield training, ("eval_interval",), "with --eval-iters 0"
     elif not valid:
         names = ("eval_interval",) if test else ("eval_interval", "eval_iters")
-        yield training, names, circumstance
+        yield training, names, reason
     for kind, names in TOKENIZER_FILES.items():
         if data.tokenizer_type != kind:
             yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
     if config.checkpoint.save is None:
         yield config.checkpoint, ("keep_last",), "without --save"
     if config.checkpoint.load is None:
-        yield config.checkpoint, ("override_data", "allow_drift"), "without --load"
+        yield config.checkpoint, ("override_data", "allow_replica_mismatch"), "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
-    if trouble.spike_policy is None:
+    if stability.spike_policy is None:
         names = ("spike_loss_factor", "spike_grad_norm_factor", "spike_window", "max_rollbacks")
-        yield trouble, names, "without --spike-policy"
-    elif trouble.spike_policy != "rollback":
-        yield trouble, ("max_rollbacks",), f"with --spike-policy {trouble.spike_policy}"
+        yield stability, names, "without --spike-policy"
+    elif stability.spike_policy != "rollback":
+        yield stability, ("max_rollbacks",), f"with --spike-policy {stability.spike_policy}"
     if config.parallel.tensor_model_parallel_size == 1:
-        circumstance = "with --tensor-model-parallel-size 1: there are no duplicates"
-        yield trouble, ("sync_tp_duplicated_parameters",), circumstance
+        reason = "with --tensor-model-parallel-size 1"
+        yield stability, ("sync_tp_duplicated_parameters",), reason
     if logging.tensorboard_dir is None:
         yield logging, ("tensorboard_queue_size",), "without --tensorboard-dir"
     if logging.wandb_project is None:

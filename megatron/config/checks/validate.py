@@ -1,4 +1,4 @@
-"""All checks across flags, made before any process group: errors name the values and the flag to change."""
+"""All checks of settings against each other, before any process group is created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.config.checks.parallel import check_layout, check_pipeline
 from megatron.config.checks.precision import check_precision
 from megatron.config.checks.recomputation import check_recomputation
 from megatron.config.checks.schedule import check_schedule
-from megatron.config.checks.stability import check_trouble
+from megatron.config.checks.stability import check_stability
 from megatron.config.config import Config
 
 
@@ -29,7 +29,7 @@ def validate(config: Config) -> None:
     check_precision(config.precision)
     check_optimizer(config.optimizer)
     check_checkpoint(config.checkpoint)
-    check_trouble(config.trouble, config.checkpoint)
+    check_stability(config.stability, config.checkpoint)
     if config.curriculum is not None:
         check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     check_data(config)

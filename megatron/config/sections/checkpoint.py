@@ -1,4 +1,4 @@
-"""Where checkpoints are written and read."""
+"""Where checkpoints are saved and loaded."""
 
 from __future__ import annotations
 
@@ -10,28 +10,37 @@ from megatron.config.fields import Section, flag
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """Where checkpoints go, where they come from, and how often they are made."""
+    """Checkpoint folders, the save interval, and what may differ on resume."""
 
     group: ClassVar[str] = "checkpointing"
 
-    save: str | None = flag(None, metavar="FOLDER", help="write checkpoints here, at every exit at least")
-    load: str | None = flag(
-        None, metavar="FOLDER", help="resume from here; an empty or absent folder: start afresh"
+    save: str | None = flag(
+        None, metavar="FOLDER", help="save checkpoints in this folder, at the end of the run and on exit"
     )
-    save_interval: int | None = flag(None, at_least=1, help="steps between two checkpoints")
+    load: str | None = flag(
+        None,
+        metavar="FOLDER",
+        help="resume from the newest checkpoint in this folder; if there is none, initialize from scratch",
+    )
+    save_interval: int | None = flag(None, at_least=1, help="iterations between checkpoints")
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="--load holds a universal checkpoint: of tools/ds_to_universal.py, "
-        "tools/convert_huggingface.py, DeepSpeed or BLOOM",
+        help="--load contains a universal checkpoint, made by tools/ds_to_universal.py, "
+        "tools/convert_huggingface.py, DeepSpeed or for BLOOM",
     )
     override_data: bool = flag(
-        False, help="resume though the data are not those of the checkpoint, at the same number of samples"
-    )
-    allow_drift: bool = flag(
         False,
-        help="resume though copies of a parameter on several ranks were not equal; the first rank's is taken",
+        help="resume with other data than the checkpoint's, at the same number of consumed samples",
+    )
+    allow_replica_mismatch: bool = flag(
+        False,
+        aliases=("--allow-drift",),
+        help="resume from a checkpoint in which replicas of a parameter differ; the first rank's copy is "
+        "used",
     )
     keep_last: int | None = flag(
-        None, at_least=1, help="delete all complete checkpoints in --save but this many, after each new one"
+        None,
+        at_least=1,
+        help="after each save, delete all complete checkpoints in --save except the newest N",
     )

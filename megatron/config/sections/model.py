@@ -1,4 +1,4 @@
-"""The shape of the model."""
+"""The architecture of the model."""
 
 from __future__ import annotations
 
@@ -12,119 +12,130 @@ from megatron.config.fields import Section, flag
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Sizes and variants of the GPT; two runs with equal ModelConfigs have equal parameters."""
+    """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes."""
 
     group: ClassVar[str] = "network size"
 
     num_layers: int = flag(help="number of transformer layers", at_least=1)
-    hidden_size: int = flag(help="width of the residual stream", at_least=1)
+    hidden_size: int = flag(help="hidden size of the transformer", at_least=1)
     ffn_hidden_size: int = flag(
         derived="4 x hidden size",
         at_least=1,
-        help="width inside the MLP; with --glu-activation that of each half",
+        help="hidden size of the MLP; with --glu-activation the size of each half",
     )
     num_attention_heads: int = flag(help="number of attention heads", at_least=1)
-    kv_channels: int = flag(derived="hidden size / heads", at_least=1, help="width of one attention head")
-    seq_length: int = flag(help="tokens per sample", group="data and dataloader", at_least=1)
+    kv_channels: int = flag(derived="hidden size / heads", at_least=1, help="head dimension of the attention")
+    seq_length: int = flag(help="sequence length in tokens", group="data and dataloader", at_least=1)
     max_position_embeddings: int = flag(
-        derived="--seq-length, but to be given for absolute positions",
+        derived="--seq-length; required for absolute positions",
         at_least=1,
-        help="rows of the table of absolute positions: the longest sequence that the model can read",
+        help="number of position embeddings, the longest sequence that absolute positions support",
     )
     position_embedding_type: str = flag(
         "absolute",
         choices=("absolute", "rotary", "alibi"),
-        help="learnt table of positions, rotary embedding, or linear attention biases",
+        help="learned absolute position embeddings, rotary embeddings, or linear attention biases (ALiBi)",
     )
     vocab_size: int | None = flag(
         None,
         at_least=1,
-        help="true size of the vocabulary, where no tokenizer gives it (for example with --dry-run)",
+        help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
     )
     make_vocab_size_divisible_by: int = flag(
-        128, at_least=1, help="the vocabulary is padded to a multiple of this times the tensor-parallel size"
+        128,
+        at_least=1,
+        help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
     )
     pad_vocab_size_to: int | None = flag(
         None,
         at_least=1,
-        help="pad the vocabulary to exactly this size, which makes it the same for every layout",
+        help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
     )
-    layernorm_epsilon: float = flag(1e-5, above=0, help="added to the variance inside layer norms")
-    embed_layernorm: bool = flag(False, help="a layer norm right after the word embedding")
+    layernorm_epsilon: float = flag(1e-5, above=0, help="epsilon of the layer norms")
+    embed_layernorm: bool = flag(False, help="apply a layer norm to the word embeddings")
     glu_activation: str | None = flag(
         None,
         choices=("geglu", "liglu", "reglu", "swiglu"),
-        help="gated MLP with this activation in place of GELU",
+        help="use a gated MLP with this activation instead of GELU",
     )
     apply_residual_connection_post_layernorm: bool = flag(
-        False, help="the residual branches off after the layer norm in place of before"
+        False, help="take the residual connection from the output of the layer norm instead of its input"
     )
     init_method_std: float = flag(
         0.02,
         above=0,
         group="initialization",
-        help="standard deviation of the normal distribution of initial weights",
+        help="standard deviation of the normal distribution that initializes the weights",
     )
     mup: bool = flag(
         False,
         group="initialization",
-        help="maximal update parametrisation (Tensor Programs V, for Adam): settings found on a narrow "
-        "model hold for a wide one. With W = hidden size / --mup-base-hidden-size, matrices of transformer "
-        "layers start with a standard deviation of --init-method-std / sqrt(W) and learn at 1 / W of the "
-        "rate, logits are multiplied by --mup-output-mult / W, attention scores by --mup-attn-mult / head "
-        "width",
+        help="maximal update parametrization for Adam (Tensor Programs V, arXiv:2203.03466): hyperparameters "
+        "transfer from a narrow model to a wide one. With W = hidden size / --mup-base-hidden-size, the "
+        "matrices of the transformer layers are initialized with --init-method-std / sqrt(W) and learn at "
+        "lr / W; the logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult "
+        "/ head dimension",
     )
     mup_base_hidden_size: int = flag(
         1,
         at_least=1,
         group="initialization",
-        help="hidden size at which --mup changes neither start nor rate",
+        help="hidden size at which --mup changes neither the initialization nor the learning rates",
     )
     mup_input_mult: float = flag(
-        1.0, above=0, group="initialization", help="with --mup, factor of the embedding's output"
+        1.0, above=0, group="initialization", help="multiplier of the embedding output with --mup"
     )
-    mup_output_mult: float = flag(1.0, above=0, group="initialization", help="with --mup, see there")
-    mup_attn_mult: float = flag(1.0, above=0, group="initialization", help="with --mup, see there")
+    mup_output_mult: float = flag(
+        1.0, above=0, group="initialization", help="multiplier of the logits with --mup"
+    )
+    mup_attn_mult: float = flag(
+        1.0, above=0, group="initialization", help="multiplier of the attention scores with --mup"
+    )
     hidden_dropout: float = flag(
-        0.1, at_least=0, below=1, group="regularization", help="dropout on the residual branches"
+        0.1,
+        at_least=0,
+        below=1,
+        group="regularization",
+        help="dropout probability of the embeddings and of the attention and MLP outputs",
     )
     attention_dropout: float = flag(
         0.1,
         at_least=0,
         below=1,
         group="regularization",
-        help="dropout on the attention probabilities; above 0 no fused kernel can be used, which takes "
-        "longer, and memory of sequence length squared (--recompute-granularity selective gives it back)",
+        help="dropout probability of the attention weights. Above 0, fused attention is not used: attention "
+        "is slower and its activations grow with the square of the sequence length "
+        "(--recompute-granularity selective avoids that memory)",
     )
 
     @property
     def width_ratio(self) -> float:
-        """How many times as wide as the base of --mup the model is; 1 without --mup."""
+        """Hidden size divided by the base hidden size of --mup; 1 without --mup."""
         return self.hidden_size / self.mup_base_hidden_size if self.mup else 1.0
 
     @property
     def matrix_init_std(self) -> float:
-        """Standard deviation of the initial matrices of transformer layers."""
+        """Standard deviation of the initial matrices of the transformer layers."""
         return self.init_method_std / math.sqrt(self.width_ratio)
 
     @property
     def matrix_rate_factor(self) -> float:
-        """Factor of the learning rate of the matrices of transformer layers."""
+        """Multiplier of the learning rate of the matrices of the transformer layers."""
         return 1.0 / self.width_ratio
 
     @property
     def embedding_multiplier(self) -> float:
-        """Factor of what the embedding gives to the first transformer layer."""
+        """Multiplier of the embedding output."""
         return self.mup_input_mult if self.mup else 1.0
 
     @property
     def attention_scale(self) -> float:
-        """Factor of query x key."""
+        """Multiplier of query x key."""
         return self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
 
     @property
     def logits_multiplier(self) -> float:
-        """Factor of the logits."""
+        """Multiplier of the logits."""
         return self.mup_output_mult / self.width_ratio if self.mup else 1.0
 
     def derive(self) -> dict[str, Any]:
@@ -135,14 +146,15 @@ class ModelConfig(Section):
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
                     f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
-                    f"{self.num_attention_heads}: change one of them, or give the head width as --kv-channels"
+                    f"{self.num_attention_heads}: change one of them, or set the head dimension with "
+                    "--kv-channels"
                 )
             derived["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.max_position_embeddings is None:
             if self.position_embedding_type == "absolute":
                 raise ConfigError(
-                    "--position-embedding-type absolute without --max-position-embeddings: "
-                    f"give the size of its table, at least --seq-length {self.seq_length}"
+                    "--position-embedding-type absolute without --max-position-embeddings: set it to at "
+                    f"least --seq-length {self.seq_length}"
                 )
             derived["max_position_embeddings"] = self.seq_length
         return derived

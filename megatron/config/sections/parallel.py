@@ -1,4 +1,4 @@
-"""How many processes there are and how the work is cut over them."""
+"""The number of processes and how the model is distributed over them."""
 
 from __future__ import annotations
 
@@ -10,76 +10,78 @@ from megatron.config.fields import Section, flag
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """Parallel degrees and what carries the messages."""
+    """Parallel sizes, the pipeline's partition and schedule, ZeRO, and the communication backend."""
 
     group: ClassVar[str] = "distributed"
 
-    tensor_model_parallel_size: int = flag(1, at_least=1, help="processes that share each layer (TP)")
+    tensor_model_parallel_size: int = flag(1, at_least=1, help="tensor-parallel size (TP)")
     pipeline_model_parallel_size: int = flag(
-        1, at_least=1, help="stages that the list of layers is cut into (PP)"
+        1, at_least=1, help="pipeline-parallel size (PP), the number of pipeline ranks"
     )
     partition_method: str = flag(
         "type:transformer",
         aliases=("--pp-partition-method",),
         strip_quotes=True,
         metavar="METHOD",
-        help="what the stages hold equally much of: uniform (layers), parameters, type:REGEX[:WEIGHT]|... "
-        "(layers whose class name matches, as in type:embed:2|transformer:1), memory, time or profile (by "
-        "a model of the layers' memory or work, or by their measured time); or what each stage holds, as in "
-        "stages:5,6*10,5 or layout:Et*3|(tt|)*29,t|L. docs/partition.md",
+        help="how layers are assigned to pipeline stages. Balanced by a quantity: uniform (number of "
+        "layers), parameters, memory (estimated), time (estimated FLOPs), profile (measured time), or "
+        "type:REGEX[:WEIGHT]|... (layers whose class name matches, as in type:embed:2|transformer:1). "
+        "Explicit: stages:5,6*10,5 or layout:Et*3|(tt|)*29,t|L. See docs/partition.md",
     )
     partition_profile: str | None = flag(
         None,
         metavar="FILE",
-        help="where --partition-method profile keeps the measured times: written if missing, else read",
+        help="file of layer times for --partition-method profile: written if missing, read if present",
     )
     pipeline_schedule: str = flag(
         "1f1b",
         choices=("1f1b", "dualpipev"),
-        help="order of forward and backward passes; dualpipev: each rank holds two stages, the first and the "
-        "last one share rank 0, which shortens the pipeline's idle ends",
+        help="pipeline schedule. dualpipev: each rank holds two stages, the first and the last stage are on "
+        "rank 0, which reduces the pipeline bubble",
     )
     sequence_parallel: bool = flag(
         False,
-        help="cut norms, dropout and residuals along the sequence over the processes that share a layer: "
-        "less memory for activations, the same numbers",
+        help="shard norms, dropout and residual connections along the sequence dimension over the "
+        "tensor-parallel group, which reduces activation memory",
     )
     zero_stage: int = flag(
         0,
         at_least=0,
         at_most=3,
-        help="0: every replica holds all optimizer state; 1: the replicas share it; 2: and the gradients of "
-        "transformer layers; 3: and their weights, once they have been whole on each process at the start "
-        "(2 and 3 without a pipeline)",
+        help="ZeRO stage. 0: nothing is sharded over data-parallel ranks; 1: optimizer states; 2: also the "
+        "gradients of the transformer layers; 3: also their parameters, after full initialization on each "
+        "rank. Stages 2 and 3 need --pipeline-model-parallel-size 1",
     )
     cpu_offload: bool = flag(
         False,
-        help="keep the optimizer's fp32 weights and moments in the memory of the host, whose processor takes "
-        "the step (OMP_NUM_THREADS says on how many cores)",
+        help="keep optimizer states in host memory and run the optimizer step on the CPU, with "
+        "OMP_NUM_THREADS threads",
     )
     distributed_backend: str | None = flag(
-        None, choices=("nccl", "gloo"), help="transport of torch.distributed (default: what suits the device)"
+        None,
+        choices=("nccl", "gloo"),
+        help="torch.distributed backend (default: nccl on GPUs, gloo on CPUs)",
     )
     start_timeout: float = flag(
         600.0,
         above=0,
         metavar="SECONDS",
-        help="longest wait for all processes to arrive at MASTER_ADDR:MASTER_PORT; a line every 30 s says "
-        "which ones are missing",
+        help="how long to wait at the start for all processes to connect to MASTER_ADDR:MASTER_PORT; the "
+        "missing ones are logged every 30 s",
     )
     world_size: int = flag(
-        1, at_least=1, help="number of processes to plan for with --dry-run; a run gets it from its launcher"
+        1, at_least=1, help="number of processes to plan for with --dry-run; set by the launcher in a run"
     )
     local_rank: int = flag(
         0,
         at_least=0,
         aliases=("--local_rank",),
-        help="place of this process on its machine; set by the launcher",
+        help="rank of this process on its node; set by the launcher",
     )
 
     @property
     def num_stages(self) -> int:
-        """Pieces that the list of layers is cut into: with dualpipev each pipeline rank holds two."""
+        """Number of pipeline stages: one per pipeline rank, two with dualpipev."""
         ranks = self.pipeline_model_parallel_size
         return 2 * ranks if self.pipeline_schedule == "dualpipev" else ranks
 
