@@ -6,7 +6,7 @@ from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_
 from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
-from megatron.config.sections.data import TOKENIZER_FILES
+from megatron.config.registries import TOKENIZERS
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
@@ -55,7 +55,7 @@ def check_run_file(checkpoint: Checkpoint) -> None:
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
     """By field of DataConfig, those of a tool's tokenizer flags that are given."""
-    names = {"tokenizer_type"}.union(*TOKENIZER_FILES.values())
+    names = {"tokenizer_type"}.union(*(tokenizer.settings for tokenizer in TOKENIZERS.values()))
     return {name: getattr(flags, name) for name in sorted(names) if getattr(flags, name)}
 
 

@@ -202,7 +202,7 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
     description = flag_of(field)
     names = (option_name(field.name), *description.aliases)
     text = _help_text(field, description)
-    kind = _value_type(annotation)
+    kind = value_type(annotation)
     if kind is bool and description.metavar is not None:
         group.add_argument(
             *names,
@@ -232,14 +232,17 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
     )
 
 
-def _value_type(annotation: Any) -> type[Any]:
+def value_type(annotation: Any) -> type[Any]:
     """The type of one value: of `int | None` and of `tuple[int, int, int] | None` it is int."""
     arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
-    return _value_type(arguments[0]) if arguments else annotation
+    return value_type(arguments[0]) if arguments else annotation
 
 
 def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    text = description.help.replace("%", "%%")
+    text = description.help
+    if description.registry is not None:
+        text += f". {description.registry.describe()}"
+    text = text.replace("%", "%%")
     if description.derived is not None:
         return f"{text} (default: {description.derived})"
     if field.default is dataclasses.MISSING:

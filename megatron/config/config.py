@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.errors import ConfigError
+from megatron.config.fields import changes_model
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
@@ -74,6 +75,18 @@ class Config:
         if self.curriculum is not None:
             sections["curriculum"] = dataclasses.asdict(self.curriculum)
         return sections
+
+    def model_settings(self) -> dict[str, Any]:
+        """Field name -> value of all settings that change the model (`changes_model` in their flags)."""
+        settings = {
+            field.name: getattr(getattr(self, section), field.name)
+            for section, kind in SECTIONS.items()
+            for field in dataclasses.fields(kind)
+            if changes_model(kind, field)
+        }
+        if self.model.position_embedding_type != "absolute":
+            del settings["max_position_embeddings"]  # no parameter has this size
+        return settings
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
+from megatron.config.registry import Registry
 
 _METADATA_KEY = "flag"
 
@@ -24,7 +25,8 @@ class Flag:
     help: str
     group: str | None
     aliases: tuple[str, ...]
-    choices: tuple[str, ...] | None
+    choices: tuple[str, ...] | Registry | None
+    registry: Registry | None
     metavar: str | tuple[str, ...] | None
     nargs: int | str | None
     derived: str | None
@@ -33,6 +35,9 @@ class Flag:
     above: float | None
     at_most: float | None
     below: float | None
+    changes_model: bool | None
+    summary: str | None
+    megatron_arg: bool
 
 
 def flag(
@@ -41,7 +46,8 @@ def flag(
     help: str,
     group: str | None = None,
     aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
+    choices: tuple[str, ...] | Registry | None = None,
+    registry: Registry | None = None,
     metavar: str | tuple[str, ...] | None = None,
     nargs: int | str | None = None,
     derived: str | None = None,
@@ -50,15 +56,41 @@ def flag(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    changes_model: bool | None = None,
+    summary: str | None = None,
+    megatron_arg: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag; required if it has no default.
 
     group: title of the help group (None: the section's `group`). derived: description of a default that the
     section's `derive` computes from other fields, so that a constructed section has no None there. at_least,
     above, at_most, below: bounds of the number, or of each number of a tuple.
+
+    choices: the possible values. registry: described in --help (default: `choices`, if that is a Registry).
+
+    changes_model: whether the same weights compute another function with another value, or have other shapes
+    (None: the section's `changes_model`). A checkpoint with another value is then refused, and a value that
+    Hugging Face's architecture cannot express is not exported. summary: text for one-line summaries of the
+    model if the value is not the default, with {} for the value. megatron_arg: Megatron's checkpoints
+    have the value in their `args` under the same name.
     """
     description = Flag(
-        help, group, aliases, choices, metavar, nargs, derived, strip_quotes, at_least, above, at_most, below
+        help,
+        group,
+        aliases,
+        choices,
+        registry if registry is not None or not isinstance(choices, Registry) else choices,
+        metavar,
+        nargs,
+        derived,
+        strip_quotes,
+        at_least,
+        above,
+        at_most,
+        below,
+        changes_model,
+        summary,
+        megatron_arg,
     )
     default = None if derived is not None else default
     return dataclasses.field(default=default, metadata={_METADATA_KEY: description})
@@ -68,6 +100,12 @@ def flag_of(field: dataclasses.Field[Any]) -> Flag:
     """The metadata that `flag` stored in a field."""
     description: Flag = field.metadata[_METADATA_KEY]
     return description
+
+
+def changes_model(section: type[Section], field: dataclasses.Field[Any]) -> bool:
+    """Whether a field of a section changes the model (see `flag`)."""
+    own = flag_of(field).changes_model
+    return section.changes_model if own is None else own
 
 
 def option_name(field_name: str) -> str:
@@ -80,6 +118,7 @@ class Section:
     """Base of the config sections: checks bounds and choices, then computes derived defaults."""
 
     group: ClassVar[str]
+    changes_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
+from megatron.config.registries import LR_DECAY_STYLES
 
 Unit = Literal["iterations", "samples", "tokens"]
 
@@ -90,15 +91,16 @@ class LearningRateSchedule:
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_rate * warmed_up / self.warmup
-        if self.style == "constant":
-            return self.max_rate
         position = progress.count(self.decay_unit)
         if position >= self.decay_length:
-            return self.min_rate
-        # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
-        done = max(0.0, (position - self.decay_start) / (self.decay_length - self.decay_start))
-        remaining = 1.0 - done if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return self.min_rate + remaining * (self.max_rate - self.min_rate)
+            done = 1.0
+        elif position <= self.decay_start:
+            # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
+            done = 0.0
+        else:
+            done = (position - self.decay_start) / (self.decay_length - self.decay_start)
+        rate: float = LR_DECAY_STYLES.load(self.style)(self.max_rate, self.min_rate, done)
+        return rate
 
     def describe(self) -> str:
         """One line for the start banner."""
@@ -109,6 +111,21 @@ class LearningRateSchedule:
             f"learning rate: {warmup}{self.style} from {self.max_rate:.3E} to {self.min_rate:.3E} "
             f"at {self.decay_length:,} {self.decay_unit}"
         )
+
+
+def constant_rate(max_rate: float, min_rate: float, done: float) -> float:
+    """No decay."""
+    return max_rate
+
+
+def linear_decay(max_rate: float, min_rate: float, done: float) -> float:
+    """Linear from max_rate to min_rate while `done` goes from 0 to 1."""
+    return min_rate + (1.0 - done) * (max_rate - min_rate)
+
+
+def cosine_decay(max_rate: float, min_rate: float, done: float) -> float:
+    """Half a cosine from max_rate to min_rate while `done` goes from 0 to 1."""
+    return min_rate + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_rate - min_rate)
 
 
 def _flag_end(unit: Unit) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron.config import Config
+from megatron.config.sections.model import model_summary
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
@@ -30,9 +31,7 @@ def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     padded = padded_vocab_size(vocab_size, model, tensor)
     return (
-        f"model      {model.num_layers} layers x {model.hidden_size} hidden, "
-        f"{model.num_attention_heads} heads, sequence {model.seq_length}, "
-        f"{model.position_embedding_type} positions, {config.precision.name}\n"
+        f"model      {model_summary(model)}, {config.precision.name}\n"
         f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
         f"parameters {plan.total_parameters:,}"
     )

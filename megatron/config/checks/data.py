@@ -9,7 +9,8 @@ from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
 from megatron.config.parsing.split import SPLIT_NAMES, parse_split
 from megatron.config.parsing.weighted_paths import parse_data_path, parse_groups
-from megatron.config.sections.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types, groups_option
+from megatron.config.registries import TOKENIZERS
+from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
 
 
 def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:
@@ -36,7 +37,7 @@ def check_data(config: Config) -> None:
             "the files of the others"
         )
     if data.tokenizer_type is not None:
-        for name in TOKENIZER_FILES[data.tokenizer_type]:
+        for name in TOKENIZERS[data.tokenizer_type].settings:
             if getattr(data, name) is None:
                 raise ConfigError(
                     f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: set its path"
@@ -133,7 +134,7 @@ def check_files(data: DataConfig) -> None:
         if (
             path is not None
             and data.tokenizer_type is not None
-            and name in TOKENIZER_FILES[data.tokenizer_type]
+            and name in TOKENIZERS[data.tokenizer_type].settings
         ):
             files.append((option_name(name), path))
     for option, file in files:

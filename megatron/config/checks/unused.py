@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron.config.checks.data import what_is_evaluated
 from megatron.config.config import Config
 from megatron.config.fields import Section, option_name
-from megatron.config.sections.data import TOKENIZER_FILES
+from megatron.config.registries import LR_DECAY_STYLES, OPTIMIZERS, TOKENIZERS
 
 
 def unused_setting_notes(config: Config) -> tuple[str, ...]:
@@ -29,6 +29,8 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     names: tuple[str, ...]
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if model.glu_activation is not None:
+        yield model, ("activation",), f"with --glu-activation {model.glu_activation}"
     if not model.mup:
         names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
         yield model, names, "without --mup"
@@ -46,13 +48,13 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
             "reduces memory)"
         )
         yield training, ("recompute_granularity",), reason
-    if schedule.lr_decay_style == "constant":
-        names = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-        yield schedule, names, "with --lr-decay-style constant"
-    if optimizer.optimizer == "sgd":
-        yield optimizer, ("adam_beta1", "adam_beta2", "adam_eps"), "with --optimizer sgd"
-    else:
-        yield optimizer, ("sgd_momentum",), f"with --optimizer {optimizer.optimizer}"
+    style = schedule.lr_decay_style
+    yield schedule, LR_DECAY_STYLES.unused_settings(style), f"with --lr-decay-style {style}"
+    yield (
+        optimizer,
+        OPTIMIZERS.unused_settings(optimizer.optimizer),
+        f"with --optimizer {optimizer.optimizer}",
+    )
     dynamic_scale = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if not precision.fp16:
         yield precision, dynamic_scale, "without --fp16"
@@ -64,9 +66,9 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     elif not valid:
         names = ("eval_interval",) if test else ("eval_interval", "eval_iters")
         yield training, names, reason
-    for kind, names in TOKENIZER_FILES.items():
-        if data.tokenizer_type != kind:
-            yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
+    if data.tokenizer_type is not None:
+        names = TOKENIZERS.unused_settings(data.tokenizer_type)
+        yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
     if config.checkpoint.save is None:
         yield config.checkpoint, ("keep_last",), "without --save"
     if config.checkpoint.load is None:

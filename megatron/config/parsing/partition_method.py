@@ -14,17 +14,17 @@ import re
 import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.registries import PARTITION_METHODS
 
-Kind = Literal["uniform", "parameters", "memory", "time", "profile", "type", "explicit"]
-WHOLE_WORDS: tuple[Kind, ...] = ("uniform", "parameters", "memory", "time", "profile")
 EXAMPLES = {
     "type": "type:embed:2|transformer:1",
     "layout": "layout:Et*3|(tt|)*29,t|L",
     "stages": "stages:5,6*10,5",
 }
+# Methods without an argument.
+WORDS = tuple(name for name in PARTITION_METHODS if name not in EXAMPLES)
 # More than any pipeline has: a mistake such as (t*999)*9999 is an error and does not exhaust the memory.
 _MAX_LAYERS = 100_000
 _MAX_DEPTH = 100
@@ -55,10 +55,11 @@ class StageContent:
 
 @dataclass(frozen=True)
 class PartitionMethod:
-    """The parsed flag. alternatives: for kind 'type'. stages: for kind 'explicit'."""
+    """The parsed flag. alternatives: for kind 'type'. stages: for kinds 'layout' and 'stages'."""
 
     text: str
-    kind: Kind
+    kind: str
+    """The name in PARTITION_METHODS."""
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[StageContent, ...] = ()
 
@@ -67,16 +68,16 @@ def parse_partition_method(text: str) -> PartitionMethod:
     """Parse the flag's value; ConfigError names the invalid part, with an example."""
     kind, colon, rest = text.partition(":")
     kind = kind.strip().lower()
-    if not colon and kind in WHOLE_WORDS:
+    if not colon and kind in WORDS:
         return PartitionMethod(text, kind)
     if colon and kind in ("type", "weighted_type"):
         return PartitionMethod(text, "type", alternatives=_alternatives(text, rest))
     if colon and kind == "layout":
-        return PartitionMethod(text, "explicit", stages=_with_ends(text, _layout(text, rest), "layout"))
+        return PartitionMethod(text, "layout", stages=_with_ends(text, _layout(text, rest), "layout"))
     if colon and kind == "stages":
-        return PartitionMethod(text, "explicit", stages=_with_ends(text, _stages(text, rest), "stages"))
+        return PartitionMethod(text, "stages", stages=_with_ends(text, _stages(text, rest), "stages"))
     raise ConfigError(
-        f"--partition-method is '{text}': expected {', '.join(WHOLE_WORDS)}, or one such as "
+        f"--partition-method is '{text}': expected {', '.join(WORDS)}, or one such as "
         + ", ".join(EXAMPLES.values())
     )
 

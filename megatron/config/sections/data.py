@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.fields import Section, flag, option_name
-
-# The settings that each type of tokenizer needs.
-TOKENIZER_FILES = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "PretrainedFromHF": ("tokenizer_name_or_path",),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-}
+from megatron.config.registries import TOKENIZERS
 
 
 def _groups(help: str) -> Any:
@@ -58,12 +52,16 @@ class DataConfig(Section):
     valid_num_workers: int = flag(
         derived="--num-workers", at_least=0, help="data loading threads for validation and test"
     )
-    reset_position_ids: bool = flag(False, help="reset position ids after each end-of-document token")
-    reset_attention_mask: bool = flag(False, help="restrict attention to the tokens of the same document")
-    eod_mask_loss: bool = flag(False, help="mask the loss of end-of-document tokens")
+    reset_position_ids: bool = flag(
+        False, changes_model=True, help="reset position ids after each end-of-document token"
+    )
+    reset_attention_mask: bool = flag(
+        False, changes_model=True, help="restrict attention to the tokens of the same document"
+    )
+    eod_mask_loss: bool = flag(False, changes_model=True, help="mask the loss of end-of-document tokens")
     tokenizer_type: str | None = flag(
         derived="inferred from the tokenizer files",
-        choices=tuple(TOKENIZER_FILES),
+        choices=TOKENIZERS,
         help="type of the tokenizer",
     )
     vocab_file: str | None = flag(
@@ -93,4 +91,8 @@ def groups_option(data: DataConfig, split_name: str) -> str:
 
 def fitting_tokenizer_types(flags: Any) -> list[str]:
     """The tokenizer types that use some of the files in `flags` (a DataConfig or a tool's arguments)."""
-    return [kind for kind, names in TOKENIZER_FILES.items() if any(getattr(flags, name) for name in names)]
+    return [
+        name
+        for name, tokenizer in TOKENIZERS.items()
+        if any(getattr(flags, field) for field in tokenizer.settings)
+    ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
-from megatron.config.fields import Section, flag
+from megatron.config.fields import Section, flag, flag_of
+from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,17 +17,23 @@ class ModelConfig(Section):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes."""
 
     group: ClassVar[str] = "network size"
+    changes_model: ClassVar[bool] = True
 
-    num_layers: int = flag(help="number of transformer layers", at_least=1)
-    hidden_size: int = flag(help="hidden size of the transformer", at_least=1)
+    num_layers: int = flag(megatron_arg=True, help="number of transformer layers", at_least=1)
+    hidden_size: int = flag(megatron_arg=True, help="hidden size of the transformer", at_least=1)
     ffn_hidden_size: int = flag(
+        megatron_arg=True,
         derived="4 x hidden size",
         at_least=1,
         help="hidden size of the MLP; with --glu-activation the size of each half",
     )
-    num_attention_heads: int = flag(help="number of attention heads", at_least=1)
-    kv_channels: int = flag(derived="hidden size / heads", at_least=1, help="head dimension of the attention")
-    seq_length: int = flag(help="sequence length in tokens", group="data and dataloader", at_least=1)
+    num_attention_heads: int = flag(megatron_arg=True, help="number of attention heads", at_least=1)
+    kv_channels: int = flag(
+        megatron_arg=True, derived="hidden size / heads", at_least=1, help="head dimension of the attention"
+    )
+    seq_length: int = flag(
+        changes_model=False, help="sequence length in tokens", group="data and dataloader", at_least=1
+    )
     max_position_embeddings: int = flag(
         derived="--seq-length; required for absolute positions",
         at_least=1,
@@ -33,36 +41,52 @@ class ModelConfig(Section):
     )
     position_embedding_type: str = flag(
         "absolute",
-        choices=("absolute", "rotary", "alibi"),
-        help="learned absolute position embeddings, rotary embeddings, or linear attention biases (ALiBi)",
+        choices=POSITION_EMBEDDINGS,
+        megatron_arg=True,
+        help="type of the position embeddings",
     )
     vocab_size: int | None = flag(
         None,
+        changes_model=False,
         at_least=1,
         help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
     )
     make_vocab_size_divisible_by: int = flag(
         128,
+        changes_model=False,
         at_least=1,
         help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
     )
     pad_vocab_size_to: int | None = flag(
         None,
+        changes_model=False,
         at_least=1,
         help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
     )
-    layernorm_epsilon: float = flag(1e-5, above=0, help="epsilon of the layer norms")
-    embed_layernorm: bool = flag(False, help="apply a layer norm to the word embeddings")
+    layernorm_epsilon: float = flag(1e-5, above=0, megatron_arg=True, help="epsilon of the norms")
+    embed_layernorm: bool = flag(
+        False, summary="embedding norm", megatron_arg=True, help="apply a norm to the word embeddings"
+    )
+    normalization: str = flag(
+        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms of the model"
+    )
+    activation: str = flag("gelu", choices=ACTIVATIONS, summary="{}", help="activation of the MLP")
     glu_activation: str | None = flag(
         None,
-        choices=("geglu", "liglu", "reglu", "swiglu"),
-        help="use a gated MLP with this activation instead of GELU",
+        choices=GLU_ACTIVATIONS,
+        summary="{}",
+        megatron_arg=True,
+        help="use a gated MLP with this activation of the gate, instead of --activation",
     )
     apply_residual_connection_post_layernorm: bool = flag(
-        False, help="take the residual connection from the output of the layer norm instead of its input"
+        False,
+        summary="residual after norm",
+        megatron_arg=True,
+        help="take the residual connection from the output of the norm instead of its input",
     )
     init_method_std: float = flag(
         0.02,
+        changes_model=False,
         above=0,
         group="initialization",
         help="standard deviation of the normal distribution that initializes the weights",
@@ -93,6 +117,7 @@ class ModelConfig(Section):
     )
     hidden_dropout: float = flag(
         0.1,
+        changes_model=False,
         at_least=0,
         below=1,
         group="regularization",
@@ -100,6 +125,7 @@ class ModelConfig(Section):
     )
     attention_dropout: float = flag(
         0.1,
+        changes_model=False,
         at_least=0,
         below=1,
         group="regularization",
@@ -158,3 +184,22 @@ class ModelConfig(Section):
                 )
             derived["max_position_embeddings"] = self.seq_length
         return derived
+
+
+MEGATRON_MODEL_ARGS = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
+)
+"""Fields that Megatron's checkpoints have in their `args` under the same name."""
+
+
+def model_summary(model: ModelConfig) -> str:
+    """Sizes and variants of the model in one line, for logs and reports."""
+    variants = [
+        summary.format(value)
+        for field in dataclasses.fields(ModelConfig)
+        if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
+    ]
+    return (
+        f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
+        + ", ".join([f"sequence {model.seq_length}", f"{model.position_embedding_type} positions", *variants])
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.fields import Section, flag
+from megatron.config.registries import OPTIMIZERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +17,9 @@ class OptimizerConfig(Section):
 
     optimizer: str = flag(
         "adam",
-        choices=("adam", "adamw", "sgd"),
+        choices=OPTIMIZERS,
         group="training",
-        help="optimizer; adam uses decoupled weight decay, as in Megatron, and is the same as adamw",
+        help="optimizer",
     )
     adam_beta1: float = flag(0.9, at_least=0, below=1, help="Adam's beta1, for the first moment")
     adam_beta2: float = flag(0.999, at_least=0, below=1, help="Adam's beta2, for the second moment")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.fields import Section, flag
+from megatron.config.registries import PARTITION_METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +24,8 @@ class ParallelConfig(Section):
         aliases=("--pp-partition-method",),
         strip_quotes=True,
         metavar="METHOD",
-        help="how layers are assigned to pipeline stages. Balanced by a quantity: uniform (number of "
-        "layers), parameters, memory (estimated), time (estimated FLOPs), profile (measured time), or "
-        "type:REGEX[:WEIGHT]|... (layers whose class name matches, as in type:embed:2|transformer:1). "
-        "Explicit: stages:5,6*10,5 or layout:Et*3|(tt|)*29,t|L. See docs/partition.md",
+        registry=PARTITION_METHODS,
+        help="how layers are assigned to pipeline stages, see docs/partition.md",
     )
     partition_profile: str | None = flag(
         None,

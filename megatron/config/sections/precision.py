@@ -28,7 +28,9 @@ class PrecisionConfig(Section):
         1000, at_least=1, help="steps without overflow after which the dynamic loss scale is doubled"
     )
     hysteresis: int = flag(2, at_least=1, help="overflows before the dynamic loss scale is halved")
-    fp32_residual_connection: bool = flag(False, help="keep the residual connections in fp32")
+    fp32_residual_connection: bool = flag(
+        False, changes_model=True, help="keep the residual connections in fp32"
+    )
 
     def derive(self) -> dict[str, Any]:
         return {"loss_scale": None} if self.loss_scale == 0 else {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.fields import Section, flag
+from megatron.config.registries import LR_DECAY_STYLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +17,7 @@ class ScheduleConfig(Section):
 
     lr: float = flag(above=0, help="maximum learning rate, reached at the end of the warm-up")
     min_lr: float = flag(0.0, at_least=0, help="minimum learning rate, reached at the end of the decay")
-    lr_decay_style: str = flag(
-        "linear", choices=("constant", "linear", "cosine"), help="learning rate decay function"
-    )
+    lr_decay_style: str = flag("linear", choices=LR_DECAY_STYLES, help="learning rate decay function")
     lr_decay_iters: int | None = flag(
         None, at_least=1, help="iteration at which the decay ends (default: --train-iters)"
     )
