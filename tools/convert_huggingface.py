@@ -104,7 +104,7 @@ def check_direction(arguments: argparse.Namespace) -> None:
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
     """What writes the tokenizer into a folder; None where none is wanted or the run had none."""
     from megatron.checkpoint.reading import find_tokenizer, tokenizer_flags
-    from megatron.config.data import fitting_tokenizer_types
+    from megatron.config.sections.data import fitting_tokenizer_types
     from megatron.tokenizer.hugging_face import save_as_hugging_face
 
     flags = tokenizer_flags(arguments, checkpoint)

@@ -56,7 +56,8 @@ def build_parser() -> ToolParser:
         help="derive the rules from run.json where a checkpoint of this repo is so old that it stores none",
     )
     parser.add_argument(
-        "--allow-drift",
+        "--allow-replica-mismatch",
+        "--allow-drift",  # the old spelling
         action="store_true",
         help="take the mean where copies of a parameter on tensor ranks differ, and tell by how much",
     )
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         drifts = {}
         with tqdm(total=len(source.merges), unit="parameter", disable=None) as bar:
             try:
-                for parameter in convert(source, target, workers, arguments.allow_drift):
+                for parameter in convert(source, target, workers, arguments.allow_replica_mismatch):
                     bar.set_postfix_str(parameter.name)
                     bar.update()
                     drifts[parameter.name] = parameter.drift

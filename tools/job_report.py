@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
-from megatron.text_table import aligned
+from megatron.text_table import format_table
 from megatron.training.log_lines import ParsedLine, parse_log_line
 
 
@@ -94,7 +94,7 @@ def report(run: Run) -> str:
     """The table: a row per start, a line per validation data, and what was run again."""
     head = ["log", "steps", "lm loss", "smallest", "grad norm", "largest", "rate", "skipped", "s/step"]
     rows = [[*head, "samples/s", "TFLOPs"], *(_row(start) for start in run.starts)]
-    lines = [aligned(rows)]
+    lines = [format_table(rows)]
     for name, values in sorted(run.validation.items()):
         best = min(values, key=values.__getitem__)
         last = max(values)

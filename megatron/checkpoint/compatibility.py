@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,6 @@ from megatron.checkpoint.folders import Checkpoint
 from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule
-
-_DOCUMENT_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def is_a_start(checkpoint: Checkpoint) -> bool:
@@ -22,34 +20,20 @@ def is_a_start(checkpoint: Checkpoint) -> bool:
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
     """Refuses a checkpoint of another model, naming what differs."""
-    saved, now = _model_settings(checkpoint.config), _model_settings(config)
-    # Dropout and the initial scale may change between runs, and the vocabulary is compared by its true size,
-    # for its padding is cut off or added.
-    free = {"hidden_dropout", "attention_dropout", "init_method_std", "seq_length", "vocab_size"}
-    free |= {"make_vocab_size_divisible_by", "pad_vocab_size_to"}
-    if config.model.position_embedding_type != "absolute":
-        free.add("max_position_embeddings")  # no parameter has that many rows
+    # The vocabulary is compared by its size before padding: padding is removed or added.
+    saved, now = checkpoint.config.model_settings(), config.model_settings()
+    names = now.keys()
     if is_a_start(checkpoint):
-        free |= {"fp32_residual_connection", *_DOCUMENT_SETTINGS}
+        names &= {field.name for field in fields(config.model)}
     differences = [
         f"{key} was {saved.get(key)}, is {now[key]}"
         for key in now
-        if key not in free and saved.get(key) != now[key]
+        if key in names and saved.get(key) != now[key]
     ]
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:
         raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
-
-
-def _model_settings(config: Config) -> dict[str, Any]:
-    """What decides which function of the tokens the model is, wherever the flag stands."""
-    settings = config.to_dict()
-    return {
-        **settings["model"],
-        "fp32_residual_connection": settings["precision"]["fp32_residual_connection"],
-        **{name: settings["data"][name] for name in _DOCUMENT_SETTINGS},
-    }
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
@@ -95,13 +79,13 @@ def unequal_copies(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_copies(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuses a checkpoint in which copies of one parameter differ between ranks, unless --allow-drift."""
+    """Refuses a checkpoint in which replicas of a parameter differ, unless --allow-replica-mismatch."""
     unequal = unequal_copies(checkpoint)
-    if unequal and not config.checkpoint.allow_drift:
+    if unequal and not config.checkpoint.allow_replica_mismatch:
         raise ConfigError(
             f"checkpoint {checkpoint.folder}: when it was saved, copies on several ranks were not equal "
             f"({'; '.join(unequal[:3])}; {len(unequal)} in all): load an older one, or take the first rank's "
-            "copies with --allow-drift"
+            "copies with --allow-replica-mismatch"
         )
 
 

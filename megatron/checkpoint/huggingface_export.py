@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from megatron.checkpoint.optimizer_files import VALUES
 from megatron.checkpoint.states import open_states, specs_of
 from megatron.checkpoint.weights import whole_weights
 from megatron.config import Config, ConfigError, ModelConfig
+from megatron.config.fields import changes_model, flag_of, option_name
 from megatron.model.gpt_model import PARAMETER_DTYPES
 
 if TYPE_CHECKING:
@@ -35,16 +37,7 @@ def family_of(model: ModelConfig) -> str:
             "a model with --position-embedding-type rotary cannot be written for Hugging Face: BLOOM takes "
             "alibi, GPT-2 absolute"
         )
-    if model.mup:
-        raise ConfigError(
-            "a model with --mup cannot be written for Hugging Face: BLOOM and GPT-2 have no factor for their "
-            "logits"
-        )
-    if model.glu_activation is not None:
-        raise ConfigError(
-            f"a model with --glu-activation {model.glu_activation} cannot be written for Hugging Face: the "
-            "MLPs of BLOOM and GPT-2 have no gate"
-        )
+    _check_no_other_variant(model)
     if alibi != model.embed_layernorm:
         raise ConfigError(
             "a model with --position-embedding-type alibi and no --embed-layernorm cannot be written for "
@@ -70,6 +63,21 @@ def family_of(model: ModelConfig) -> str:
             "cannot be written for Hugging Face: BLOOM knows that flag, GPT-2 does not"
         )
     return "bloom" if alibi else "gpt2"
+
+
+def _check_no_other_variant(model: ModelConfig) -> None:
+    """Raise ConfigError for a setting that changes the model and that BLOOM and GPT-2 do not have."""
+    known = {name for family in FAMILIES.values() for name, _ in family.fields}
+    known |= {name for family in FAMILIES.values() for name in family.our_constants}
+    for field in fields(model):
+        value = getattr(model, field.name)
+        if field.name in known or flag_of(field).derived or not changes_model(ModelConfig, field):
+            continue
+        if value != field.default:
+            raise ConfigError(
+                f"a model with {option_name(field.name)}{'' if value is True else f' {value}'} cannot be "
+                "written for Hugging Face: BLOOM and GPT-2 do not have this variant"
+            )
 
 
 def remarks(config: Config) -> list[str]:

@@ -38,6 +38,7 @@ from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, PARTIAL, SOURCE
 from megatron.checkpoint.universal_reading import find_universal
 from megatron.checkpoint.weights import LayerFiles
 from megatron.config import ConfigError
+from megatron.config.sections.model import model_summary
 from megatron.mpu.parameters import ParameterSpec
 
 FILE_KINDS = {
@@ -369,15 +370,8 @@ def _all_equal(copies: list[Tensor]) -> bool:
 def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
     if checkpoint.is_foreign:
         return f"of another program, {num_parameters:,} parameters, padding of the vocabulary included"
-    config, model = checkpoint.config, checkpoint.config.model
-    variants = [
-        f"{model.position_embedding_type} positions",
-        *(["embedding norm"] if model.embed_layernorm else []),
-        *([model.glu_activation] if model.glu_activation else []),
-        *(["residual after norm"] if model.apply_residual_connection_post_layernorm else []),
-    ]
+    config = checkpoint.config
     return (
-        f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
-        f"sequence {model.seq_length}, {', '.join(variants)}, {config.precision.name}, "
+        f"{model_summary(config.model)}, {config.precision.name}, "
         f"{checkpoint.vocab_size:,} tokens, {num_parameters:,} parameters"
     )

@@ -88,7 +88,7 @@ class RunCheckpoints:
     def go_back(self) -> Checkpoint | None:
         """Loads the run's newest; None where it has none yet, and nothing is loaded. Collective."""
         options = self.engine.run_config.checkpoint
-        checkpoint = newest_of_this_run(self.engine, Path(options.save or ""), options.allow_drift)
+        checkpoint = newest_of_this_run(self.engine, Path(options.save or ""), options.allow_replica_mismatch)
         if checkpoint is not None:
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
             if self.engine.checkpoint_identity is not None:

@@ -10,7 +10,7 @@ from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_
 from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
-from megatron.config.data import TOKENIZER_FILES
+from megatron.config.registries import TOKENIZERS
 from megatron.data.gpt_dataset import VOCABULARY_KEY
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
@@ -82,7 +82,7 @@ def _sizes(settings: Any) -> Iterator[int]:
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
     """By field of DataConfig, those of a tool's tokenizer flags that are given."""
-    names = {"tokenizer_type"}.union(*TOKENIZER_FILES.values())
+    names = {"tokenizer_type"}.union(*(tokenizer.settings for tokenizer in TOKENIZERS.values()))
     return {name: getattr(flags, name) for name in sorted(names) if getattr(flags, name)}
 
 

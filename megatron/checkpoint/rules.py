@@ -21,6 +21,7 @@ from megatron.checkpoint.files import HostileFileError
 from megatron.checkpoint.patterns import check_pattern, matches
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
+from megatron.config.sections.model import MEGATRON_MODEL_ARGS
 
 INFO_KEY = "universal_checkpoint_info"
 VERSION_KEY = "universal_checkpoint_version"
@@ -206,9 +207,7 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
     state: the fields of `TrainingState`.
     """
     model, parallel = config.model, config.parallel
-    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
-    more = ("seq_length", "max_position_embeddings", "layernorm_epsilon", "embed_layernorm", "glu_activation")
-    names = (*shape, *more, "position_embedding_type", "apply_residual_connection_post_layernorm")
+    names = (*MEGATRON_MODEL_ARGS, "seq_length", "max_position_embeddings")
     return Namespace(
         **{name: getattr(model, name) for name in names},
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.compare import Comparison
 from megatron.checkpoint.inspect import Overview, ParameterRecord, Report, Summary
-from megatron.text_table import aligned
+from megatron.text_table import format_table
 
 # Of run.json: what differs between any two checkpoints, a line per file or parameter.
 _NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha256")
@@ -21,7 +21,13 @@ def overview_text(overview: Overview) -> str:
         rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
         rows += [_summary_row(item) for item in overview.checkpoints]
         parts.append(
-            "\n".join([overview.folder, aligned(rows, left=(0, 1, -1)), *_problem_lines(overview.problems)])
+            "\n".join(
+                [
+                    overview.folder,
+                    format_table(rows, left_align=(0, 1, -1)),
+                    *_problem_lines(overview.problems),
+                ]
+            )
         )
     if overview.checkpoint:
         parts.append(report_text(overview.checkpoint))
@@ -56,7 +62,7 @@ def report_text(report: Report) -> str:
     files = [f"{group.num_files:,} {group.kind} ({size_text(group.size_bytes)})" for group in report.files]
     lines.append(f"files      {', '.join(files) or 'none'}")
     if report.parameters:
-        lines += ["", aligned(_parameter_rows(report.parameters), left=(0, -1))]
+        lines += ["", format_table(_parameter_rows(report.parameters), left_align=(0, -1))]
     return "\n".join([*lines, *_problem_lines(report.problems)])
 
 
@@ -67,7 +73,7 @@ def comparison_text(comparison: Comparison) -> str:
     if shown:
         settings = [["setting", "A", "B"]]
         settings += [[name, str(one), str(other)] for name, (one, other) in shown.items()]
-        lines.append(aligned(settings, left=(0, 1, 2, -1)))
+        lines.append(format_table(settings, left_align=(0, 1, 2, -1)))
     else:
         lines.append("no setting differs")
     parameters = comparison.parameters
@@ -79,12 +85,12 @@ def comparison_text(comparison: Comparison) -> str:
         for kind in kinds:
             found = [item.largest[kind] for item in parameters if kind in item.largest]
             rows.append([kind, f"{found.count(0):,} of {len(found):,}", _largest(found)])
-        lines += [aligned(rows, left=(0, -1)), ""]
+        lines += [format_table(rows, left_align=(0, -1)), ""]
         rows = [["parameter", "layers", *kinds, ""]]
         for name, layers, items in _grouped((item.name, item.note, item) for item in differing):
             largest = [_largest([item.largest.get(kind) for item in items]) for kind in kinds]
             rows.append([name, layers, *largest, items[0].note])
-        lines.append(aligned(rows, left=(0, -1)))
+        lines.append(format_table(rows, left_align=(0, -1)))
     return "\n".join(lines)
 
 

@@ -76,12 +76,14 @@ class Converted:
     drift: float = 0.0
 
 
-def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = False) -> Iterator[Converted]:
+def convert(
+    source: Source, target: Path, workers: int = 1, allow_replica_mismatch: bool = False
+) -> Iterator[Converted]:
     """Makes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
     What an interrupted conversion of the same checkpoint has finished, and what is read and found to be as it
     was written, is not made again; of one that was interrupted at its very end, the end is done.
 
-    allow_drift: where copies of a replicated parameter differ between tensor ranks, take their mean.
+    allow_replica_mismatch: take the mean of a replicated parameter whose copies on the tensor ranks differ.
 
     Raises ConfigError for a damaged source, too little disk space or memory, and copies that differ.
     """
@@ -99,7 +101,9 @@ def convert(source: Source, target: Path, workers: int = 1, allow_drift: bool = 
     _check_memory(workers)
     pool = ThreadPoolExecutor(workers)
     try:
-        yield from pool.map(partial_function(_convert_parameter, source, partial, allow_drift), todo)
+        yield from pool.map(
+            partial_function(_convert_parameter, source, partial, allow_replica_mismatch), todo
+        )
     finally:
         pool.shutdown(cancel_futures=True)
     _write_rest(source, partial)
@@ -162,7 +166,9 @@ def write_parameter(
 # --- one parameter ---
 
 
-def _convert_parameter(source: Source, partial: Path, allow_drift: bool, merge: Merge) -> Converted:
+def _convert_parameter(
+    source: Source, partial: Path, allow_replica_mismatch: bool, merge: Merge
+) -> Converted:
     drift = Drift()
     with ExitStack() as stack:
         blocks = {}
@@ -171,10 +177,11 @@ def _convert_parameter(source: Source, partial: Path, allow_drift: bool, merge: 
             shards = [stack.enter_context(Shard(merge.name, parts)) for parts in pieces]
             blocks[key] = whole_blocks(merge, shards, drift)
         _write_files(partial, merge, blocks, _number(source.files.others(merge.name).get("step")))
-    if drift.largest and not allow_drift:
+    if drift.largest and not allow_replica_mismatch:
         raise ConfigError(
             f"checkpoint {source.folder}: the copies of {merge.name} on the tensor ranks differ by up to "
-            f"{drift.largest:.2e}: convert an older checkpoint, or take their mean with --allow-drift"
+            f"{drift.largest:.2e}: convert an older checkpoint, or take their mean with "
+            "--allow-replica-mismatch"
         )
     if drift.largest:
         # Before it is finished: whoever goes on after an interruption does not see the copies again.

@@ -46,17 +46,11 @@ from megatron.checkpoint.universal import (
     STEP_FILE,
 )
 from megatron.config import Config, ConfigError
+from megatron.config.sections.model import MEGATRON_MODEL_ARGS
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec
 
-# Fields of ModelConfig under the name of the argument that says the same in Megatron's programs. All change
-# what the model computes, some without changing the shape of a tensor.
-_MODEL_ARGS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("layernorm_epsilon", "embed_layernorm", "glu_activation", "position_embedding_type"),
-    "apply_residual_connection_post_layernorm",
-)
 # BigScience's enumeration of positions, and Microsoft's words.
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi", "learned_absolute": "absolute", "rope": "rotary"}
 # Rows of padding that a vocabulary may have where nothing tells how it was padded: BLOOM's has 200.
@@ -140,7 +134,7 @@ def check_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int) -> No
     of its parameters. Their shapes are compared when they are read."""
     differences = [
         f"{name} was {checkpoint.run['args'][name]}, is {getattr(config.model, name)}"
-        for name in _MODEL_ARGS
+        for name in MEGATRON_MODEL_ARGS
         # An argument that the other program does not know contradicts nothing.
         if checkpoint.run["args"].get(name) not in (None, getattr(config.model, name))
     ]

@@ -1,21 +1,25 @@
-"""The config of a run: frozen sections, the command line made from them, and the checks at the start.
+"""The configuration of a run: frozen sections, the command line generated from them, and the checks.
 
-Nothing here imports torch or deepspeed, so that a misspelt flag is answered at once.
+Imports neither torch nor deepspeed, so that a misspelt flag is reported at once.
 """
 
 from megatron.config.batch import BatchSchedule
-from megatron.config.cli import CommandLine, legacy_flags_used, parse_args, read_command_line
+from megatron.config.checks.validate import validate
+from megatron.config.cli import CommandLine, parse_args, read_command_line
 from megatron.config.config import Config
-from megatron.config.data import DataConfig
 from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError, exit_on_config_error
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.config.output import CheckpointConfig, LoggingConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.split import parse_split
-from megatron.config.training import BatchConfig, TrainingConfig
-from megatron.config.trouble import TroubleConfig
-from megatron.config.validate import validate
+from megatron.config.parsing.split import parse_split
+from megatron.config.sections.batch import BatchConfig
+from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import DataConfig
+from megatron.config.sections.logging import LoggingConfig
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config.sections.stability import StabilityConfig
+from megatron.config.sections.training import TrainingConfig
 from megatron.config.vocab import padded_vocab_size
 
 __all__ = [
@@ -34,9 +38,8 @@ __all__ = [
     "PrecisionConfig",
     "ScheduleConfig",
     "TrainingConfig",
-    "TroubleConfig",
+    "StabilityConfig",
     "exit_on_config_error",
-    "legacy_flags_used",
     "padded_vocab_size",
     "parse_args",
     "parse_split",

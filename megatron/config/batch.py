@@ -1,7 +1,7 @@
-"""Batch arithmetic: how large each step's batch is, and how many steps a number of samples takes.
+"""Batch sizes over the run, and conversions between iterations, samples and tokens.
 
-Everything is a pure function of the number of samples consumed so far, in whole numbers, so that a resumed
-run and a run on another layout see the same batches.
+Pure integer functions of the number of consumed samples, so that a resumed run and a run on another layout
+have the same batches.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.config.curriculum import LengthCurriculum
 from megatron.config.errors import ConfigError
-from megatron.config.training import BatchConfig, TrainingConfig
+from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.sections.batch import BatchConfig
+from megatron.config.sections.training import TrainingConfig
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch size over a run.
+    """The global batch size over the run.
 
-    rampup (start, increment, samples): the size starts at `start` and grows by `increment` at equal
-    distances in consumed samples, such that `global_batch_size` is reached after `samples` of them
-    (Megatron's rule).
+    rampup (start, increment, samples): the batch size starts at `start` and grows by `increment` at regular
+    intervals of consumed samples, so that `global_batch_size` is reached after `samples` samples, as in
+    Megatron.
     """
 
     global_batch_size: int
@@ -28,37 +29,37 @@ class BatchSchedule:
 
     @classmethod
     def from_config(cls, batch: BatchConfig) -> BatchSchedule:
-        """The schedule that the flags ask for; ConfigError if the ramp-up misses the global batch size."""
+        """The schedule of the flags; ConfigError if the ramp-up does not reach the global batch size."""
         schedule = cls(batch.global_batch_size, batch.rampup_batch_size)
         if schedule.rampup is None:
             return schedule
         start, increment, samples = schedule.rampup
-        way = batch.global_batch_size - start
-        if way <= 0 or way % increment:
+        growth = batch.global_batch_size - start
+        if growth <= 0 or growth % increment:
             raise ConfigError(
-                f"--rampup-batch-size {start} {increment} {samples} does not lead to --global-batch-size "
+                f"--rampup-batch-size {start} {increment} {samples} does not reach --global-batch-size "
                 f"{batch.global_batch_size}: expected a START below it, and {batch.global_batch_size} - "
-                f"START = {way} to be a multiple of INCREMENT"
+                f"START = {growth} to be a multiple of INCREMENT"
             )
         return schedule
 
     @property
     def num_increments(self) -> int:
-        """How often the size grows."""
+        """Number of increments of the batch size."""
         if self.rampup is None:
             return 0
         start, increment, _ = self.rampup
         return (self.global_batch_size - start) // increment
 
     def sizes(self) -> list[int]:
-        """Every global batch size of the run, in the order in which they come."""
+        """All global batch sizes of the run, in order."""
         if self.rampup is None:
             return [self.global_batch_size]
         start, increment, _ = self.rampup
         return [start + step * increment for step in range(self.num_increments + 1)]
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Samples in the step that begins when `consumed_samples` have been consumed."""
+        """Batch size of the step that starts at `consumed_samples`."""
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -66,41 +67,41 @@ class BatchSchedule:
         return start + steps * increment
 
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Consumed samples after `iterations` more steps that begin at `consumed_samples`."""
+        """Consumed samples after `iterations` steps from `consumed_samples`."""
         for begin, size, steps in self._plateaus(consumed_samples):
             if steps is None or iterations <= steps:
                 return begin + iterations * size
             iterations -= steps
-        raise AssertionError("the last plateau has no end")
+        raise AssertionError("unreachable: the last plateau is infinite")
 
     def iterations_until(self, target_samples: int, consumed_samples: int = 0) -> int:
-        """The least number of steps from `consumed_samples` on that bring it to `target_samples` or more."""
+        """The minimum number of steps from `consumed_samples` to at least `target_samples`."""
         iterations = 0
         for begin, size, steps in self._plateaus(consumed_samples):
             needed = max(0, -(-(target_samples - begin) // size))
             if steps is None or needed <= steps:
                 return iterations + needed
             iterations += steps
-        raise AssertionError("the last plateau has no end")
+        raise AssertionError("unreachable: the last plateau is infinite")
 
     def iterations_within(self, samples: int, consumed_samples: int = 0) -> int:
-        """The largest number of steps from `consumed_samples` on that leave it at `samples` or fewer."""
+        """The maximum number of steps from `consumed_samples` to at most `samples`."""
         iterations = self.iterations_until(samples, consumed_samples)
         return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
 
     def total_iterations(
         self, training: TrainingConfig, seq_length: int, curriculum: LengthCurriculum | None = None
     ) -> int:
-        """Steps of the whole run: --train-iters, or the full batches in --train-samples.
+        """Iterations of the whole run: --train-iters, or the number of full batches in --train-samples.
 
-        With train_tokens the run ends with the first step that reaches them, if that comes earlier.
+        With --train-tokens at most up to the first step that reaches them.
         """
         if training.train_iters is not None:
             iterations = training.train_iters
         elif training.train_samples is not None:
             iterations = max(0, self.iterations_within(training.train_samples))
         else:
-            raise ConfigError("the length of the run is missing: give --train-samples or --train-iters")
+            raise ConfigError("the length of the run is missing: set --train-samples or --train-iters")
         if training.train_tokens is not None:
             iterations = min(
                 iterations, self.iterations_until_tokens(training.train_tokens, seq_length, curriculum)
@@ -110,7 +111,7 @@ class BatchSchedule:
     def iterations_until_tokens(
         self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None
     ) -> int:
-        """The least number of steps that consume `target_tokens` or more."""
+        """The minimum number of steps that consume at least `target_tokens`."""
         iteration, samples, tokens, length = self._after_growth(
             seq_length, curriculum, lambda samples, tokens: tokens >= target_tokens
         )
@@ -120,7 +121,7 @@ class BatchSchedule:
     def tokens_of_samples(
         self, target_samples: float, seq_length: int, curriculum: LengthCurriculum | None
     ) -> float:
-        """Tokens consumed when samples come to `target_samples`; in the midst of a step, its share."""
+        """Tokens consumed at `target_samples`, interpolated within a step."""
         _, samples, tokens, length = self._after_growth(
             seq_length, curriculum, lambda samples, tokens: samples >= target_samples
         )
@@ -129,8 +130,8 @@ class BatchSchedule:
     def _after_growth(
         self, seq_length: int, curriculum: LengthCurriculum | None, is_enough: Callable[[int, int], bool]
     ) -> tuple[int, int, int, int]:
-        """(steps, samples, tokens, length of the last sequences) where the growth of a curriculum's sequences
-        ends, or before, after the first step with is_enough(samples, tokens)."""
+        """(steps, samples, tokens, last sequence length) when the curriculum ends, or after the first step
+        with is_enough(samples, tokens) if that is earlier."""
         if curriculum is None:
             return 0, 0, 0, seq_length
         iteration, samples, tokens = 0, 0, 0
@@ -142,7 +143,7 @@ class BatchSchedule:
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
-        """(consumed samples at its begin, batch size, steps) of each stretch of equal sizes; None: no end."""
+        """(consumed samples at its start, batch size, steps) of each range of equal sizes; None: no end."""
         if self.rampup is not None:
             _, increment, samples = self.rampup
             while (size := self.global_batch_size_at(consumed_samples)) < self.global_batch_size:

@@ -1,4 +1,4 @@
-"""The command line: flags made from the fields of the config sections, and answers to misspelt ones."""
+"""The command line: flags generated from the fields of the config sections, and their errors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from megatron.config.checks.unused import unused_setting_notes
+from megatron.config.checks.validate import validate
 from megatron.config.config import SECTIONS, Config
+from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Flag, flag_of, option_name
-from megatron.config.legacy import OLD_FLAGS
-from megatron.config.split import SPLIT_NAMES
-from megatron.config.validate import remarks, validate
-from megatron.config.weighted_paths import read_groups_file
+from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.parsing.weighted_paths import read_groups_file
 
-# Megatron's names and order of the groups of --help, and one of ours.
+# The groups of --help, with Megatron's names and in its order, and 'stability'.
 HELP_GROUPS = (
     "network size",
     "regularization",
     "training",
-    "trouble",
+    "stability",
     "initialization",
     "learning rate",
     "checkpointing",
@@ -40,22 +41,24 @@ HELP_GROUPS = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed and validated command line. notes: what the user should read once, one sentence each."""
+    """A parsed and validated command line. notes: one sentence each, to be logged once."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def read_command_line(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> CommandLine:
-    """Parse and validate argv (None: sys.argv[1:]); ConfigError for everything that cannot be run."""
+    """Parse and validate argv (None: sys.argv[1:]); ConfigError for anything that cannot be run."""
     argv = list(sys.argv[1:] if argv is None else argv)
     given = _parse(argv)
-    _take_launcher_settings(given.settings, env)
-    _take_groups_files(given.settings)
-    _require_all(given.settings)
-    config = Config(**{name: kind(**_part_of(given.settings, name)) for name, kind in SECTIONS.items()})
+    _apply_launcher_env(given.settings, env)
+    _read_groups_files(given.settings)
+    _check_required(given.settings)
+    config = Config(
+        **{name: kind(**_section_settings(given.settings, name)) for name, kind in SECTIONS.items()}
+    )
     validate(config)
-    return CommandLine(config, (*_legacy_notes(given.old), *given.repeated, *remarks(config)))
+    return CommandLine(config, (*given.notes, *unused_setting_notes(config)))
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
@@ -63,19 +66,8 @@ def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.en
     return read_command_line(argv, env).config
 
 
-def legacy_flags_used(argv: Sequence[str] | None = None) -> tuple[str, ...]:
-    """One sentence for each flag in argv that is accepted and has nothing left to do."""
-    return _legacy_notes(_parse(list(sys.argv[1:] if argv is None else argv)).old)
-
-
-def _legacy_notes(old: frozenset[str]) -> tuple[str, ...]:
-    return tuple(
-        f"{flag.name} has nothing left to do: {flag.reason}" for flag in OLD_FLAGS if flag.name in old
-    )
-
-
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; only flags that were given appear in its result, under 'section.field' or '--old-flag'."""
+    """The parser. Its result has the flags that were given, as 'section.field' or '--deprecated-flag'."""
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="%(prog)s FLAGS",
@@ -90,12 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
         for field in dataclasses.fields(kind):
             group = groups[flag_of(field).group or kind.group]
             _add_field(group, f"{section}.{field.name}", field, types[field.name])
-    _add_old_flags(parser)
+    _add_deprecated_flags(parser)
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse says what is wrong by printing its usage and exiting; here it is a ConfigError."""
+    """Raises ConfigError where argparse prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
         names, colon, complaint = message.removeprefix("argument ").partition(": ")
@@ -111,11 +103,10 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class _Given:
-    """What was given: settings by 'section.field', old flags by name, notes on repeated flags."""
+    """The given flags: settings by 'section.field', and notes on deprecated and repeated flags."""
 
     settings: dict[str, Any]
-    old: frozenset[str]
-    repeated: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def _parse(argv: list[str]) -> _Given:
@@ -124,27 +115,29 @@ def _parse(argv: list[str]) -> _Given:
     if unknown:
         raise ConfigError(_unknown_argument(parser, unknown))
     values = vars(namespace)
-    old = frozenset(flag.name for flag in OLD_FLAGS if flag.name in values)
-    settings = {name: value for name, value in values.items() if name not in old and name != _REPEATED}
-    return _Given(settings, old, tuple(values.get(_REPEATED, ())))
+    deprecated = {flag.name: flag.note for flag in DEPRECATED_FLAGS if flag.name in values}
+    settings = {
+        name: value for name, value in values.items() if name not in deprecated and name != _REPEATED_NOTES
+    }
+    return _Given(settings, (*deprecated.values(), *values.get(_REPEATED_NOTES, ())))
 
 
 def _unknown_argument(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     word = unknown[0]
     if not word.startswith("-"):
-        return f"'{word}' belongs to no flag: quote a value that holds spaces, or see --help"
+        return f"unexpected value '{word}': quote a value that contains spaces, or see --help"
     name = word.split("=")[0]
     nearest = difflib.get_close_matches(
         "--" + name.lstrip("-").replace("_", "-"), parser._option_string_actions, n=1
     )
-    return f"{name} is no flag: " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
+    return f"unknown flag {name}: " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
 
 
-_REPEATED = "(repeated)"
+_REPEATED_NOTES = "(repeated)"
 
 
 class _Store(argparse.Action):
-    """Stores the converted value; of a flag that comes again the last value counts, and a note says so."""
+    """Stores the converted value. The last value of a repeated flag is used, with a note."""
 
     def __init__(self, *, convert: _Converter, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -160,19 +153,20 @@ class _Store(argparse.Action):
         value = self.convert(values)
         before = getattr(namespace, self.dest, value)
         if before != value:
-            notes = getattr(namespace, _REPEATED, ())
-            note = f"{option} is given more than once: the last value, {_shown(value)}, counts"
-            setattr(namespace, _REPEATED, (*notes, note))
+            notes = getattr(namespace, _REPEATED_NOTES, ())
+            note = f"{option} is given more than once: the last value, {value_text(value)}, is used"
+            setattr(namespace, _REPEATED_NOTES, (*notes, note))
         setattr(namespace, self.dest, value)
 
 
-def _shown(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)
 class _Converter:
-    """Makes the value of one field from the words on the command line."""
+    """Converts the words of the command line to the value of one field."""
 
     option: str
     kind: type[Any]
@@ -187,20 +181,20 @@ class _Converter:
         if self.strip_quotes:
             word = word.strip("'\"")
         if not word:
-            raise ConfigError(f"{self.option} is empty: give it a value (is a shell variable unset?)")
+            raise ConfigError(f"{self.option} is empty: give a value (is a shell variable unset?)")
         if self.kind is str:
             return word
         try:
             return self.kind(word)
         except ValueError:
-            expected = "a whole number" if self.kind is int else "a number"
+            expected = "an integer" if self.kind is int else "a number"
             raise ConfigError(f"{self.option} is '{word}': expected {expected}") from None
 
 
 def _switch(option: str, word: str) -> bool:
-    """The value of a switch that old scripts give one: it is on."""
+    """True for a switch with an optional value, which old scripts give."""
     if word.lower() not in ("1", "true"):
-        raise ConfigError(f"{option} is '{word}': expected no value, or 1; leave the flag out to turn it off")
+        raise ConfigError(f"{option} is '{word}': expected no value, or 1; omit the flag to turn it off")
     return True
 
 
@@ -208,7 +202,7 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
     description = flag_of(field)
     names = (option_name(field.name), *description.aliases)
     text = _help_text(field, description)
-    kind = _value_type(annotation)
+    kind = value_type(annotation)
     if kind is bool and description.metavar is not None:
         group.add_argument(
             *names,
@@ -238,55 +232,57 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
     )
 
 
-def _value_type(annotation: Any) -> type[Any]:
+def value_type(annotation: Any) -> type[Any]:
     """The type of one value: of `int | None` and of `tuple[int, int, int] | None` it is int."""
     arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
-    return _value_type(arguments[0]) if arguments else annotation
+    return value_type(arguments[0]) if arguments else annotation
 
 
 def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    text = description.help.replace("%", "%%")
+    text = description.help
+    if description.registry is not None:
+        text += f". {description.registry.describe()}"
+    text = text.replace("%", "%%")
     if description.derived is not None:
         return f"{text} (default: {description.derived})"
     if field.default is dataclasses.MISSING:
         return f"{text} (required)"
     if field.default is None or field.default is False or field.default == ():
         return text
-    return f"{text} (default: {_shown(field.default)})"
+    return f"{text} (default: {value_text(field.default)})"
 
 
-def _add_old_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("old flags with nothing left to do (accepted and reported)")
-    for old in OLD_FLAGS:
-        if old.nargs == 0:
-            group.add_argument(*old.names, dest=old.name, action="store_true", help=old.reason)
+def _add_deprecated_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("deprecated flags (accepted and ignored)")
+    for flag in DEPRECATED_FLAGS:
+        if flag.nargs == 0:
+            group.add_argument(*flag.names, dest=flag.name, action="store_true", help=flag.reason)
         else:
             group.add_argument(
-                *old.names,
-                dest=old.name,
-                nargs=old.nargs,
-                metavar=old.metavar,
-                choices=old.choices,
-                help=old.reason,
+                *flag.names,
+                dest=flag.name,
+                nargs=flag.nargs,
+                metavar=flag.metavar,
+                choices=flag.choices,
+                help=flag.reason,
             )
 
 
-def _take_launcher_settings(settings: dict[str, Any], env: Mapping[str, str]) -> None:
-    """Fill in the world size and the local rank that the launcher left in the environment."""
+def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> None:
+    """Fill in world size and local rank from the launcher's environment variables."""
     if "parallel.local_rank" not in settings and "LOCAL_RANK" in env:
         settings["parallel.local_rank"] = _launcher_number(env, "LOCAL_RANK")
     started = _launcher_number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 1
     planned = settings.setdefault("parallel.world_size", started)
     if planned != started and not settings.get("training.dry_run"):
         raise ConfigError(
-            f"--world-size {planned} with {started} started process(es) (WORLD_SIZE): "
-            "drop --world-size, or add --dry-run to plan for that many"
+            f"--world-size {planned} does not match the {started} started process(es) (WORLD_SIZE): "
+            "remove --world-size, or add --dry-run to plan for another number"
         )
 
 
-def _take_groups_files(settings: dict[str, Any]) -> None:
-    """Fill in the groups of weighted paths from the files that hold them; a dry run can do without the
-    files."""
+def _read_groups_files(settings: dict[str, Any]) -> None:
+    """Fill in the groups of weighted paths from their files, which may be missing in a dry run."""
     for name in SPLIT_NAMES:
         groups = f"data.{name}_weighted_split_paths"
         option = option_name(f"{name}_weighted_split_paths_path")
@@ -294,7 +290,9 @@ def _take_groups_files(settings: dict[str, Any]) -> None:
         if file is None:
             continue
         if groups in settings:
-            raise ConfigError(f"{option} {file} and {option.removesuffix('-path')} are both given: drop one")
+            raise ConfigError(
+                f"{option} {file} and {option.removesuffix('-path')} are both given: remove one"
+            )
         if os.path.exists(file) or not settings.get("training.dry_run"):
             settings[groups] = read_groups_file(option, file)
 
@@ -304,12 +302,11 @@ def _launcher_number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise ConfigError(
-            f"the environment variable {name} is '{env[name]}': expected the whole number that a launcher "
-            "sets"
+            f"the environment variable {name} is '{env[name]}': expected the integer that the launcher sets"
         ) from None
 
 
-def _require_all(settings: dict[str, Any]) -> None:
+def _check_required(settings: dict[str, Any]) -> None:
     missing = [
         f"{option_name(field.name)} ({flag_of(field).help.split(':')[0]})"
         for section, kind in SECTIONS.items()
@@ -317,9 +314,9 @@ def _require_all(settings: dict[str, Any]) -> None:
         if field.default is dataclasses.MISSING and f"{section}.{field.name}" not in settings
     ]
     if missing:
-        raise ConfigError(f"missing: {', '.join(missing)}")
+        raise ConfigError(f"missing required flags: {', '.join(missing)}")
 
 
-def _part_of(settings: dict[str, Any], section: str) -> dict[str, Any]:
+def _section_settings(settings: dict[str, Any], section: str) -> dict[str, Any]:
     prefix = section + "."
     return {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}

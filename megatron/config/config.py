@@ -1,4 +1,4 @@
-"""The whole config of a run: one frozen section per concern."""
+"""The configuration of a run: one frozen section per concern."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.curriculum import LengthCurriculum
-from megatron.config.data import DataConfig
 from megatron.config.errors import ConfigError
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.config.output import CheckpointConfig, LoggingConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.training import BatchConfig, TrainingConfig
-from megatron.config.trouble import TroubleConfig
+from megatron.config.fields import changes_model
+from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.sections.batch import BatchConfig
+from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import DataConfig
+from megatron.config.sections.logging import LoggingConfig
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config.sections.stability import StabilityConfig
+from megatron.config.sections.training import TrainingConfig
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
@@ -28,13 +33,17 @@ SECTIONS: dict[str, type[Any]] = {
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
-    "trouble": TroubleConfig,
+    "stability": StabilityConfig,
 }
+
+# Former names, in the run.json of older checkpoints.
+RENAMED_SECTIONS = {"trouble": "stability"}
+RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a run was asked to do; dataclasses.replace makes a variant."""
+    """All settings of a run. dataclasses.replace makes a variant."""
 
     model: ModelConfig
     batch: BatchConfig
@@ -46,16 +55,16 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    trouble: TroubleConfig = field(default_factory=TroubleConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     curriculum: LengthCurriculum | None = None
-    """Not of the flags but of --deepspeed_config."""
+    """From --deepspeed_config, not from a flag."""
 
     def seq_length_at(self, iteration: int) -> int:
-        """Tokens per sample in step `iteration`, counted from 1; in evaluations it is --seq-length."""
+        """Tokens per sample in iteration `iteration`, counted from 1; evaluations use --seq-length."""
         return self.model.seq_length if self.curriculum is None else self.curriculum.length_at(iteration)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Section name -> field name -> value, in types that JSON knows (tuples become lists)."""
+        """Section name -> field name -> value, in JSON types (tuples become lists)."""
         sections = {
             section: {
                 name: list(value) if isinstance(value, tuple) else value
@@ -67,18 +76,31 @@ class Config:
             sections["curriculum"] = dataclasses.asdict(self.curriculum)
         return sections
 
+    def model_settings(self) -> dict[str, Any]:
+        """Field name -> value of all settings that change the model (`changes_model` in their flags)."""
+        settings = {
+            field.name: getattr(getattr(self, section), field.name)
+            for section, kind in SECTIONS.items()
+            for field in dataclasses.fields(kind)
+            if changes_model(kind, field)
+        }
+        if self.model.position_embedding_type != "absolute":
+            del settings["max_position_embeddings"]  # no parameter has this size
+        return settings
+
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
-        """The config that `to_dict` was made from; what is missing takes its default.
+        """The inverse of `to_dict`; missing fields have their defaults, former names are understood.
 
-        Raises ConfigError for a section or a field that does not exist, and for a missing one that has no
-        default.
+        Raises ConfigError for an unknown section or field, and for a missing field without a default.
         """
-        settings = dict(settings)
+        settings = {RENAMED_SECTIONS.get(name, name): section for name, section in settings.items()}
         curriculum = settings.pop("curriculum", None)
         for section in settings:
             if section not in SECTIONS:
-                raise ConfigError(f"'{section}' is no section of the config: expected {', '.join(SECTIONS)}")
+                raise ConfigError(
+                    f"unknown config section '{section}': expected one of {', '.join(SECTIONS)}"
+                )
         sections = {
             section: _section_from_dict(section, kind, settings.get(section, {}))
             for section, kind in SECTIONS.items()
@@ -88,10 +110,11 @@ class Config:
 
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
+    settings = {RENAMED_FIELDS.get(f"{section}.{name}", name): value for name, value in settings.items()}
     for name in settings:
         if name not in fields:
             raise ConfigError(
-                f"'{section}.{name}' is no setting: it was written by another version of this program"
+                f"unknown setting '{section}.{name}': it was written by another version of this program"
             )
     for name, description in fields.items():
         if description.default is dataclasses.MISSING and name not in settings:

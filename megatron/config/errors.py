@@ -1,4 +1,4 @@
-"""The error of a wrong setting, and how a program ends on it."""
+"""The error for invalid settings, and the exit of a program on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CONFIG_ERROR_EXIT_CODE = 2
 
 
 class ConfigError(Exception):
-    """What a user wrote cannot be run: one sentence with the value, what was expected, the flag to change.
+    """An invalid setting: one sentence with the value, the expected value, and the flag to change.
 
-    It is no ValueError on purpose: argparse catches those and puts its own words in place of the sentence.
+    Deliberately not a ValueError, which argparse catches and replaces by its own message.
     """
 
 
@@ -21,8 +21,7 @@ class ConfigError(Exception):
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """End the program with exit code 2 on a ConfigError.
 
-    Every rank exits, so that the launcher sees no survivor; only global rank 0 (environment variable RANK, 0
-    if unset) prints the sentence, so that it stands once in the log.
+    Every rank exits; only global rank 0 (environment variable RANK, 0 if unset) prints the message.
     """
     try:
         yield

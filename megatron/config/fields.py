@@ -1,8 +1,8 @@
-"""How a dataclass field describes its command-line flag, and the base class of all config sections.
+"""The description of a command-line flag in a dataclass field, and the base class of the config sections.
 
-`flag(default, help=...)` stands where `dataclasses.field` would; the parser in cli.py is made from what it
-stores. Bounds and choices are checked when a section is built, so they hold for code that builds a config by
-hand too.
+`flag(default, help=...)` is used instead of `dataclasses.field`; the parser in cli.py is generated from the
+metadata that it stores. Bounds and choices are checked when a section is constructed, also by other code than
+the parser.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
+from megatron.config.registry import Registry
 
 _METADATA_KEY = "flag"
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line and the checks need to know of one field, beyond its name, type and default."""
+    """The metadata of a field for the command line and the checks, beside its name, type and default."""
 
     help: str
     group: str | None
     aliases: tuple[str, ...]
-    choices: tuple[str, ...] | None
+    choices: tuple[str, ...] | Registry | None
+    registry: Registry | None
     metavar: str | tuple[str, ...] | None
     nargs: int | str | None
     derived: str | None
@@ -33,6 +35,9 @@ class Flag:
     above: float | None
     at_most: float | None
     below: float | None
+    changes_model: bool | None
+    summary: str | None
+    megatron_arg: bool
 
 
 def flag(
@@ -41,7 +46,8 @@ def flag(
     help: str,
     group: str | None = None,
     aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
+    choices: tuple[str, ...] | Registry | None = None,
+    registry: Registry | None = None,
     metavar: str | tuple[str, ...] | None = None,
     nargs: int | str | None = None,
     derived: str | None = None,
@@ -50,24 +56,56 @@ def flag(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    changes_model: bool | None = None,
+    summary: str | None = None,
+    megatron_arg: bool = False,
 ) -> Any:
-    """A dataclass field that is also a flag; without a default the flag is required.
+    """A dataclass field that is also a flag; required if it has no default.
 
-    group: title of the help group (None: the section's `group`). derived: in words, what stands in when the
-    flag is absent; the section's `derive` fills it in, so the built object never holds None there. at_least,
-    above, at_most, below: bounds on the number, or on each number of a tuple.
+    group: title of the help group (None: the section's `group`). derived: description of a default that the
+    section's `derive` computes from other fields, so that a constructed section has no None there. at_least,
+    above, at_most, below: bounds of the number, or of each number of a tuple.
+
+    choices: the possible values. registry: described in --help (default: `choices`, if that is a Registry).
+
+    changes_model: whether the same weights compute another function with another value, or have other shapes
+    (None: the section's `changes_model`). A checkpoint with another value is then refused, and a value that
+    Hugging Face's architecture cannot express is not exported. summary: text for one-line summaries of the
+    model if the value is not the default, with {} for the value. megatron_arg: Megatron's checkpoints
+    have the value in their `args` under the same name.
     """
     description = Flag(
-        help, group, aliases, choices, metavar, nargs, derived, strip_quotes, at_least, above, at_most, below
+        help,
+        group,
+        aliases,
+        choices,
+        registry if registry is not None or not isinstance(choices, Registry) else choices,
+        metavar,
+        nargs,
+        derived,
+        strip_quotes,
+        at_least,
+        above,
+        at_most,
+        below,
+        changes_model,
+        summary,
+        megatron_arg,
     )
     default = None if derived is not None else default
     return dataclasses.field(default=default, metadata={_METADATA_KEY: description})
 
 
 def flag_of(field: dataclasses.Field[Any]) -> Flag:
-    """The description that `flag` stored in a field."""
+    """The metadata that `flag` stored in a field."""
     description: Flag = field.metadata[_METADATA_KEY]
     return description
+
+
+def changes_model(section: type[Section], field: dataclasses.Field[Any]) -> bool:
+    """Whether a field of a section changes the model (see `flag`)."""
+    own = flag_of(field).changes_model
+    return section.changes_model if own is None else own
 
 
 def option_name(field_name: str) -> str:
@@ -77,9 +115,10 @@ def option_name(field_name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of the config sections: checks bounds and choices of fields, then derives what was left out."""
+    """Base of the config sections: checks bounds and choices, then computes derived defaults."""
 
     group: ClassVar[str]
+    changes_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -91,7 +130,7 @@ class Section:
             object.__setattr__(self, name, value)
 
     def derive(self) -> dict[str, Any]:
-        """Values for the fields that were left out; called once, while the object is built."""
+        """Values of the fields with a derived default; called once, when the object is constructed."""
         return {}
 
 

@@ -9,10 +9,10 @@ from megatron.config.errors import ConfigError
 
 
 class ToolParser(argparse.ArgumentParser):
-    """An argparse parser whose errors are ConfigErrors, so that they are printed like all others.
+    """An argparse parser that raises ConfigError.
 
-    `description` is printed with its line breaks, so a tool's docstring can serve. Flags are not abbreviated:
-    a new one would change what an abbreviation means.
+    `description` is printed with its line breaks, so that it can be a tool's docstring. Flags cannot be
+    abbreviated: a new flag would change the meaning of an abbreviation.
     """
 
     def __init__(self, description: str | None) -> None:

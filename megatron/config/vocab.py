@@ -1,16 +1,16 @@
-"""The size that the embedding table really has."""
+"""The padded vocabulary size."""
 
 from __future__ import annotations
 
 from megatron.config.errors import ConfigError
-from megatron.config.model import ModelConfig
+from megatron.config.sections.model import ModelConfig
 
 
 def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) -> int:
-    """Rows of the embedding table, padding included, over all tensor ranks.
+    """Number of rows of the word embeddings over all tensor-parallel ranks, padding included.
 
-    A multiple of make_vocab_size_divisible_by x tensor_parallel, or exactly pad_vocab_size_to where that is
-    set; then it must hold the true size and be divisible by tensor_parallel, else ConfigError.
+    A multiple of make_vocab_size_divisible_by x tensor_parallel, or pad_vocab_size_to if that is set.
+    ConfigError if pad_vocab_size_to is smaller than true_size or not divisible by tensor_parallel.
     """
     padded = model.pad_vocab_size_to
     if padded is None:
@@ -19,17 +19,17 @@ def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) 
     if padded < true_size:
         raise ConfigError(
             f"--pad-vocab-size-to {padded} is smaller than the vocabulary of {true_size} tokens: "
-            f"give at least {true_size}"
+            f"set it to at least {true_size}"
         )
     check_vocab_divides(padded, tensor_parallel)
     return padded
 
 
 def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
-    """Raise ConfigError where tensor ranks could not hold equal parts of the padded vocabulary."""
+    """Raise ConfigError for a padded vocabulary that is not divisible by the tensor-parallel size."""
     if padded % tensor_parallel:
         raise ConfigError(
             f"--pad-vocab-size-to {padded} is not divisible by --tensor-model-parallel-size "
-            f"{tensor_parallel}: give {-(-padded // tensor_parallel) * tensor_parallel}, or change the "
+            f"{tensor_parallel}: set it to {-(-padded // tensor_parallel) * tensor_parallel}, or change the "
             "tensor-parallel size"
         )

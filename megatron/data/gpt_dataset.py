@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError, DataConfig
-from megatron.config.split import SPLIT_NAMES
+from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.data.blended_dataset import BlendedDataset, BlendOrder
 from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config import ConfigError, DataConfig, parse_split
-from megatron.config.data import groups_option
-from megatron.config.split import SPLIT_NAMES
-from megatron.config.weighted_paths import WeightedPath, parse_data_path, parse_groups
+from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.parsing.weighted_paths import WeightedPath, parse_data_path, parse_groups
+from megatron.config.sections.data import groups_option
 from megatron.data.blended_dataset import integer_weights
 from megatron.data.indexed_dataset import IndexedDataset
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks.validate import validate
 from megatron.config.config import Config
-from megatron.config.curriculum import read_curriculum
 from megatron.config.errors import ConfigError
-from megatron.config.optimizer import PrecisionConfig
-from megatron.config.validate import validate
+from megatron.config.parsing.curriculum import read_curriculum
+from megatron.config.sections.precision import PrecisionConfig
 
 # These keys alone are passed on as they are: they watch the run and change none of its numbers.
 # Each acts with the pipeline engine of DeepSpeed 0.19.8.
@@ -120,14 +120,14 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
         )
     if settings.get("elastic_checkpoint"):
         notes.append(
-            "the DeepSpeed config's elastic_checkpoint has nothing left to do: every checkpoint opens on any "
-            "layout"
+            "the DeepSpeed config's elastic_checkpoint is deprecated and ignored: every checkpoint opens "
+            "on any layout"
         )
     zero = _section(settings, "zero_optimization")
     replaced = [key for key, value in zero.items() if key != "stage" and not _unset(value)]
     if replaced:
         notes.append(
-            f"the DeepSpeed config's zero_optimization has nothing left to do: --zero-stage decides, and "
+            f"the DeepSpeed config's zero_optimization is deprecated and ignored: --zero-stage decides, and "
             f"this repo's optimizer takes the place of DeepSpeed's ({', '.join(replaced)})"
         )
     for name, value in _passed_on(settings).items():

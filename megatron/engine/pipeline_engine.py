@@ -87,7 +87,7 @@ class GPTEngine(SameNumbersPipelineEngine):
             Sharing(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
         )
-        wrapped.averages_replicated = self.run_config.trouble.sync_tp_duplicated_parameters
+        wrapped.averages_replicated = self.run_config.stability.sync_tp_duplicated_parameters
         return wrapped
 
     def train_step(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import document_segments, positions_within_segments
 from megatron.model.transformer import LayerContext, Payload
 from megatron.mpu.embedding import embedding
@@ -56,10 +56,8 @@ class EmbeddingPipe(nn.Module):
         if is_head:
             return
         if model.embed_layernorm:
-            self.word_embeddings.norm = MixedFusedLayerNorm(
-                model.hidden_size, model.layernorm_epsilon, context.config.optimizer.use_apex
-            )
-        self.absolute = model.position_embedding_type == "absolute"
+            self.word_embeddings.norm = norm_class(context.config)(*norm_arguments(context.config))
+        self.absolute = context.positions.learned_table
         if self.absolute:
             self.position_embeddings = PositionEmbedding(
                 model.max_position_embeddings, model.hidden_size, model.init_method_std

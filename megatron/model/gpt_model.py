@@ -31,7 +31,7 @@ from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.engine.workarounds import initialize_vector_math
 from megatron.model.embedding import EmbeddingPipe, lm_head
-from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.recompute import LayerRecomputation
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -141,7 +141,7 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
         layers.append(LayerSpec(ParallelTransformerLayerPipe, context, index))
     layers += [
         _to_batch_first(context),
-        LayerSpec(MixedFusedLayerNorm, model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex),
+        LayerSpec(norm_class(config), *norm_arguments(config)),
         TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied),
     ]
     if config.precision.name != "fp32":

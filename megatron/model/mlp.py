@@ -1,11 +1,10 @@
 """The feed-forward block: h -> 4h -> h, plain or gated."""
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TensorGroup
 
@@ -15,13 +14,9 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-# Shazeer (2020), "GLU Variants Improve Transformer": the activation of the gate.
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "liglu": lambda x: x,
-    "geglu": F.gelu,
-    "reglu": F.relu,
-    "swiglu": F.silu,
-}
+def identity(x: Tensor) -> Tensor:
+    """The gate of a bilinear MLP (--glu-activation liglu)."""
+    return x
 
 
 class ParallelMLP(nn.Module):
@@ -36,8 +31,11 @@ class ParallelMLP(nn.Module):
     ) -> None:
         """`cut_sequence`: input and output are this tensor rank's part of the sequence."""
         super().__init__()
-        self.gate = GATES[config.glu_activation] if config.glu_activation else None
-        blocks = 2 if self.gate else 1
+        self.gated = config.glu_activation is not None
+        self.activation = (
+            GLU_ACTIVATIONS.load(config.glu_activation) if self.gated else ACTIVATIONS.load(config.activation)
+        )
+        blocks = 2 if self.gated else 1
         self.dense_h_to_4h = ColumnParallelLinear(
             config.hidden_size,
             blocks * config.ffn_hidden_size,
@@ -58,7 +56,7 @@ class ParallelMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         wide = self.dense_h_to_4h(hidden)
-        if self.gate is None:
-            return self.dense_4h_to_h(gelu(wide))
+        if not self.gated:
+            return self.dense_4h_to_h(self.activation(wide))
         value, gate = wide.chunk(2, dim=-1)
-        return self.dense_4h_to_h(value * self.gate(gate))
+        return self.dense_4h_to_h(value * self.activation(gate))

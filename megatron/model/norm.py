@@ -4,8 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config import Config
+from megatron.config.registries import NORMALIZATIONS
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
+
+
+def norm_class(config: Config) -> type[nn.Module]:
+    """The class of --normalization."""
+    return NORMALIZATIONS.load(config.model.normalization)
+
+
+def norm_arguments(config: Config) -> tuple[int, float, bool]:
+    """The arguments of `norm_class`: hidden size, epsilon, use_apex."""
+    return config.model.hidden_size, config.model.layernorm_epsilon, config.optimizer.use_apex
 
 
 class MixedFusedLayerNorm(nn.Module):

@@ -8,6 +8,8 @@ sample, computed once from the tokens and passed along the pipeline beside the h
 
 import math
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -142,3 +144,21 @@ class RotaryEmbedding:
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     return heads * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+@dataclass(frozen=True)
+class PositionScheme:
+    """The parts of the model that a position embedding type uses.
+
+    learned_table: position embeddings are added to the word embeddings. rotary: class of the rotary embedding
+    of queries and keys, made with the head dimension. slopes: function number of heads -> ALiBi slopes.
+    """
+
+    learned_table: bool = False
+    rotary: type[RotaryEmbedding] | None = None
+    slopes: Callable[[int], list[float]] | None = None
+
+
+ABSOLUTE = PositionScheme(learned_table=True)
+ROTARY = PositionScheme(rotary=RotaryEmbedding)
+ALIBI = PositionScheme(slopes=alibi_slopes)

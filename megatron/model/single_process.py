@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.model.gpt_model import pipeline_layers
-from megatron.model.norm import MixedFusedLayerNorm
+from megatron.model.norm import norm_class
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
@@ -30,6 +30,7 @@ class WholeGPT(nn.Module):
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, TensorGroup(), DropoutStream(config.training.seed))
         self.vocab_size = vocab_size
+        self._norm = norm_class(config)
         self.tied_modules = nn.ModuleDict()
         self._steps: list[Callable] = []
         for index, layer in enumerate(pipeline_layers(context, vocab_size, eod)):
@@ -56,7 +57,7 @@ class WholeGPT(nn.Module):
         state = tokens
         for step in self._steps:
             # The final norm is the first layer after the transformer that positions pass one by one.
-            if last_only and isinstance(step, MixedFusedLayerNorm):
+            if last_only and isinstance(step, self._norm):
                 state = state[:, -1:]
             state = step(state)
         return state[..., : self.vocab_size]

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.mlp import ParallelMLP
-from megatron.model.norm import MixedFusedLayerNorm
-from megatron.model.position import AttentionMasks, RotaryEmbedding, alibi_slopes
+from megatron.model.norm import norm_arguments, norm_class
+from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.parameters import mark_partial_gradient, spec_of
 from megatron.mpu.random import DropoutStream, dropout
@@ -33,22 +34,26 @@ class LayerContext:
     tensor: TensorGroup
     stream: DropoutStream
 
+    @property
+    def positions(self) -> PositionScheme:
+        """The parts of the model that --position-embedding-type uses."""
+        return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
+
     @cached_property
     def masks(self) -> AttentionMasks:
         """Attention biases for this rank's heads."""
-        slopes = None
-        if self.config.model.position_embedding_type == "alibi":
+        slopes, all_slopes = None, self.positions.slopes
+        if all_slopes is not None:
             heads = self.config.model.num_attention_heads // self.tensor.size
             first = self.tensor.rank * heads
-            slopes = alibi_slopes(self.config.model.num_attention_heads)[first : first + heads]
+            slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
         return AttentionMasks(slopes, within_documents=self.config.data.reset_attention_mask)
 
     @cached_property
     def rotary(self) -> RotaryEmbedding | None:
         """Rotary tables, or None with other position embeddings."""
-        if self.config.model.position_embedding_type != "rotary":
-            return None
-        return RotaryEmbedding(self.config.model.kv_channels)
+        rotary = self.positions.rotary
+        return None if rotary is None else rotary(self.config.model.kv_channels)
 
     @property
     def cut_sequence(self) -> bool:
@@ -80,8 +85,8 @@ class ParallelTransformerLayerPipe(nn.Module):
         model = context.config.model
         # Depth-scaled output layers (GPT-2): keeps the residual stream's variance independent of depth.
         output_init_std = model.matrix_init_std / sqrt(2.0 * model.num_layers)
-        use_apex = context.config.optimizer.use_apex
-        self.input_layernorm = MixedFusedLayerNorm(model.hidden_size, model.layernorm_epsilon, use_apex)
+        norm = norm_class(context.config)
+        self.input_layernorm = norm(*norm_arguments(context.config))
         self.self_attention = ParallelSelfAttention(
             model,
             layer_index,
@@ -94,9 +99,7 @@ class ParallelTransformerLayerPipe(nn.Module):
             context.cut_sequence,
             context.config.training.recomputes_attention,
         )
-        self.post_attention_layernorm = MixedFusedLayerNorm(
-            model.hidden_size, model.layernorm_epsilon, use_apex
-        )
+        self.post_attention_layernorm = norm(*norm_arguments(context.config))
         self.mlp = ParallelMLP(model, context.tensor, output_init_std, context.cut_sequence)
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout_rate = model.hidden_dropout

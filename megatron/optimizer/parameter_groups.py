@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.config import ConfigError, OptimizerConfig
+from megatron.config.registries import OPTIMIZERS
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import EightBitAdam, moment_bits
 
@@ -94,10 +95,20 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices <= {"cpu", "cuda", "xpu", "mps"}
     kernels = {"fused": fused, "foreach": not fused}
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, **kernels)
-    if config.optimizer not in ("adam", "adamw"):
-        raise ConfigError(f"--optimizer {config.optimizer} is none of adam, adamw, sgd")
+    return OPTIMIZERS.load(config.optimizer)(groups, config, kernels)
+
+
+def make_sgd(
+    groups: list[dict[str, Any]], config: OptimizerConfig, kernels: Mapping[str, bool]
+) -> torch.optim.Optimizer:
+    """SGD with momentum. kernels: PyTorch's arguments `fused` and `foreach`."""
+    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, **kernels)
+
+
+def make_adam(
+    groups: list[dict[str, Any]], config: OptimizerConfig, kernels: Mapping[str, bool]
+) -> torch.optim.Optimizer:
+    """AdamW of PyTorch, apex or bitsandbytes. kernels: PyTorch's arguments `fused` and `foreach`."""
     settings: dict[str, Any] = {
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),

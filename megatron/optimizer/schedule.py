@@ -13,17 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
+from megatron.config.registries import LR_DECAY_STYLES
 
 Unit = Literal["iterations", "samples", "tokens"]
-
-
-# Name of the style -> what remains, from 1 to 0, of the way to the minimum when a part of the decay is done;
-# None for a rate that does not decay.
-DECAY_STYLES: dict[str, Callable[[float], float] | None] = {
-    "constant": None,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +43,6 @@ class LearningRateSchedule:
     warmup: length of the warm-up, in warmup_unit.
     decay_start, decay_length: where the decay starts (the end of the warm-up) and where it ends, both counted
         from the start of training, in decay_unit. Style 'constant' keeps max_rate and has no end.
-    Raises ConfigError for a style that DECAY_STYLES lacks.
     """
 
     max_rate: float
@@ -64,10 +55,7 @@ class LearningRateSchedule:
     decay_unit: Unit
 
     def __post_init__(self) -> None:
-        if self.style not in DECAY_STYLES:
-            raise ConfigError(
-                f"--lr-decay-style is {self.style}: expected one of {', '.join(sorted(DECAY_STYLES))}"
-            )
+        LR_DECAY_STYLES.load(self.style)  # ConfigError for an unknown style, from code too
 
     @classmethod
     def from_config(
@@ -109,15 +97,16 @@ class LearningRateSchedule:
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_rate * warmed_up / self.warmup
-        remaining = DECAY_STYLES[self.style]
-        if remaining is None:
-            return self.max_rate
         position = progress.count(self.decay_unit)
         if position >= self.decay_length:
-            return self.min_rate
-        # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
-        done = max(0.0, (position - self.decay_start) / (self.decay_length - self.decay_start))
-        return self.min_rate + remaining(done) * (self.max_rate - self.min_rate)
+            done = 1.0
+        elif position <= self.decay_start:
+            # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
+            done = 0.0
+        else:
+            done = (position - self.decay_start) / (self.decay_length - self.decay_start)
+        rate: float = LR_DECAY_STYLES.load(self.style)(self.max_rate, self.min_rate, done)
+        return rate
 
     def describe(self) -> str:
         """One line for the start banner."""
@@ -128,6 +117,21 @@ class LearningRateSchedule:
             f"learning rate: {warmup}{self.style} from {self.max_rate:.3E} to {self.min_rate:.3E} "
             f"at {self.decay_length:,} {self.decay_unit}"
         )
+
+
+def constant_rate(max_rate: float, min_rate: float, done: float) -> float:
+    """No decay."""
+    return max_rate
+
+
+def linear_decay(max_rate: float, min_rate: float, done: float) -> float:
+    """Linear from max_rate to min_rate while `done` goes from 0 to 1."""
+    return min_rate + (1.0 - done) * (max_rate - min_rate)
+
+
+def cosine_decay(max_rate: float, min_rate: float, done: float) -> float:
+    """Half a cosine from max_rate to min_rate while `done` goes from 0 to 1."""
+    return min_rate + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_rate - min_rate)
 
 
 def _flag_end(unit: Unit) -> str:

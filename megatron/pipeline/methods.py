@@ -6,13 +6,14 @@ Needs no process group: a dry run on a laptop cuts as the training run does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
+from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, StageContent
+from megatron.config.registries import PARTITION_METHODS
 from megatron.pipeline.partition import Weight, partition
 from megatron.pipeline.uneven import partition_by_stage, partition_v
 
@@ -50,6 +51,16 @@ class Cut:
     unit: str
 
 
+@dataclass(frozen=True)
+class PipelineShape:
+    """The stages to fill. in_v: rank r holds stages r and stages - 1 - r. live_micro_batches: per stage, the
+    largest number of micro-batches between their forward and backward pass."""
+
+    stages: int
+    in_v: bool
+    live_micro_batches: Sequence[int]
+
+
 def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
     """The indices of the input embedding and of the head, which are of one class."""
     found = [index for index, name in enumerate(names) if name == EMBEDDING]
@@ -69,36 +80,63 @@ def cut_layers(
     live_micro_batches: per stage, how many micro-batches are between their forward and backward pass at most.
 
     Raises ConfigError, with the offending part and the layers' names, for an alternative that matches no
-    layer, a layout that does not add up, more stages than layers to share out, and an unknown method.
+    layer, a layout that does not add up, and more stages than layers to share out.
     """
     stages = 2 * num_ranks if in_v else num_ranks
-    if method.kind in LAYER_WEIGHTS:
-        return _cut_by_layer_weights(method, layers, stages, in_v)
-    if method.kind == "memory":
-        return _cut_by_memory(method, layers, live_micro_batches, in_v)
-    if method.kind == "explicit":
-        bounds = _explicit_bounds(method, layers.names, stages)
-        return Cut(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
-    raise ConfigError(
-        f"--partition-method {method.text} is of the kind '{method.kind}': expected one of "
-        f"{', '.join([*LAYER_WEIGHTS, 'memory', 'explicit'])}"
+    cut: Cut = PARTITION_METHODS.load(method.kind)(
+        method, layers, PipelineShape(stages, in_v, live_micro_batches)
     )
+    return cut
 
 
-def _measured_weights(method: PartitionMethod, layers: LayerTable) -> Sequence[float]:
+def by_layer_count(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """Equal numbers of layers."""
+    return _balanced(method, layers, shape, [1] * len(layers.names), "layers")
+
+
+def by_parameters(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """Equal numbers of parameters."""
+    return _balanced(method, layers, shape, layers.parameters, "M parameters", 1e6)
+
+
+def by_flops(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """Equal estimated FLOPs."""
+    return _balanced(method, layers, shape, layers.flops, "GFLOP", 1e9)
+
+
+def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """Equal measured time; ConfigError if no times were measured."""
     if layers.seconds is None:
         raise ConfigError(
             f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs "
             f"the file of --partition-profile FILE, which a run with that flag has written"
         )
-    return layers.seconds
+    return _balanced(method, layers, shape, layers.seconds, "ms", 1e-3)
 
 
-def _cut_by_layer_weights(method: PartitionMethod, layers: LayerTable, stages: int, in_v: bool) -> Cut:
-    weights_of, unit, scale = LAYER_WEIGHTS[method.kind]
-    weights = _keep_ends_whole(weights_of(method, layers), layers.names)
-    _check_enough(method, layers.names, weights, stages, in_v)
-    bounds = partition_v([weights] * stages) if in_v else partition(weights, stages)
+def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """Equal sums of the weights that type:REGEX:WEIGHT gives to the layers."""
+    return _balanced(method, layers, shape, _weights_by_name(method, layers.names), "")
+
+
+def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """The stages that the flag lists."""
+    bounds = _explicit_bounds(method, layers.names, shape.stages)
+    return Cut(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
+
+
+def _balanced(
+    method: PartitionMethod,
+    layers: LayerTable,
+    shape: PipelineShape,
+    weights: Sequence[Weight],
+    unit: str,
+    scale: float = 1,
+) -> Cut:
+    """Stages with equal sums of the layers' weights, which are shown in `unit`s of `scale`."""
+    weights = _keep_ends_whole(weights, layers.names)
+    _check_enough(method, layers.names, weights, shape.stages, shape.in_v)
+    bounds = partition_v([weights] * shape.stages) if shape.in_v else partition(weights, shape.stages)
     return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
 
 
@@ -123,16 +161,6 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         for index in open_still:
             weights[index] = alternative.weight
     return [weight or Fraction(0) for weight in weights]
-
-
-# Kind of method -> the weight of each layer, and the unit and scale in which a stage's weight is shown.
-LAYER_WEIGHTS: dict[str, tuple[Callable[[PartitionMethod, LayerTable], Sequence[Weight]], str, float]] = {
-    "uniform": (lambda method, layers: [1] * len(layers.names), "layers", 1),
-    "parameters": (lambda method, layers: layers.parameters, "M parameters", 1e6),
-    "time": (lambda method, layers: layers.flops, "GFLOP", 1e9),
-    "profile": (_measured_weights, "ms", 1e-3),
-    "type": (lambda method, layers: _weights_by_name(method, layers.names), "", 1),
-}
 
 
 def _check_enough(
@@ -164,15 +192,14 @@ def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[We
     return [0] * first + inner + [0] * (len(names) - 1 - head)
 
 
-def _cut_by_memory(
-    method: PartitionMethod, layers: LayerTable, live_micro_batches: Sequence[int], in_v: bool
-) -> Cut:
+def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+    """Equal estimated memory, with the activations of each stage's micro-batches in flight."""
     state, kept = (
         _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
     )
-    costs = [[s + live * k for s, k in zip(state, kept, strict=True)] for live in live_micro_batches]
-    _check_enough(method, layers.names, costs[-1], len(costs), in_v)
-    bounds = partition_v(costs) if in_v else partition_by_stage(costs)
+    costs = [[s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.live_micro_batches]
+    _check_enough(method, layers.names, costs[-1], len(costs), shape.in_v)
+    bounds = partition_v(costs) if shape.in_v else partition_by_stage(costs)
     sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
     return Cut(bounds, sums, MEMORY_UNIT)
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron.config import Config
+from megatron.config.sections.model import model_summary
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan, micro_batches_per_step
-from megatron.text_table import aligned
+from megatron.text_table import format_table
 
 
 def run_report(
@@ -30,9 +31,7 @@ def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     padded = padded_vocab_size(vocab_size, model, tensor)
     return (
-        f"model      {model.num_layers} layers x {model.hidden_size} hidden, "
-        f"{model.num_attention_heads} heads, sequence {model.seq_length}, "
-        f"{model.position_embedding_type} positions, {config.precision.name}\n"
+        f"model      {model_summary(model)}, {config.precision.name}\n"
         f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
         f"parameters {plan.total_parameters:,}"
     )
@@ -82,7 +81,7 @@ def stage_map(plan: StagePlan) -> str:
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
         row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
         rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.in_v else row)
-    return "\n".join([aligned(rows, left=(-1,)), heaviest_line(plan)])
+    return "\n".join([format_table(rows, left_align=(-1,)), heaviest_line(plan)])
 
 
 def heaviest_line(plan: StagePlan) -> str:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
-from megatron.config.partition_method import parse_partition_method
+from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeline_layers
+from megatron.model.norm import norm_class
 from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TensorGroup
 from megatron.mpu.random import DropoutStream
@@ -18,8 +19,6 @@ from megatron.pipeline.methods import (
     embedding_and_head,
 )
 from megatron.planner import flops, memory
-
-FINAL_NORM = "MixedFusedLayerNorm"
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def layer_table(
     work: dict[str, float] = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
     kept: dict[str, float] = {
         TRANSFORMER_LAYER: memory.transformer_layer_activation_bytes(config),
-        FINAL_NORM: memory.norm_activation_bytes(config),
+        norm_class(config).__name__: memory.norm_activation_bytes(config),
     }
     layer_flops = [work.get(name, 0.0) for name in names]
     activation_bytes = [kept.get(name, 0.0) for name in names]

@@ -56,10 +56,15 @@ class TokenizerFlags(Protocol):
     def tokenizer_model(self) -> str | None: ...
 
 
-def require_file(path: str | None, flag: str, tokenizer_type: str) -> str:
-    """Return `path` if it names a readable file; else a ConfigError that names the flag."""
+def require_setting(path: str | None, flag: str, tokenizer_type: str) -> str:
+    """Return the value of a tokenizer flag; ConfigError if it is missing or not a readable file.
+
+    Flags that end with -or-path may also be a name and are not checked here.
+    """
     if not path:
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}, which is not given")
+    if flag.endswith("-or-path"):
+        return path
     if not os.path.isfile(path):
         raise ConfigError(f"{flag} {path}: no such file, give the path of an existing file to {flag}")
     if not os.access(path, os.R_OK):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from megatron.config import ConfigError
-from megatron.config.data import TOKENIZER_FILES, fitting_tokenizer_types
-from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_file
+from megatron.config.fields import option_name
+from megatron.config.registries import TOKENIZERS
+from megatron.config.sections.data import fitting_tokenizer_types
+from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_setting
 
-GPT2_BPE = "GPT2BPETokenizer"
-HUGGING_FACE = "PretrainedFromHF"
-SENTENCE_PIECE = "SentencePieceTokenizer"
-TOKENIZER_TYPES = tuple(TOKENIZER_FILES)
+TOKENIZER_TYPES = tuple(TOKENIZERS)
 
 
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
@@ -19,31 +18,13 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
     Raises ConfigError for an unknown type, a missing flag, and a missing or damaged file.
     """
     tokenizer_type = flags.tokenizer_type or _type_from_files(flags)
-    # The libraries are heavy (transformers takes seconds to import): only the one in need is imported.
-    if tokenizer_type == GPT2_BPE:
-        from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-
-        return GPT2BPETokenizer(
-            require_file(flags.vocab_file, "--vocab-file", GPT2_BPE),
-            require_file(flags.merge_file, "--merge-file", GPT2_BPE),
-        )
-    if tokenizer_type == HUGGING_FACE:
-        from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
-
-        if not flags.tokenizer_name_or_path:
-            raise ConfigError(
-                f"--tokenizer-type {HUGGING_FACE} needs --tokenizer-name-or-path, which is not given"
-            )
-        return HuggingFaceTokenizer(flags.tokenizer_name_or_path)
-    if tokenizer_type == SENTENCE_PIECE:
-        from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-
-        return SentencePieceTokenizer(
-            require_file(flags.tokenizer_model, "--tokenizer-model", SENTENCE_PIECE)
-        )
-    raise ConfigError(
-        f"--tokenizer-type {tokenizer_type} is unknown, expected one of {', '.join(TOKENIZER_TYPES)}"
-    )
+    values = [
+        require_setting(getattr(flags, name), option_name(name), tokenizer_type)
+        for name in TOKENIZERS[tokenizer_type].settings
+    ]
+    # The libraries take seconds to import: only this tokenizer's is imported.
+    tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values)
+    return tokenizer
 
 
 def _type_from_files(flags: TokenizerFlags) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config import ConfigError
-from megatron.tokenizer.base import TokenizerFlags, require_file
+from megatron.tokenizer.base import TokenizerFlags, require_setting
 
 
 class HuggingFaceTokenizer:
@@ -76,8 +76,8 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
             flags.tokenizer_name_or_path, local_files_only=True, trust_remote_code=False, **bound
         )
     elif kind == "GPT2BPETokenizer":
-        shutil.copyfile(require_file(flags.vocab_file, "--vocab-file", kind), folder / "vocab.json")
-        shutil.copyfile(require_file(flags.merge_file, "--merge-file", kind), folder / "merges.txt")
+        shutil.copyfile(require_setting(flags.vocab_file, "--vocab-file", kind), folder / "vocab.json")
+        shutil.copyfile(require_setting(flags.merge_file, "--merge-file", kind), folder / "merges.txt")
         tokenizer = GPT2TokenizerFast.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **bound
         )

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.checkpoint.manifest import write_atomically
 from megatron.config import Config, ConfigError
-from megatron.config.partition_method import parse_partition_method
+from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe

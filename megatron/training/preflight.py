@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import missing_index_files
-from megatron.text_table import aligned
+from megatron.text_table import format_table
 from megatron.training.data import RunLength
 from megatron.training.launch import node_name
 from megatron.training.reports import FOLDER_VARIABLE
@@ -120,7 +120,7 @@ def find_differences(facts: Sequence[RankFacts]) -> list[tuple[str, str, str]]:
 
 def table(rows: Sequence[tuple[str, str, str]]) -> str:
     """Aligned, with a heading."""
-    return textwrap.indent(aligned([("node", "what", "found"), *rows], left=(0, 1, 2)), "  ")
+    return textwrap.indent(format_table([("node", "what", "found"), *rows], left_align=(0, 1, 2)), "  ")
 
 
 def check_folders(

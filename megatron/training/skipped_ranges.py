@@ -11,7 +11,7 @@ from megatron.config import BatchSchedule, Config
 def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tuple[int, int] | None:
     """The range of --skip-train-iteration-range that the iteration after `iteration` lies in, as far as it
     is still ahead: (that iteration, the last one). None if a step is to be taken."""
-    for first, last in config.trouble.skipped_ranges:
+    for first, last in config.stability.skipped_ranges:
         if first <= iteration + 1 <= last and iteration < total_iterations:
             return iteration + 1, min(last, total_iterations)
     return None

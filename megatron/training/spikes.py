@@ -10,13 +10,13 @@ from dataclasses import replace
 from statistics import median
 
 from megatron.checkpoint.folders import TrainingState
-from megatron.config import TroubleConfig
+from megatron.config import StabilityConfig
 
 
 class SpikeWatch:
     """Looks at one step after the other, before its update is made."""
 
-    def __init__(self, trouble: TroubleConfig) -> None:
+    def __init__(self, trouble: StabilityConfig) -> None:
         self._trouble = trouble
         self.finding = ""
         """In words, why the last step that was looked at is a spike; '' if it is none."""

@@ -40,7 +40,7 @@ class Trouble:
     spikes: SpikeWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spikes = SpikeWatch(self.config.trouble)
+        self.spikes = SpikeWatch(self.config.stability)
 
     def past_skipped_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
         """The state behind a range to skip, which is told; None if the next iteration is in none."""
@@ -54,7 +54,7 @@ class Trouble:
     def rules(self, state: TrainingState) -> StepRules:
         """Of the step after `state`, which begins."""
         self.spikes.begin(state)
-        trouble = self.config.trouble
+        trouble = self.config.stability
         limit = trouble.max_consecutive_skips
         return {
             "skips_non_finite": None if limit is None else state.skips_in_a_row + 1 < limit,
@@ -63,14 +63,14 @@ class Trouble:
 
     def verdict(self, error: NonFiniteError, iteration: int) -> RunStopped:
         """On a step that must not be skipped."""
-        limit = self.config.trouble.max_consecutive_skips
+        limit = self.config.stability.max_consecutive_skips
         in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
         return RunStopped(f"iteration {iteration}: {error}{in_a_row}")
 
     def after(self, state: TrainingState) -> TrainingState:
         """Tells what was wrong with the step that has led to `state`, if anything, and does what is left to
         do; the state to go on from. RunStopped if that was tried too often."""
-        trouble, optimizer = self.config.trouble, self.engine.optimizer
+        trouble, optimizer = self.config.stability, self.engine.optimizer
         state = self.spikes.remember(state, taken=not optimizer.skipped)
         if optimizer.overflow and optimizer.finding:
             self.metrics.print(f"iteration {state.iteration}: {optimizer.finding}")
@@ -90,7 +90,7 @@ class Trouble:
 
         Where there is no checkpoint yet, only the update is left out. `what`: the cause.
         """
-        limit = self.config.trouble.max_rollbacks
+        limit = self.config.stability.max_rollbacks
         if state.rollbacks >= limit:
             raise RunStopped(f"{what}: the run has gone back {limit} times already (--max-rollbacks)")
         checkpoint = self.checkpoints.go_back()
@@ -107,7 +107,7 @@ class Trouble:
 
     def check_invariants(self, iteration: int) -> None:
         """Every --check-invariants-interval steps, before what has drifted can be evaluated or saved."""
-        interval = self.config.trouble.check_invariants_interval
+        interval = self.config.stability.check_invariants_interval
         if interval and iteration % interval == 0:
             broken = broken_invariants(self.engine.optimizer, self.engine.layout)
             if broken:

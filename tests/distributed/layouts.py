@@ -24,8 +24,8 @@ from megatron.config import (
     ParallelConfig,
     PrecisionConfig,
     ScheduleConfig,
+    StabilityConfig,
     TrainingConfig,
-    TroubleConfig,
 )
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
         ),
         "data": DataConfig(),
         "checkpoint": CheckpointConfig(),
-        "trouble": TroubleConfig(),
+        "stability": StabilityConfig(),
     }
     for section, fields in changes.items():
         sections[section] = dataclasses.replace(sections[section], **fields)

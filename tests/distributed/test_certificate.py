@@ -125,9 +125,11 @@ def names_of(engine, flat):
 def test_copies_that_differ_between_ranks_are_recorded_and_not_taken_unasked(tmp_path):
     run_world(2, save_with_unequal_copies, Row(tp=2), tmp_path)
     assert certificate_in(tmp_path)["unequal_copies"] == ["fp32 of 8.weight"]
-    with pytest.raises(ConfigError, match=r"not equal \(fp32 of 8\.weight; 1 in all\).*--allow-drift"):
+    with pytest.raises(
+        ConfigError, match=r"not equal \(fp32 of 8\.weight; 1 in all\).*--allow-replica-mismatch"
+    ):
         find(tmp_path)
-    assert find(tmp_path, checkpoint={"allow_drift": True})[0] is not None
+    assert find(tmp_path, checkpoint={"allow_replica_mismatch": True})[0] is not None
 
 
 # --- data and learning rate ---

@@ -100,9 +100,9 @@ def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path, capsys
     sentence = capsys.readouterr().err
     assert (
         "copies of 8.weight on the tensor ranks differ by up to 5.00e-01" in sentence
-        and "--allow-drift" in sentence
+        and "--allow-replica-mismatch" in sentence
     )
-    ds_to_universal.main([*flags, "--allow-drift"])
+    ds_to_universal.main([*flags, "--allow-replica-mismatch"])
     assert "8.weight: the copies on tensor ranks differed by up to 5.00e-01" in capsys.readouterr().out
     mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
     assert mean.item() == pytest.approx(1.25, abs=0.05)
@@ -116,13 +116,13 @@ def certificate_of(folder):
 
 def test_the_proofs_are_dropped_of_what_was_averaged_alone(tmp_path):
     source = saved(tmp_path, Row(tp=2), {})
-    converted(source, tmp_path / "equal", allow_drift=True)
+    converted(source, tmp_path / "equal", allow_replica_mismatch=True)
     assert certificate_of(tmp_path / "equal") == certificate_of(source)
     change_a_copy(source)
     whole = certificate_of(source)
     # Interrupted after the copies were averaged, and continued without the flag.
     target = tmp_path / "averaged"
-    conversion = convert(open_source(source), target, allow_drift=True)
+    conversion = convert(open_source(source), target, allow_replica_mismatch=True)
     for parameter in conversion:
         if parameter.name == "8.weight":
             break

@@ -103,7 +103,8 @@ def test_what_is_not_finite_is_named_though_nothing_has_drifted():
 
 def stopped(row, changes):
     trainer = make_trainer(
-        config_of(row, model=TWO_LAYERS, trouble={"check_invariants_interval": 2}, parallel=changes), steps=4
+        config_of(row, model=TWO_LAYERS, stability={"check_invariants_interval": 2}, parallel=changes),
+        steps=4,
     )
     step = trainer.step
 

@@ -20,7 +20,7 @@ BAD = 7
 
 def config_of(row, trouble, folder=None, **changes):
     checkpoint = {"save": str(folder), "save_interval": 3} if folder else {}
-    return config_of_row(row, model=TWO_LAYERS, trouble=trouble, checkpoint=checkpoint, **changes)
+    return config_of_row(row, model=TWO_LAYERS, stability=trouble, checkpoint=checkpoint, **changes)
 
 
 def train(row, trouble, bad=(), folder=None, parallel=None):

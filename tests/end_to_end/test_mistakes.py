@@ -23,7 +23,7 @@ def test_a_misspelt_flag_is_answered_at_once_with_the_real_one(data: list[str]) 
     run = pretrain(["--num-layer", "4", *FLAGS, *data])
     assert run.exit_code == 2
     assert run.stdout == ""
-    assert run.stderr == "error: --num-layer is no flag: did you mean --num-layers?\n"
+    assert run.stderr == "error: unknown flag --num-layer: did you mean --num-layers?\n"
     assert run.cpu_s < 2
 
 

@@ -44,7 +44,7 @@ def test_trouble_is_the_same_in_one_go_and_interrupted_on_another_layout(
         decayed = 1e-4 + 9e-4 * (1 - min(1, (tokens - 64) / (1000 - 64)))
         assert step["learning_rate"] == pytest.approx(decayed if tokens > 32 else 5e-4, rel=1e-3)
     assert whole.stdout.count("Skipped iterations 3 to 4 due to --skip-train-iteration-range flag\n") == 1
-    assert "note: curriculum: sequences of 8 tokens at first, of 32 from step 8 on" in whole.stdout
+    assert "note: curriculum: sequence length 8 at first, 32 from step 8 on" in whole.stdout
 
     checkpoints = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     layout = ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]

@@ -125,7 +125,7 @@ def _change(flags: dict[str, list[str]], text: str) -> None:
             current.append(VALUES.get(word, word))
 
 
-RAMP_START = "comes to a batch of 32, which is not divisible by --micro-batch-size 8 x data-parallel size 16"
+RAMP_START = "has a batch of 32, which is not divisible by --micro-batch-size 8 x data-parallel size 16"
 
 SCRIPTS = (
     Script("arch-and-scaling-template", 64, "tp1 ~decay"),
@@ -266,7 +266,7 @@ SCRIPTS = (
         "--kill-switch-path kill-switch",
     ),
     # This batch, and that of two others below, fits the time after the ramp-up, when they were resumed.
-    Script("tr11b-1B3-ml", 64, "bloom micro 4", "comes to a batch of 192, which is not divisible"),
+    Script("tr11b-1B3-ml", 64, "bloom micro 4", "has a batch of 192, which is not divisible"),
     Script(
         "tr11c-2B5-ml",
         128,
@@ -276,7 +276,7 @@ SCRIPTS = (
         "tr11c-2B5-ml-continuation",
         128,
         "bloom layers 30 hidden 2560 heads 32 ramp 192 32 9_765_625 --lr 1.6e-4 --zero-stage 1",
-        "comes to a batch of 224, which is not divisible",
+        "has a batch of 224, which is not divisible",
     ),
     Script("tr11d-760M-ml", 32, "bloom hidden 1536 batch 256 --lr 2.5e-4 ~--checkpoint-activations"),
     Script(
@@ -288,7 +288,7 @@ SCRIPTS = (
         "tr11e-350M-ml",
         32,
         "bloom pp 1 hidden 1024 batch 256 --lr 3.0e-4 ~--checkpoint-activations",
-        "comes to a batch of 208, which is not divisible",
+        "has a batch of 208, which is not divisible",
     ),
     Script(
         "tr11e-350M-ml-continuation",
@@ -306,7 +306,7 @@ SCRIPTS = (
         128,
         "bloom pp 1 layers 30 hidden 4096 heads 32 ramp 192 32 9_765_625 --lr 1.2e-4 "
         "--save-interval 1 --zero-stage 1",
-        "comes to a batch of 192, which is not divisible",
+        "has a batch of 192, which is not divisible",
     ),
     Script(
         "tr11-200B-ml",

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from megatron.config import Config, ConfigError, legacy_flags_used, parse_args, read_command_line
+from megatron.config import Config, ConfigError, parse_args, read_command_line
 from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
+from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.fields import flag_of, option_name
-from megatron.config.legacy import OLD_FLAGS
 from tests.unit.config.command_lines import BLOOM, GPT_104B, PUBLISHED_FLAGS, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
@@ -246,11 +246,11 @@ def test_from_dict_names_what_it_does_not_know_and_what_it_lacks() -> None:
     ],
 )
 def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> None:
-    assert refusal(typed, "4") == f"{typed.split('=')[0]} is no flag: did you mean {meant}?"
+    assert refusal(typed, "4") == f"unknown flag {typed.split('=')[0]}: did you mean {meant}?"
 
 
 def test_a_flag_like_no_other_is_named() -> None:
-    assert refusal("--xyzzy-plugh") == "--xyzzy-plugh is no flag: see --help"
+    assert refusal("--xyzzy-plugh") == "unknown flag --xyzzy-plugh: see --help"
 
 
 def test_abbreviations_are_no_flags() -> None:
@@ -258,19 +258,19 @@ def test_abbreviations_are_no_flags() -> None:
 
 
 def test_a_stray_value_is_named() -> None:
-    assert refusal("--split", "969,", "30,", "1").startswith("'30,' belongs to no flag")
+    assert "value '30,'" in refusal("--split", "969,", "30,", "1")
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("--num-layers 1e3", ("--num-layers", "'1e3'", "whole number")),
-        ("--num-layers four", ("--num-layers", "'four'", "whole number")),
-        ("--seed 1.0", ("--seed", "'1.0'", "whole number")),
+        ("--num-layers 1e3", ("--num-layers", "'1e3'", "integer")),
+        ("--num-layers four", ("--num-layers", "'four'", "integer")),
+        ("--seed 1.0", ("--seed", "'1.0'", "integer")),
         ("--lr fast", ("--lr", "'fast'", "a number")),
         ("--lr nan", ("--lr", "nan", "finite")),
         ("--rampup-batch-size 1 2", ("--rampup-batch-size", "expected 3 arguments")),
-        ("--rampup-batch-size 1 2 x", ("--rampup-batch-size", "'x'", "whole number")),
+        ("--rampup-batch-size 1 2 x", ("--rampup-batch-size", "'x'", "integer")),
         ("--seed", ("--seed", "expected one argument")),
         ("--fp16=1", ("--fp16", "'1'")),
         ("--data-path", ("--data-path", "at least one")),
@@ -315,16 +315,15 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
         [*SMALL, "--seed", "1", "--seed", "2", "--clip-grad", "1.0", "--clip-grad", "1"], {}
     )
     assert command.config.training.seed == 2
-    assert command.notes == ("--seed is given more than once: the last value, 2, counts",)
+    assert command.notes == ("--seed is given more than once: the last value, 2, is used",)
 
 
-@pytest.mark.parametrize("old", OLD_FLAGS, ids=lambda old: old.name)
+@pytest.mark.parametrize("old", DEPRECATED_FLAGS, ids=lambda old: old.name)
 def test_a_flag_with_nothing_left_to_do_is_reported_once_with_the_reason(old) -> None:
     value = old.choices[0] if old.choices else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
-    expected = (f"{old.name} has nothing left to do: {old.reason}",)
+    expected = (f"{old.name} is deprecated and ignored: {old.reason}",)
     assert read_command_line([*SMALL, *words, *words], {}).notes == expected
-    assert legacy_flags_used([*SMALL, *words]) == expected
 
 
 @pytest.mark.parametrize(
@@ -351,7 +350,7 @@ def test_a_planned_world_size_needs_dry_run() -> None:
     config = parse_args([*SMALL, "--world-size", "8"], {"WORLD_SIZE": "2"})
     assert config.parallel.world_size == 8
     without = [word for word in SMALL if word != "--dry-run"]
-    with pytest.raises(ConfigError, match=r"--world-size 8 with 2 started .*--dry-run"):
+    with pytest.raises(ConfigError, match=r"--world-size 8 .* 2 started .*--dry-run"):
         parse_args([*without, "--world-size", "8"], {"WORLD_SIZE": "2"})
 
 
@@ -373,7 +372,7 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
     for kind in SECTIONS.values():
         for field in dataclasses.fields(kind):
             assert flags.count(option_name(field.name)) == 1
-    for old in OLD_FLAGS:
+    for old in DEPRECATED_FLAGS:
         assert flags.count(old.name) == 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import BatchSchedule, Config, ConfigError, TrainingConfig, parse_args
-from megatron.config.curriculum import LengthCurriculum, read_curriculum
+from megatron.config.parsing.curriculum import LengthCurriculum, read_curriculum
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import SMALL
 
@@ -61,8 +61,8 @@ def test_lengths_are_those_of_deepspeeds_scheduler(section) -> None:
         ({"schedule_type": "custom"}, ("schedule_type", "fixed_linear")),
         ({"min_difficulty": 4096}, ("min_difficulty 4096", "max_difficulty 2048")),
         ({"max_difficulty": 2044}, ("2044", "difficulty_step 8", "never")),
-        ({"max_difficulty": "2048"}, ("max_difficulty", "whole number")),
-        ({"schedule_config": {"total_curriculum_step": 5}}, ("difficulty_step", "whole number")),
+        ({"max_difficulty": "2048"}, ("max_difficulty", "integer")),
+        ({"schedule_config": {"total_curriculum_step": 5}}, ("difficulty_step", "integer")),
         ({"schedule_config": 5}, ("schedule_config is 5", "braces")),
         (
             {
@@ -94,7 +94,7 @@ def test_the_file_gives_a_run_its_curriculum_and_says_so(tmp_path: Path) -> None
     config, notes = read(tmp_path, TO_32)
     assert [config.seq_length_at(step) for step in (1, 180, 360, 1000)] == [8, 16, 32, 32]
     (note,) = notes
-    assert "sequences of 8 tokens at first, of 32 from step 360 on" in note
+    assert "sequence length 8 at first, 32 from step 360 on" in note
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     off, notes = read(tmp_path, {**TO_32, "enabled": False})
     assert off.curriculum is None and notes == ()
@@ -102,13 +102,13 @@ def test_the_file_gives_a_run_its_curriculum_and_says_so(tmp_path: Path) -> None
 
 
 def test_what_the_run_cannot_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"goes to 2048 tokens, and --seq-length is 32"):
+    with pytest.raises(ConfigError, match=r"2048 tokens, --seq-length is 32"):
         read(tmp_path, TR8B)
     with pytest.raises(ConfigError, match=r"--compile with a curriculum"):
         read(tmp_path, TO_32, "--compile")
     tensor = ["--world-size", "4", "--tensor-model-parallel-size", "4", "--sequence-parallel"]
     odd = {**TO_32, "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 2}}
-    with pytest.raises(ConfigError, match=r"of 10 tokens, which --sequence-parallel cannot cut over .* 4:"):
+    with pytest.raises(ConfigError, match=r"of 10 tokens.*--sequence-parallel.* 4:"):
         read(tmp_path, odd, *tensor)
     assert read(tmp_path, TO_32, *tensor)[0].curriculum is not None
 

@@ -246,7 +246,7 @@ def test_of_zero_only_the_stage_is_left_to_say(read) -> None:
     settings = read({"zero_optimization": zero}, "--zero-stage", "1")
     assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 1}
     (note,) = settings.notes
-    assert "zero_optimization has nothing left to do: " in note
+    assert "zero_optimization is deprecated and ignored: " in note
     assert "(allgather_bucket_size, overlap_comm)" in note
 
 

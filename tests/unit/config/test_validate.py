@@ -98,17 +98,17 @@ REFUSED = [
     ),
     (
         "--checkpoint-activations --recompute-granularity selective",
-        ("--checkpoint-activations", "--recompute-granularity selective", "drop one"),
+        ("--checkpoint-activations", "--recompute-granularity selective", "remove one"),
     ),
     (
         "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations "
         "--partition-activations",
-        ("--partition-activations", "--sequence-parallel", "drop the former"),
+        ("--partition-activations", "--sequence-parallel", "remove the former"),
     ),
     ("--save-interval 10", ("--save-interval 10", "--save")),
     ("--position-embedding-type alibi --reset-position-ids", ("--reset-position-ids", "alibi", "relative")),
     ("--data-path A B C", ("--data-path", "3 values", "0.3 A 0.7 B")),
-    ("--data-path A B", ("--data-path A B", "weight 'A' is no number")),
+    ("--data-path A B", ("--data-path A B", "weight 'A'")),
     ("--data-path 0 A 1 B", ("--data-path 0 A 1 B", "weight 0 is not above 0")),
     ("--split 1,2,3,4", ("--split", "'1,2,3,4'", "969,30,1")),
     ("--split 0,0,0", ("--split", "'0,0,0'")),
@@ -223,17 +223,14 @@ NO_EFFECT = [
     (
         "--recompute-granularity selective --attention-dropout 0",
         [
-            "--recompute-granularity has no effect with --attention-dropout 0: the fused attention then in "
-            "use keeps no scores, and only these does 'selective' recompute (full saves memory)"
+            "--recompute-granularity has no effect with --attention-dropout 0: fused attention stores no "
+            "attention scores to recompute (full reduces memory)"
         ],
     ),
     ("--recompute-granularity selective", []),
     (
         "--checkpoint-activations --partition-activations",
-        [
-            "--partition-activations has no effect with --tensor-model-parallel-size 1: there is nobody to "
-            "share a layer's input with"
-        ],
+        ["--partition-activations has no effect with --tensor-model-parallel-size 1"],
     ),
     ("--optimizer adamw --sgd-momentum 0", ["--sgd-momentum has no effect with --optimizer adamw"]),
     ("--adam-beta1 .8 --adam-eps 1e-6", []),
@@ -248,7 +245,7 @@ NO_EFFECT = [
     (
         "--split 1 --eval-iters 5 --eval-interval 5",
         [
-            f"--eval-{name} has no effect with --split 1, which leaves nothing for validation"
+            f"--eval-{name} has no effect with --split 1, which has no validation data"
             for name in ("interval", "iters")
         ],
     ),
@@ -329,7 +326,7 @@ class TestApex:
         (tmp_path / "apex").mkdir()
         (tmp_path / "apex" / "__init__.py").touch()
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        assert "another package of that name is installed" in sentence_of(words)
+        assert "another package" in sentence_of(words)
 
     def test_nvidias(self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for part in ("", "optimizers", "normalization"):

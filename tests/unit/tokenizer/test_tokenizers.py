@@ -208,7 +208,7 @@ def test_without_a_type_it_follows_from_the_files(
         ({"tokenizer_name_or_path": "/nowhere"}, "--tokenizer-name-or-path /nowhere: not a folder"),
         ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model"),
         ({"tokenizer_model": "/nowhere/sp.model"}, "--tokenizer-model /nowhere/sp.model: no such file"),
-        ({"tokenizer_type": "BertTokenizer"}, "--tokenizer-type BertTokenizer is unknown"),
+        ({"tokenizer_type": "BertTokenizer"}, "--tokenizer-type is 'BertTokenizer': expected one of"),
     ],
 )
 def test_what_is_missing_is_named_with_its_flag(given: dict[str, str], expected: str) -> None:

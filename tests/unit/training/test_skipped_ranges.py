@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.folders import TrainingState
 from megatron.config import BatchSchedule, parse_args
-from megatron.config.curriculum import LengthCurriculum
+from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.training.skipped_ranges import passed_over, range_to_skip
 from tests.unit.config.command_lines import SMALL
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron.checkpoint.folders import TrainingState
-from megatron.config import TroubleConfig
+from megatron.config import StabilityConfig
 from megatron.training.spikes import SpikeWatch
 
 START = TrainingState()
@@ -15,7 +15,9 @@ START = TrainingState()
 def watch_over(policy, steps, state=START):
     """Findings, refusals and the last state of (loss, grad norm) pairs with a window of 3."""
     watch = SpikeWatch(
-        TroubleConfig(spike_policy=policy, spike_window=3, spike_loss_factor=1.5, spike_grad_norm_factor=4.0)
+        StabilityConfig(
+            spike_policy=policy, spike_window=3, spike_loss_factor=1.5, spike_grad_norm_factor=4.0
+        )
     )
     findings, refusals = [], []
     for loss, norm in steps:
@@ -61,7 +63,7 @@ def test_a_resumed_watch_finds_what_an_uninterrupted_one_does(interrupted_after)
 
 
 def test_a_step_that_was_not_looked_at_leaves_the_window():
-    watch = SpikeWatch(TroubleConfig(spike_policy="skip", spike_window=3))
+    watch = SpikeWatch(StabilityConfig(spike_policy="skip", spike_window=3))
     before = TrainingState(5, recent_losses=(1.0, 2.0), recent_grad_norms=(1.0, 1.0))
     watch.begin(before)
     after = watch.remember(TrainingState(6), taken=False)

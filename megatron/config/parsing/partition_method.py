@@ -1,11 +1,11 @@
-"""What `--partition-method` may say. Read here, without torch, so that a slip is answered at once.
+"""The syntax of `--partition-method`.
 
     uniform | parameters | memory | time | profile
-    type:REGEX[@first|@last][:WEIGHT] | ...     also spelt weighted_type:
+    type:REGEX[@first|@last][:WEIGHT] | ...     also spelled weighted_type:
     layout:Et*3|(tt|)*29,t|L                     Megatron-LM's pipeline layout strings
-    stages:5,6*10,5                              transformer layers per stage; E+5 and 5+L spell out the ends
+    stages:5,6*10,5                              transformer layers per stage; E+5 and 5+L are explicit ends
 
-What a method means for a list of layers is in `megatron.pipeline.methods`.
+The methods are implemented in `megatron.pipeline.methods`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import re
 import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.registries import PARTITION_METHODS
 
-Kind = Literal["uniform", "parameters", "memory", "time", "profile", "type", "explicit"]
-WHOLE_WORDS: tuple[Kind, ...] = ("uniform", "parameters", "memory", "time", "profile")
 EXAMPLES = {
     "type": "type:embed:2|transformer:1",
     "layout": "layout:Et*3|(tt|)*29,t|L",
     "stages": "stages:5,6*10,5",
 }
-# Longer than any pipeline: a slip such as (t*999)*9999 ends in a sentence, not in swap space.
-_MOST_LAYERS = 100_000
-_DEEPEST = 100
+# Methods without an argument.
+WORDS = tuple(name for name in PARTITION_METHODS if name not in EXAMPLES)
+# More than any pipeline has: a mistake such as (t*999)*9999 is an error and does not exhaust the memory.
+_MAX_LAYERS = 100_000
+_MAX_DEPTH = 100
 
 _WEIGHT = re.compile(r"[0-9]{1,15}(\.[0-9]{0,15})?|\.[0-9]{1,15}")
 _PLACE = re.compile(r"(?P<pattern>.*)@(?P<place>first|last)", re.IGNORECASE | re.DOTALL)
@@ -35,18 +35,18 @@ _PLACE = re.compile(r"(?P<pattern>.*)@(?P<place>first|last)", re.IGNORECASE | re
 
 @dataclass(frozen=True)
 class Alternative:
-    """`REGEX[@first|@last][:WEIGHT]`: layers whose class or function name it matches weigh `weight`."""
+    """`REGEX[@first|@last][:WEIGHT]`: the weight of layers whose class or function name matches REGEX."""
 
     text: str
     pattern: str
     weight: Fraction
     place: str = ""
-    """'first' or 'last': only that one of the layers that the pattern matches; '': all of them."""
+    """'first' or 'last': only the first or last matching layer; '': all matching layers."""
 
 
 @dataclass(frozen=True)
 class StageContent:
-    """What an explicit layout puts on one stage."""
+    """The content of one stage in an explicit layout."""
 
     embedding: bool = False
     transformer_layers: int = 0
@@ -55,28 +55,29 @@ class StageContent:
 
 @dataclass(frozen=True)
 class PartitionMethod:
-    """The parsed value of the flag; `alternatives` for 'type', `stages` for 'explicit'."""
+    """The parsed flag. alternatives: for kind 'type'. stages: for kinds 'layout' and 'stages'."""
 
     text: str
-    kind: Kind
+    kind: str
+    """The name in PARTITION_METHODS."""
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[StageContent, ...] = ()
 
 
 def parse_partition_method(text: str) -> PartitionMethod:
-    """Reads the flag's value; ConfigError names the part that cannot be read, with an example."""
+    """Parse the flag's value; ConfigError names the invalid part, with an example."""
     kind, colon, rest = text.partition(":")
     kind = kind.strip().lower()
-    if not colon and kind in WHOLE_WORDS:
+    if not colon and kind in WORDS:
         return PartitionMethod(text, kind)
     if colon and kind in ("type", "weighted_type"):
         return PartitionMethod(text, "type", alternatives=_alternatives(text, rest))
     if colon and kind == "layout":
-        return PartitionMethod(text, "explicit", stages=_with_ends(text, _layout(text, rest), "layout"))
+        return PartitionMethod(text, "layout", stages=_with_ends(text, _layout(text, rest), "layout"))
     if colon and kind == "stages":
-        return PartitionMethod(text, "explicit", stages=_with_ends(text, _stages(text, rest), "stages"))
+        return PartitionMethod(text, "stages", stages=_with_ends(text, _stages(text, rest), "stages"))
     raise ConfigError(
-        f"--partition-method is '{text}': expected {', '.join(WHOLE_WORDS)}, or one such as "
+        f"--partition-method is '{text}': expected {', '.join(WORDS)}, or one such as "
         + ", ".join(EXAMPLES.values())
     )
 
@@ -98,23 +99,23 @@ def _alternative(text: str, part: str) -> Alternative:
         raise _error(text, f"'{part}' has more than one weight; expected REGEX:WEIGHT", "type")
     weight = weights[0].strip() if weights else "1"
     if not _WEIGHT.fullmatch(weight):
-        raise _error(text, f"the weight '{weight}' of '{part}' is not a number of at least 0", "type")
+        raise _error(text, f"the weight '{weight}' of '{part}' is not a non-negative number", "type")
     pattern, place = pattern.strip(), ""
     if placed := _PLACE.fullmatch(pattern):
         pattern, place = placed["pattern"], placed["place"].lower()
     if not pattern or _PLACE.fullmatch(pattern):
-        raise _error(text, f"'{part}' has no name to look for; expected a part of a layer's name", "type")
+        raise _error(text, f"'{part}' has no pattern; expected a part of a layer's name", "type")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a doubtful pattern, such as [[a]
+            warnings.simplefilter("error")  # for example [[a]
             re.compile(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
-        raise _error(text, f"'{pattern}' is no regular expression ({error})", "type") from error
+        raise _error(text, f"'{pattern}' is not a valid regular expression ({error})", "type") from error
     return Alternative(part.strip(), pattern, Fraction(weight), place)
 
 
 def _split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Splits where the separator stands for itself: not escaped, and in no bracket of a regex."""
+    """Split at separators that are neither escaped nor inside brackets of a regular expression."""
     parts, current, depth, in_set, escaped = [], "", 0, False, False
     for character in text:
         if character == separator and depth == 0 and not in_set and not escaped:
@@ -136,11 +137,11 @@ def _split_outside_brackets(text: str, separator: str) -> list[str]:
 
 
 def _layout(text: str, rest: str) -> list[StageContent]:
-    if rest.count("(") > _DEEPEST:
-        raise _error(text, f"more than {_DEEPEST} brackets", "layout")
+    if rest.count("(") > _MAX_DEPTH:
+        raise _error(text, f"more than {_MAX_DEPTH} brackets", "layout")
     letters, end = _expand(text, rest, 0)
     if end < len(rest):
-        raise _error(text, f"')' at place {end + 1} closes nothing", "layout")
+        raise _error(text, f"unmatched ')' at position {end + 1}", "layout")
     stages = letters.split("|")
     for letter, what in (("E", "embedding"), ("L", "head")):
         if letters.count(letter) != 1:
@@ -151,31 +152,33 @@ def _layout(text: str, rest: str) -> list[StageContent]:
 
 
 def _expand(text: str, rest: str, start: int) -> tuple[str, int]:
-    """The letters of a sequence, repeats written out, and where it ends: at a ')' or at the end."""
+    """(letters with repeats expanded, position of the end: a ')' or the end of the text)."""
     letters, position = "", start
     while position < len(rest) and rest[position] != ")":
         character = rest[position]
         if character == "(":
             item, position = _expand(text, rest, position + 1)
             if position == len(rest):
-                raise _error(text, "a '(' is never closed", "layout")
+                raise _error(text, "unmatched '('", "layout")
         elif character in "EtL|":
             item = character
         elif character in ", ":
             item = ""
         else:
             if character == "*":
-                raise _error(text, f"'*' at place {position + 1} follows nothing to repeat", "layout")
+                raise _error(text, f"'*' at position {position + 1} has nothing to repeat", "layout")
             raise _error(
-                text, f"'{character}' at place {position + 1} is none of E t L | ( ) * and numbers", "layout"
+                text,
+                f"'{character}' at position {position + 1}: expected E t L | ( ) * or a number",
+                "layout",
             )
         position += 1
         if repeat := re.compile(r"\*([0-9]{0,9})").match(rest, position):
             if not repeat[1]:
-                raise _error(text, f"'*' at place {position + 1} is followed by no number", "layout")
+                raise _error(text, f"'*' at position {position + 1} needs a number", "layout")
             position = repeat.end()
-            if len(item) * int(repeat[1]) > _MOST_LAYERS:
-                raise _error(text, f"'{repeat[0]}' makes more than {_MOST_LAYERS:,} layers", "layout")
+            if len(item) * int(repeat[1]) > _MAX_LAYERS:
+                raise _error(text, f"'{repeat[0]}' makes more than {_MAX_LAYERS:,} layers", "layout")
             item *= int(repeat[1])
         letters += item
     return letters, position
@@ -194,19 +197,20 @@ def _stages(text: str, rest: str) -> list[StageContent]:
     for entry in rest.split(","):
         read = _STAGE_ENTRY.fullmatch(entry.strip())
         if read is None or not (read["embedding"] or read["layers"] or read["head"]):
-            raise _error(text, f"'{entry}' is no number of layers, nor E+5, 5+L, E, L or 6*10", "stages")
+            raise _error(text, f"'{entry}': expected a number of layers, E+5, 5+L, E, L or 6*10", "stages")
         times = 1 if read["times"] is None else int(read["times"])
         if times == 0:
-            raise _error(text, f"'{entry}' repeats a stage no times", "stages")
+            raise _error(text, f"'{entry}' repeats a stage 0 times", "stages")
         content = StageContent(bool(read["embedding"]), int(read["layers"] or 0), bool(read["head"]))
-        if len(stages) + times > _MOST_LAYERS:
-            raise _error(text, f"'{entry}' makes more than {_MOST_LAYERS:,} stages", "stages")
+        if len(stages) + times > _MAX_LAYERS:
+            raise _error(text, f"'{entry}' makes more than {_MAX_LAYERS:,} stages", "stages")
         stages += [content] * times
     return stages
 
 
 def _with_ends(text: str, stages: list[StageContent], example: str) -> tuple[StageContent, ...]:
-    """The embedding is on the first stage and the head on the last, whether that is spelt out or not."""
+    """The stages with the embedding on the first and the head on the last one, even if E and L are "
+    "omitted."""
     if any(stage.embedding for stage in stages[1:]):
         raise _error(text, "the embedding E can only be on the first stage", example)
     if any(stage.head for stage in stages[:-1]):

@@ -1,4 +1,4 @@
-"""Flags for training through trouble."""
+"""The flags of the section stability."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.unit.config.command_lines import SMALL
 
 def test_any_number_of_ranges_is_read() -> None:
     flags = ["--skip-train-iteration-range", "13251-14000", "16_651-19500", "5-5"]
-    trouble = parse_args([*SMALL, *flags], {}).trouble
-    assert trouble.skipped_ranges == ((13251, 14000), (16651, 19500), (5, 5))
-    assert parse_args(SMALL, {}).trouble.skipped_ranges == ()
+    stability = parse_args([*SMALL, *flags], {}).stability
+    assert stability.skipped_ranges == ((13251, 14000), (16651, 19500), (5, 5))
+    assert parse_args(SMALL, {}).stability.skipped_ranges == ()
 
 
 @pytest.mark.parametrize("text", ["200-101", "0-5", "17", "a-b", "3-", "1-2-3"])
@@ -25,7 +25,7 @@ def test_a_rollback_needs_checkpoints() -> None:
     flags = [*SMALL, "--spike-policy", "rollback"]
     with pytest.raises(ConfigError, match="--spike-policy rollback without --save and --save-interval"):
         parse_args([*flags, "--save", "there"], {})
-    assert parse_args([*flags, "--save", "there", "--save-interval", "5"], {}).trouble.max_rollbacks == 3
+    assert parse_args([*flags, "--save", "there", "--save-interval", "5"], {}).stability.max_rollbacks == 3
 
 
 def test_flags_that_nothing_asks_are_noted() -> None:

@@ -1,4 +1,4 @@
-"""Blends of token files: the words of --data-path, and the groups of the --*-weighted-split-paths flags."""
+"""Blends of token files: --data-path, and the groups of the --*-weighted-split-paths flags."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ GROUP_FORM = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ...'"
 
 @dataclass(frozen=True)
 class WeightedPath:
-    """The documents of one prefix from the fraction `start` to the fraction `end`, and their weight in a
-    blend."""
+    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend."""
 
     weight: Fraction
     prefix: str
@@ -27,17 +26,17 @@ class WeightedPath:
 
 @dataclass(frozen=True)
 class PathGroup:
-    """A blend with the name under which it is logged."""
+    """A blend, and the name under which it is logged."""
 
     name: str
     paths: tuple[WeightedPath, ...]
 
 
 def parse_data_path(words: Sequence[str]) -> tuple[WeightedPath, ...]:
-    """One prefix, or weights and prefixes in turn: ('0.3', 'A', '0.7', 'B'). ConfigError for other words."""
+    """Parse one prefix, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError."""
     if len(words) == 1:
         return (WeightedPath(Fraction(1), words[0]),)
-    form = "expected one prefix, or weights and prefixes in turn, such as 0.3 A 0.7 B"
+    form = "expected one prefix, or alternating weights and prefixes, such as 0.3 A 0.7 B"
     if not words or len(words) % 2:
         raise ConfigError(f"--data-path has {len(words)} values: {form}")
     return tuple(
@@ -47,19 +46,19 @@ def parse_data_path(words: Sequence[str]) -> tuple[WeightedPath, ...]:
 
 
 def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
-    """The groups of one flag, each in the form GROUP_FORM. ConfigError quotes what is of another."""
+    """Parse the groups of one flag, each in the form GROUP_FORM. ConfigError quotes an invalid group."""
     groups = tuple(_parse_group(option, text) for text in texts)
     names = [group.name for group in groups]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"{option} has {names.count(name)} groups named '{name}': name each differently"
+                f"{option} has {names.count(name)} groups named '{name}': give each its own name"
             )
     return groups
 
 
 def read_groups_file(option: str, file: str) -> tuple[str, ...]:
-    """The groups that a file holds, as texts: each in double quotes. ConfigError if it cannot be read."""
+    """The groups in a file, each in double quotes, unparsed. ConfigError if the file cannot be read."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -69,11 +68,11 @@ def read_groups_file(option: str, file: str) -> tuple[str, ...]:
     try:
         groups = tuple(shlex.split(text))
     except ValueError:
-        groups = ()  # a quote is not closed
+        groups = ()  # unbalanced quotes
     if not groups:
         raise ConfigError(
-            f"{option}: {file} holds {_shortened(text.strip())}: expected groups, each in double quotes, in "
-            f"the form {GROUP_FORM[1:-1]}"
+            f"{option}: {file} contains {_shortened(text.strip())}: expected groups, each in double "
+            f"quotes, in the form {GROUP_FORM[1:-1]}"
         )
     return groups
 
@@ -84,15 +83,15 @@ def _parse_group(option: str, text: str) -> PathGroup:
     name = name.strip()
     if not colon or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(
-            f"{where}: expected {GROUP_FORM}, the name of letters, digits, '_', '-' and '.', and quotes "
-            "around the whole"
+            f"{where}: expected {GROUP_FORM}, with a name of letters, digits, '_', '-' and '.', in one "
+            "pair of quotes"
         )
     return PathGroup(name, tuple(_parse_path(where, path.strip()) for path in paths.split(",")))
 
 
 def _parse_path(where: str, text: str) -> WeightedPath:
     words = text.split()
-    form = "expected WEIGHT START:END PREFIX, and a comma before the next"
+    form = "expected WEIGHT START:END PREFIX, separated by commas"
     if len(words) != 3:
         raise ConfigError(f"{where}: '{text}' has {len(words)} words, {form}")
     weight = _weight(words[0], f"{where}: '{text}'", form)
@@ -102,8 +101,8 @@ def _parse_path(where: str, text: str) -> WeightedPath:
         start, end = 0.0, 0.0
     if not 0 <= start < end <= 1:
         raise ConfigError(
-            f"{where}: the range '{words[1]}' of {words[2]}: expected START:END, parts of its documents from "
-            "0 to 1, START below END, such as 0:0.95"
+            f"{where}: the range '{words[1]}' of {words[2]}: expected START:END, fractions of its documents "
+            "from 0 to 1 with START below END, such as 0:0.95"
         )
     return WeightedPath(weight, words[2], start, end)
 
@@ -112,12 +111,12 @@ def _weight(word: str, where: str, form: str) -> Fraction:
     try:
         weight = Fraction(word)
     except (ValueError, ZeroDivisionError):
-        raise ConfigError(f"{where}: the weight '{word}' is no number, {form}") from None
+        raise ConfigError(f"{where}: the weight '{word}' is not a number, {form}") from None
     if weight <= 0:
-        raise ConfigError(f"{where}: the weight {word} is not above 0: leave out what is not to be read")
+        raise ConfigError(f"{where}: the weight {word} is not above 0: omit data that is not used")
     return weight
 
 
 def _shortened(text: str) -> str:
-    """The text in quotes; of a long one (a blend of 50 languages), its beginning."""
+    """The text in quotes, truncated if it is long (a blend of 50 languages)."""
     return f"'{text}'" if len(text) <= 120 else f"'{text[:117]}...'"

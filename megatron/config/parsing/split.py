@@ -12,7 +12,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 def parse_split(split: str) -> tuple[float, float, float]:
     """Fractions of train, valid and test that add up to 1, from '969, 30, 1', '949/50/1' or '1'.
 
-    Weights that are left out are 0. Raises ConfigError for anything else.
+    Missing weights are 0. Raises ConfigError for anything else.
     """
     try:
         weights = [float(part) for part in split.split("," if "," in split else "/")]
@@ -21,8 +21,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
     total = sum(weights)
     if len(weights) > 3 or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
         raise ConfigError(
-            f"--split is '{split}': expected up to three parts for training, validation and test, none below "
-            "0 and not all 0, such as 969,30,1"
+            f"--split is '{split}': expected up to three weights for training, validation and test, none "
+            "negative and not all 0, such as 969,30,1"
         )
     train, valid, test = weights + [0.0] * (3 - len(weights))
     return train / total, valid / total, test / total

@@ -1,28 +1,29 @@
-"""Checks of the data flags: blends, groups, and tokenizer."""
+"""Checks of the data flags: blends, groups, tokenizer and files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig, fitting_tokenizer_types, groups_option
 from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
-from megatron.config.split import SPLIT_NAMES, parse_split
-from megatron.config.weighted_paths import parse_data_path, parse_groups
+from megatron.config.parsing.split import SPLIT_NAMES, parse_split
+from megatron.config.parsing.weighted_paths import parse_data_path, parse_groups
+from megatron.config.registries import TOKENIZERS
+from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
 
 
 def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:
-    """Whether there are validation and test data, and what to say where there are none for validation."""
+    """(has validation data, has test data, why validation settings have no effect without data)."""
     if _groups_given(data):
         circumstance = "without --valid-weighted-split-paths"
         return "valid" in _groups_given(data), "test" in _groups_given(data), circumstance
     _, valid, test = parse_split(data.split)
-    return valid > 0, test > 0, f"with --split {data.split}, which leaves nothing for validation"
+    return valid > 0, test > 0, f"with --split {data.split}, which has no validation data"
 
 
 def check_data(config: Config) -> None:
-    """Raise ConfigError for data flags that contradict each other or cannot be understood."""
+    """Raise ConfigError for data flags that contradict each other or cannot be parsed."""
     data = config.data
     parse_split(data.split)
     if _groups_given(data):
@@ -32,20 +33,20 @@ def check_data(config: Config) -> None:
     fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
         raise ConfigError(
-            f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or drop the "
-            "files of the others"
+            f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or remove "
+            "the files of the others"
         )
     if data.tokenizer_type is not None:
-        for name in TOKENIZER_FILES[data.tokenizer_type]:
+        for name in TOKENIZERS[data.tokenizer_type].settings:
             if getattr(data, name) is None:
                 raise ConfigError(
-                    f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: give its path"
+                    f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: set its path"
                 )
     if config.training.dry_run:
         return
     if not data.data_path and not _groups_given(data):
         raise ConfigError(
-            "--data-path is missing: give the prefix of a .bin/.idx pair (not needed with --dry-run)"
+            "--data-path is missing: set it to the prefix of a .bin/.idx pair (optional with --dry-run)"
         )
     if data.tokenizer_type is None:
         documents = [
@@ -55,14 +56,14 @@ def check_data(config: Config) -> None:
         ]
         if documents:
             raise ConfigError(
-                f"{option_name(documents[0])} needs the token that ends a document: give --tokenizer-type"
+                f"{option_name(documents[0])} needs the end-of-document token: set --tokenizer-type"
             )
         if config.model.vocab_size is None:
-            raise ConfigError("the size of the vocabulary is unknown: give --tokenizer-type, or --vocab-size")
+            raise ConfigError("the size of the vocabulary is unknown: set --tokenizer-type or --vocab-size")
 
 
 def _groups_given(data: DataConfig) -> list[str]:
-    """Those of train, valid and test that have groups (or a file of them, which a dry run may not have)."""
+    """The splits that have groups, or a file of groups (which may be missing in a dry run)."""
     return [
         name
         for name in SPLIT_NAMES
@@ -76,17 +77,17 @@ def _check_groups(data: DataConfig) -> None:
     option = groups_option(data, given[0])
     if data.data_path:
         raise ConfigError(
-            f"{option} with --data-path {' '.join(data.data_path)}: the groups name their own prefixes, drop "
-            "one of the two"
+            f"{option} with --data-path {' '.join(data.data_path)}: the groups contain their own prefixes, "
+            "remove one of the two"
         )
     if data.split != DataConfig.split:
         raise ConfigError(
-            f"{option} with --split {data.split}: the groups give the documents of each prefix as START:END, "
-            "drop --split"
+            f"{option} with --split {data.split}: the groups set the documents of each prefix as START:END, "
+            "remove --split"
         )
     if given[0] != "train":
         raise ConfigError(
-            f"{option} without --train-weighted-split-paths: give the documents to train on in the same way"
+            f"{option} without --train-weighted-split-paths: set the training data in the same way"
         )
     groups = {
         name: parse_groups(groups_option(data, name), getattr(data, f"{name}_weighted_split_paths"))
@@ -94,8 +95,8 @@ def _check_groups(data: DataConfig) -> None:
     }
     if len(groups["train"]) > 1:
         raise ConfigError(
-            f"{option} has {len(groups['train'])} groups: training reads one, put all prefixes into it with "
-            "commas between"
+            f"{option} has {len(groups['train'])} groups: training uses one, put all prefixes into it, "
+            "separated by commas"
         )
     both = {group.name for group in groups.get("valid", ())} & {
         group.name for group in groups.get("test", ())
@@ -103,12 +104,12 @@ def _check_groups(data: DataConfig) -> None:
     if both:
         raise ConfigError(
             f"{groups_option(data, 'valid')} and {groups_option(data, 'test')} both have a group named "
-            f"'{min(both)}': name one of them differently, for they are logged under their names"
+            f"'{min(both)}': rename one of them, they are logged under their names"
         )
 
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
-    """Every prefix, with the flag that gave it."""
+    """(flag, prefix) of all token files."""
     if not _groups_given(data) and not data.data_path:
         return []
     if not _groups_given(data):
@@ -122,7 +123,7 @@ def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
 
 
 def check_files(data: DataConfig) -> None:
-    """Raise ConfigError for the first file that is not there."""
+    """Raise ConfigError for the first missing file."""
     files = [
         (option, f"{prefix}{ending}")
         for option, prefix in token_file_prefixes(data)
@@ -133,7 +134,7 @@ def check_files(data: DataConfig) -> None:
         if (
             path is not None
             and data.tokenizer_type is not None
-            and name in TOKENIZER_FILES[data.tokenizer_type]
+            and name in TOKENIZERS[data.tokenizer_type].settings
         ):
             files.append((option_name(name), path))
     for option, file in files:

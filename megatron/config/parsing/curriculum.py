@@ -1,6 +1,6 @@
-"""Sequences that grow over the run: the `curriculum_learning` of a DeepSpeed JSON, of type seqlen.
+"""The sequence-length curriculum: `curriculum_learning` with type seqlen in a DeepSpeed JSON.
 
-The length of a step is a pure function of its number, as in DeepSpeed's CurriculumScheduler.
+The sequence length is a pure function of the iteration, as in DeepSpeed's CurriculumScheduler.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from megatron.config.errors import ConfigError
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.training import TrainingConfig
 
-_WHERE = "the DeepSpeed config's curriculum_learning"
+SOURCE = "the DeepSpeed config's curriculum_learning"
 _SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete")
 
 
 @dataclass(frozen=True)
 class LengthCurriculum:
-    """Tokens per sample, of the first ones that a sample has.
+    """The sequence length over the run; samples are truncated to it.
 
     fixed_linear, fixed_root: from min_length to max_length over total_steps, along the root of root_degree,
-    in multiples of `multiple`. fixed_discrete: lengths[i] up to step last_steps[i], then the last one.
+    rounded to multiples of `multiple`. fixed_discrete: lengths[i] up to step last_steps[i], then lengths[-1].
     """
 
     schedule: str
@@ -36,11 +33,11 @@ class LengthCurriculum:
     last_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "last_steps"):  # JSON makes lists of them
+        for name in ("lengths", "last_steps"):  # lists after a JSON round trip
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def length_at(self, iteration: int) -> int:
-        """Tokens per sample in step `iteration`, counted from 1."""
+        """Sequence length in step `iteration`, counted from 1."""
         if self.schedule == "fixed_discrete":
             for length, last in zip(self.lengths, self.last_steps, strict=False):
                 if iteration <= last:
@@ -58,68 +55,46 @@ class LengthCurriculum:
 
     @property
     def steps(self) -> int:
-        """From this step on the length stays."""
+        """The first step of the final sequence length."""
         return self.last_steps[-1] + 1 if self.schedule == "fixed_discrete" else self.total_steps
 
     def all_lengths(self) -> list[int]:
-        """Every length of the run, ascending."""
+        """All sequence lengths of the run, ascending."""
         return sorted({self.length_at(step) for step in range(1, self.steps + 1)})
 
     def describe(self) -> str:
-        """One sentence for the start of a run."""
+        """One sentence for the startup log."""
         return (
-            f"curriculum: sequences of {self.length_at(1)} tokens at first, of {self.length_at(self.steps)} "
-            f"from step {self.steps:,} on ({self.schedule}); evaluations have whole ones"
-        )
-
-
-def check_curriculum(
-    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
-) -> None:
-    """Raise ConfigError for lengths that the run cannot have."""
-    if curriculum.max_length > model.seq_length:
-        raise ConfigError(
-            f"{_WHERE} goes to {curriculum.max_length} tokens, and --seq-length is {model.seq_length}: lower "
-            "its max_difficulty, or raise the latter"
-        )
-    tensor = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):
-        raise ConfigError(
-            f"{_WHERE} has sequences of {odd[0]} tokens, which --sequence-parallel cannot cut over "
-            f"--tensor-model-parallel-size {tensor}: choose multiples of it (difficulty_step)"
-        )
-    if training.compile:
-        raise ConfigError(
-            "--compile with a curriculum of sequence lengths: layers would be compiled anew for each length, "
-            "drop the flag until the sequences have grown"
+            f"curriculum: sequence length {self.length_at(1)} at first, {self.length_at(self.steps)} from "
+            f"step {self.steps:,} on ({self.schedule}); evaluations use the full sequence length"
         )
 
 
 def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
-    """The curriculum of the file's section, None if it is not enabled; ConfigError for what is not known."""
+    """The curriculum of a JSON section, None if it is not enabled; ConfigError for invalid settings."""
     if section.get("enabled") is not True:
         return None
     for key in ("curriculum_type", "schedule_type", "schedule_config", "min_difficulty", "max_difficulty"):
         if key not in section:
-            raise ConfigError(f"{_WHERE} has no {key}: add it to the file")
+            raise ConfigError(f"{SOURCE} has no {key}: add it to the file")
     kind, schedule, details = (section[k] for k in ("curriculum_type", "schedule_type", "schedule_config"))
     if kind != "seqlen":
-        raise ConfigError(f"{_WHERE}.curriculum_type is {kind!r}: expected 'seqlen'")
+        raise ConfigError(f"{SOURCE}.curriculum_type is {kind!r}: expected 'seqlen'")
     if schedule not in _SCHEDULES:
-        raise ConfigError(f"{_WHERE}.schedule_type is {schedule!r}: expected one of {', '.join(_SCHEDULES)}")
+        raise ConfigError(f"{SOURCE}.schedule_type is {schedule!r}: expected one of {', '.join(_SCHEDULES)}")
     if not isinstance(details, Mapping):
-        raise ConfigError(f"{_WHERE}.schedule_config is {details!r}: expected an object in braces")
+        raise ConfigError(f"{SOURCE}.schedule_config is {details!r}: expected an object in braces")
     shortest, longest = (_number(section, key) for key in ("min_difficulty", "max_difficulty"))
     if shortest > longest:
         raise ConfigError(
-            f"{_WHERE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
+            f"{SOURCE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
         )
     if schedule == "fixed_discrete":
         return _discrete(details, shortest, longest)
     multiple = _number(details, "difficulty_step")
     if longest % multiple:
         raise ConfigError(
-            f"{_WHERE}: max_difficulty {longest} is no multiple of difficulty_step {multiple}, so it would "
+            f"{SOURCE}: max_difficulty {longest} is not a multiple of difficulty_step {multiple} and would "
             "never be reached: change one of them"
         )
     return LengthCurriculum(
@@ -147,7 +122,7 @@ def _discrete(details: Mapping[str, Any], shortest: int, longest: int) -> Length
     )
     if not fits:
         raise ConfigError(
-            f"{_WHERE}.schedule_config: fixed_discrete takes ascending whole numbers, 'difficulty' from "
+            f"{SOURCE}.schedule_config: fixed_discrete expects ascending integers, 'difficulty' from "
             f"min_difficulty {shortest} or more to max_difficulty {longest}, and 'max_step', one fewer"
         )
     return LengthCurriculum("fixed_discrete", shortest, longest, lengths=lengths, last_steps=steps)
@@ -160,5 +135,5 @@ def _is_count(value: Any) -> TypeGuard[int]:
 def _number(section: Mapping[str, Any], key: str) -> int:
     value = section.get(key)
     if not _is_count(value):
-        raise ConfigError(f"{_WHERE}: {key} is {value!r}: expected a whole number above 0")
+        raise ConfigError(f"{SOURCE}: {key} is {value!r}: expected a positive integer")
     return value

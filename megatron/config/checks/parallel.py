@@ -1,0 +1,65 @@
+"""Checks of the parallel layout and of the pipeline."""
+
+from __future__ import annotations
+
+from megatron.config.batch import BatchSchedule
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError
+from megatron.config.parsing.partition_method import parse_partition_method
+
+
+def check_layout(config: Config) -> None:
+    """Raise ConfigError for degrees that do not divide, and for ZeRO stages that do not combine."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.world_size % (tensor * pipeline):
+        raise ConfigError(
+            f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
+            f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple of that "
+            "(--world-size with --dry-run), or change one of the two"
+        )
+    if parallel.sequence_parallel and config.model.seq_length % tensor:
+        raise ConfigError(
+            f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}: change one of them"
+        )
+    if parallel.zero_stage >= 2 and pipeline > 1:
+        raise ConfigError(
+            f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "
+            "parallelism accumulates gradients over micro-batches and cannot shard them, use --zero-stage 1"
+        )
+    if parallel.cpu_offload and config.optimizer.use_apex:
+        raise ConfigError(
+            "--cpu-offload with --use-apex: the Adam of apex runs on GPUs only, and the optimizer step "
+            "would run on the CPU: remove one of the two"
+        )
+
+
+def check_pipeline(config: Config) -> None:
+    """Raise ConfigError for partition methods and pipeline schedules that cannot be run."""
+    parallel = config.parallel
+    method = parse_partition_method(parallel.partition_method)
+    if parallel.partition_profile is not None and method.kind != "profile":
+        raise ConfigError(
+            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
+            "the method profile uses it, change the method or remove the file"
+        )
+    if parallel.pipeline_schedule == "dualpipev":
+        _check_dualpipev(config)
+
+
+def _check_dualpipev(config: Config) -> None:
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages == 1:
+        raise ConfigError(
+            "--pipeline-schedule dualpipev with --pipeline-model-parallel-size 1: it needs a "
+            "pipeline, use 2 or more, or the schedule 1f1b"
+        )
+    per_micro_step = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    for size in BatchSchedule.from_config(config.batch).sizes():
+        if size // per_micro_step < 2 * stages:
+            raise ConfigError(
+                f"--pipeline-schedule dualpipev needs 2 x --pipeline-model-parallel-size = {2 * stages} "
+                f"micro-batches per step and replica, and a batch of {size} has {size // per_micro_step}: "
+                "increase --global-batch-size (or the ramp-up's START), or reduce --micro-batch-size"
+            )

@@ -1,0 +1,97 @@
+"""Notes on settings without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from megatron.config.checks.data import what_is_evaluated
+from megatron.config.config import Config
+from megatron.config.fields import Section, option_name
+from megatron.config.registries import LR_DECAY_STYLES, OPTIMIZERS, TOKENIZERS
+
+
+def unused_setting_notes(config: Config) -> tuple[str, ...]:
+    """One sentence for each setting that is not at its default and has no effect with the other settings."""
+    found = []
+    for section, names, reason in _unused_settings(config):
+        defaults = {field.name: field.default for field in dataclasses.fields(section)}
+        for name in names:
+            if getattr(section, name) != defaults[name]:
+                found.append(f"{option_name(name)} has no effect {reason}")
+    return tuple(found)
+
+
+def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
+    """(section, field names, reason) of the settings without effect."""
+    model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
+    precision, data, logging, stability = config.precision, config.data, config.logging, config.stability
+    names: tuple[str, ...]
+    if model.pad_vocab_size_to is not None:
+        yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if model.glu_activation is not None:
+        yield model, ("activation",), f"with --glu-activation {model.glu_activation}"
+    if not model.mup:
+        names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
+        yield model, names, "without --mup"
+    if config.parallel.tensor_model_parallel_size == 1:
+        reason = "with --tensor-model-parallel-size 1"
+        yield config.parallel, ("sequence_parallel",), reason
+        reason = "with --tensor-model-parallel-size 1"
+        yield training, ("partition_activations",), reason
+    if config.parallel.data_parallel_size == 1:
+        reason = "with data-parallel size 1"
+        yield config.parallel, ("zero_stage",), reason
+    if training.recomputes_attention and model.attention_dropout == 0:
+        reason = (
+            "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "
+            "reduces memory)"
+        )
+        yield training, ("recompute_granularity",), reason
+    style = schedule.lr_decay_style
+    yield schedule, LR_DECAY_STYLES.unused_settings(style), f"with --lr-decay-style {style}"
+    yield (
+        optimizer,
+        OPTIMIZERS.unused_settings(optimizer.optimizer),
+        f"with --optimizer {optimizer.optimizer}",
+    )
+    dynamic_scale = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    if not precision.fp16:
+        yield precision, dynamic_scale, "without --fp16"
+    elif precision.loss_scale is not None and training.deepspeed_config is None:  # the file may override it
+        yield precision, dynamic_scale, f"with the static --loss-scale {precision.loss_scale:g}"
+    valid, test, reason = what_is_evaluated(data)
+    if training.eval_iters == 0:
+        yield training, ("eval_interval",), "with --eval-iters 0"
+    elif not valid:
+        names = ("eval_interval",) if test else ("eval_interval", "eval_iters")
+        yield training, names, reason
+    if data.tokenizer_type is not None:
+        names = TOKENIZERS.unused_settings(data.tokenizer_type)
+        yield data, names, f"with --tokenizer-type {data.tokenizer_type}"
+    if config.checkpoint.save is None:
+        yield config.checkpoint, ("keep_last", "overwrite_checkpoints"), "without --save"
+    if config.checkpoint.keep_last is None:
+        yield config.checkpoint, ("save_retain_interval",), "without --keep-last"
+    if config.checkpoint.load is None:
+        yield config.checkpoint, ("override_data", "allow_replica_mismatch"), "without --load"
+        yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
+    if stability.spike_policy is None:
+        names = ("spike_loss_factor", "spike_grad_norm_factor", "spike_window", "max_rollbacks")
+        yield stability, names, "without --spike-policy"
+    elif stability.spike_policy != "rollback":
+        yield stability, ("max_rollbacks",), f"with --spike-policy {stability.spike_policy}"
+    if config.parallel.tensor_model_parallel_size == 1:
+        reason = "with --tensor-model-parallel-size 1"
+        yield stability, ("sync_tp_duplicated_parameters",), reason
+    if logging.tensorboard_dir is None:
+        yield logging, ("tensorboard_queue_size",), "without --tensorboard-dir"
+    if logging.wandb_project is None:
+        yield logging, ("wandb_name",), "without --wandb-project"
+    if logging.tensorboard_dir is None and logging.wandb_project is None:
+        names = (
+            "log_timers_to_tensorboard",
+            "log_batch_size_to_tensorboard",
+            "log_validation_ppl_to_tensorboard",
+        )
+        yield logging, names, "without --tensorboard-dir and --wandb-project"

@@ -1,0 +1,38 @@
+"""All checks of settings against each other, before any process group is created."""
+
+from __future__ import annotations
+
+from megatron.config.checks.batch import check_batches, check_length
+from megatron.config.checks.checkpoint import check_checkpoint
+from megatron.config.checks.curriculum import check_curriculum
+from megatron.config.checks.data import check_data, check_files
+from megatron.config.checks.dependencies import check_dependencies
+from megatron.config.checks.model import check_model
+from megatron.config.checks.optimizer import check_optimizer
+from megatron.config.checks.parallel import check_layout, check_pipeline
+from megatron.config.checks.precision import check_precision
+from megatron.config.checks.recomputation import check_recomputation
+from megatron.config.checks.schedule import check_schedule
+from megatron.config.checks.stability import check_stability
+from megatron.config.config import Config
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError for the first combination of settings that cannot be run."""
+    check_layout(config)
+    check_model(config)
+    check_batches(config)
+    check_pipeline(config)
+    check_length(config)
+    check_recomputation(config)
+    check_schedule(config)
+    check_precision(config.precision)
+    check_optimizer(config.optimizer)
+    check_checkpoint(config.checkpoint)
+    check_stability(config.stability, config.checkpoint)
+    if config.curriculum is not None:
+        check_curriculum(config.curriculum, config.model, config.parallel, config.training)
+    check_data(config)
+    if not config.training.dry_run:
+        check_files(config.data)
+        check_dependencies(config)

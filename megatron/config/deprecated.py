@@ -1,0 +1,46 @@
+"""Flags of published scripts that are accepted and ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeprecatedFlag:
+    """An accepted flag without effect. nargs and choices as in argparse, nargs 0: no value."""
+
+    names: tuple[str, ...]
+    reason: str
+    """Why it has no effect."""
+    nargs: int | str | None = 0
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The spelling used in messages."""
+        return self.names[0]
+
+    @property
+    def note(self) -> str:
+        """The message of a run that was given this flag."""
+        return f"{self.name} is deprecated and ignored: {self.reason}"
+
+
+DEPRECATED_FLAGS: tuple[DeprecatedFlag, ...] = (
+    DeprecatedFlag(("--deepspeed",), "DeepSpeed is always used"),
+    DeprecatedFlag(
+        ("--deepspeed-activation-checkpointing",), "--checkpoint-activations enables activation checkpointing"
+    ),
+    DeprecatedFlag(("--abort-on-unmet-fused-kernel-constraints",), "there are no compiled fused kernels"),
+    DeprecatedFlag(("--no-bias-gelu-fusion",), "there is no fused bias-GELU kernel"),
+    DeprecatedFlag(("--no-bias-dropout-fusion",), "there is no fused bias-dropout kernel"),
+    DeprecatedFlag(("--no-masked-softmax-fusion",), "attention uses scaled_dot_product_attention of PyTorch"),
+    DeprecatedFlag(
+        ("--no-query-key-layer-scaling",), "attention scores are never scaled by the layer number"
+    ),
+    DeprecatedFlag(
+        ("--data-impl",), "the format of token files is always mmap", nargs=None, choices=("mmap", "infer")
+    ),
+    DeprecatedFlag(("--codecarbon-dir",), "emissions are not tracked", nargs=None, metavar="FOLDER"),
+)

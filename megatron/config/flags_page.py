@@ -1,0 +1,94 @@
+"""Prints docs/flags.md, the reference of all flags: python -m megatron.config.flags_page > docs/flags.md"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from megatron.config.cli import HELP_GROUPS, value_text, value_type
+from megatron.config.config import SECTIONS
+from megatron.config.deprecated import DEPRECATED_FLAGS
+from megatron.config.fields import Flag, flag_of, option_name
+
+_HEAD = """# Flags
+
+All flags of `pretrain_gpt.py`, grouped as in `--help`, generated from `megatron/config/sections`:
+
+```bash
+.venv/bin/python -m megatron.config.flags_page > docs/flags.md
+```"""
+
+
+def flags_page() -> str:
+    """The Markdown page."""
+    groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
+    for kind in SECTIONS.values():
+        types = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            groups[flag_of(field).group or kind.group].append(_row(field, types[field.name]))
+    parts = [_HEAD]
+    for title, rows in groups.items():
+        table = "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{table}")
+    rows = [f"| {_code(', '.join(flag.names))} | {flag.reason} |" for flag in DEPRECATED_FLAGS]
+    table = "\n".join(["| flag | reason |", "|---|---|", *rows])
+    parts.append(f"## Deprecated flags\n\nAccepted, reported once, and ignored.\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
+    description = flag_of(field)
+    names = ", ".join(_code(name) for name in (option_name(field.name), *description.aliases))
+    help = _escaped(description.help)
+    if description.registry is not None:
+        choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in description.registry.items())
+        help = f"{help}<br>{'<br>'.join(choices)}"
+    return f"| {names} | {_value(description, annotation)} | {_default(field, description)} | {help} |"
+
+
+def _value(description: Flag, annotation: Any) -> str:
+    if description.choices is not None:
+        return ", ".join(map(_code, description.choices))
+    kind = value_type(annotation)
+    if kind is bool:
+        return ""
+    text = {int: "integer", float: "number", str: "text"}[kind]
+    if isinstance(description.metavar, str):
+        text = _code(description.metavar)
+    elif description.metavar is not None:
+        text = _code(" ".join(description.metavar))
+    many = {"+": ", one or more", "*": ", any number"}.get(str(description.nargs), "")
+    bounds = [
+        f"{sign} {bound}"
+        for sign, bound in (
+            ("≥", description.at_least),
+            (">", description.above),
+            ("≤", description.at_most),
+            ("<", description.below),
+        )
+        if bound is not None
+    ]
+    return f"{text}{many} {', '.join(bounds)}".strip()
+
+
+def _default(field: dataclasses.Field[Any], description: Flag) -> str:
+    if description.derived is not None:
+        return _escaped(description.derived)
+    if field.default is dataclasses.MISSING:
+        return "required"
+    if field.default is None or field.default is False or field.default == ():
+        return ""
+    return _code(value_text(field.default))
+
+
+def _code(text: str) -> str:
+    return f"`{_escaped(text)}`"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(flags_page(), end="")

@@ -1,0 +1,132 @@
+"""The registries: for each extensible setting, the table of its choices.
+
+A new choice is one line here and its implementation. The flag's choices, --help, docs/flags.md and the error
+for an unknown name come from this table.
+"""
+
+from __future__ import annotations
+
+from megatron.config.registry import Choice, Registry
+
+# Functions Tensor -> Tensor, element by element.
+ACTIVATIONS = Registry(
+    "--activation",
+    {"gelu": Choice("GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.mlp:gelu")},
+)
+
+# Functions Tensor -> Tensor of the gate in value * activation(gate): "GLU Variants Improve Transformer",
+# arXiv:2002.05202.
+GLU_ACTIVATIONS = Registry(
+    "--glu-activation",
+    {
+        "geglu": Choice("GELU", "torch.nn.functional:gelu"),
+        "liglu": Choice("identity", "megatron.model.mlp:identity"),
+        "reglu": Choice("ReLU", "torch.nn.functional:relu"),
+        "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
+    },
+)
+
+# Modules with __init__(hidden_size, epsilon, use_apex), [..., hidden] -> [..., hidden].
+NORMALIZATIONS = Registry(
+    "--normalization",
+    {"LayerNorm": Choice("layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm")},
+)
+
+# Instances of megatron.model.position.PositionScheme.
+POSITION_EMBEDDINGS = Registry(
+    "--position-embedding-type",
+    {
+        "absolute": Choice("learned position embeddings", "megatron.model.position:ABSOLUTE"),
+        "rotary": Choice("rotary embeddings (RoPE, arXiv:2104.09864)", "megatron.model.position:ROTARY"),
+        "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "megatron.model.position:ALIBI"),
+    },
+)
+
+# Functions (groups, OptimizerConfig, kernels) -> torch.optim.Optimizer.
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+OPTIMIZERS = Registry(
+    "--optimizer",
+    {
+        "adam": Choice(
+            "Adam with decoupled weight decay, as in Megatron",
+            "megatron.optimizer.parameter_groups:make_adam",
+            settings=_ADAM,
+        ),
+        "adamw": Choice("the same as adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM),
+        "sgd": Choice(
+            "SGD with momentum", "megatron.optimizer.parameter_groups:make_sgd", settings=("sgd_momentum",)
+        ),
+    },
+)
+
+# Functions (max_rate, min_rate, progress of the decay from 0 to 1) -> learning rate.
+_DECAY = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+LR_DECAY_STYLES = Registry(
+    "--lr-decay-style",
+    {
+        "constant": Choice("no decay", "megatron.optimizer.schedule:constant_rate"),
+        "linear": Choice(
+            "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
+        ),
+        "cosine": Choice(
+            "half a cosine to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
+        ),
+    },
+)
+
+# Functions (PartitionMethod, LayerTable, PipelineShape) -> Cut.
+PARTITION_METHODS = Registry(
+    "--partition-method",
+    {
+        "uniform": Choice("equal numbers of layers", "megatron.pipeline.methods:by_layer_count"),
+        "parameters": Choice("equal numbers of parameters", "megatron.pipeline.methods:by_parameters"),
+        "memory": Choice("equal estimated memory", "megatron.pipeline.methods:by_memory"),
+        "time": Choice("equal estimated FLOPs", "megatron.pipeline.methods:by_flops"),
+        "profile": Choice("equal measured time", "megatron.pipeline.methods:by_measured_time"),
+        "type": Choice(
+            "equal sums of layer weights by class name, as in type:embed:2|transformer:1",
+            "megatron.pipeline.methods:by_layer_type",
+        ),
+        "layout": Choice(
+            "explicit stages in Megatron-LM's syntax, as in layout:Et*3|(tt|)*29,t|L",
+            "megatron.pipeline.methods:explicit_stages",
+        ),
+        "stages": Choice(
+            "explicit numbers of transformer layers, as in stages:5,6*10,5",
+            "megatron.pipeline.methods:explicit_stages",
+        ),
+    },
+)
+
+# Classes with __init__(value of each of `settings`, in this order). All of the settings are required.
+TOKENIZERS = Registry(
+    "--tokenizer-type",
+    {
+        "GPT2BPETokenizer": Choice(
+            "GPT-2's byte-level BPE",
+            "megatron.tokenizer.gpt2_bpe:GPT2BPETokenizer",
+            settings=("vocab_file", "merge_file"),
+        ),
+        "PretrainedFromHF": Choice(
+            "a tokenizer of Hugging Face transformers",
+            "megatron.tokenizer.hugging_face:HuggingFaceTokenizer",
+            settings=("tokenizer_name_or_path",),
+        ),
+        "SentencePieceTokenizer": Choice(
+            "a SentencePiece model",
+            "megatron.tokenizer.sentence_piece:SentencePieceTokenizer",
+            settings=("tokenizer_model",),
+        ),
+    },
+)
+
+REGISTRIES = (
+    ACTIVATIONS,
+    GLU_ACTIVATIONS,
+    NORMALIZATIONS,
+    POSITION_EMBEDDINGS,
+    OPTIMIZERS,
+    LR_DECAY_STYLES,
+    PARTITION_METHODS,
+    TOKENIZERS,
+)

@@ -1,0 +1,60 @@
+"""Named choices of a setting, each with a description and an implementation that is imported when it is "
+"used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from megatron.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of a setting.
+
+    implementation: "module:attribute". settings: fields of the same section that this choice uses and that
+    have no effect with choices that do not list them.
+    """
+
+    description: str
+    implementation: str
+    settings: tuple[str, ...] = ()
+
+
+class Registry(Mapping[str, Choice]):
+    """The choices of the flag `option`, by name."""
+
+    def __init__(self, option: str, choices: Mapping[str, Choice]) -> None:
+        self.option = option
+        self._choices = dict(choices)
+
+    def __getitem__(self, name: str) -> Choice:
+        if name not in self._choices:
+            raise ConfigError(f"{self.option} is '{name}': expected one of {', '.join(self._choices)}")
+        return self._choices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._choices
+
+    def load(self, name: str) -> Any:
+        """Import and return the implementation of a choice. ConfigError for an unknown name."""
+        module, _, attribute = self[name].implementation.partition(":")
+        return getattr(import_module(module), attribute)
+
+    def describe(self) -> str:
+        """All choices with their descriptions, for --help."""
+        return "; ".join(f"{name}: {choice.description}" for name, choice in self._choices.items())
+
+    def unused_settings(self, name: str) -> tuple[str, ...]:
+        """The settings that other choices use and the choice `name` does not."""
+        every = dict.fromkeys(field for choice in self._choices.values() for field in choice.settings)
+        return tuple(field for field in every if field not in self[name].settings)

@@ -1,0 +1,1 @@
+"""The sections of the configuration: one frozen dataclass per file, whose fields are the flags."""

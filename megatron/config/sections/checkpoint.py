@@ -1,0 +1,56 @@
+"""Where checkpoints are saved and loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.fields import Section, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Checkpoint folders, the save interval, and what may differ on resume."""
+
+    group: ClassVar[str] = "checkpointing"
+
+    save: str | None = flag(
+        None, metavar="FOLDER", help="save checkpoints in this folder, at the end of the run and on exit"
+    )
+    load: str | None = flag(
+        None,
+        metavar="FOLDER",
+        help="resume from this folder, or from what was saved in --save since; the same folder as --save: "
+        "initialize from scratch if it is empty or absent",
+    )
+    save_interval: int | None = flag(None, at_least=1, help="iterations between checkpoints")
+    universal_checkpoint: bool = flag(
+        False,
+        aliases=("--universal_checkpoint",),
+        help="--load contains a universal checkpoint, made by tools/ds_to_universal.py, "
+        "tools/convert_huggingface.py, DeepSpeed or for BLOOM",
+    )
+    override_data: bool = flag(
+        False,
+        help="resume with other data than the checkpoint's, at the same number of consumed samples",
+    )
+    allow_replica_mismatch: bool = flag(
+        False,
+        aliases=("--allow-drift",),
+        help="resume from a checkpoint in which replicas of a parameter differ; the first rank's copy is "
+        "used",
+    )
+    keep_last: int | None = flag(
+        None,
+        at_least=1,
+        help="after each save, delete the run's earlier checkpoints in --save except the newest N, but never "
+        "the newest one that can be resumed",
+    )
+    save_retain_interval: int | None = flag(
+        None, at_least=1, metavar="STEPS", help="--keep-last keeps every checkpoint at a multiple of STEPS"
+    )
+    overwrite_checkpoints: bool = flag(
+        False,
+        help="start although --save holds checkpoints of another run; each is replaced when a new checkpoint "
+        "of the same name is complete",
+    )

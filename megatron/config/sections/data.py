@@ -1,0 +1,98 @@
+"""The token files, their splits, and the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.fields import Section, flag, option_name
+from megatron.config.registries import TOKENIZERS
+
+
+def _groups(help: str) -> Any:
+    return flag((), nargs="+", metavar="GROUP", help=help)
+
+
+def _groups_file(what: str) -> Any:
+    return flag(None, metavar="FILE", help=f"file with {what}, each in double quotes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Token files, their splits, document boundaries, and the tokenizer."""
+
+    group: ClassVar[str] = "data and dataloader"
+
+    data_path: tuple[str, ...] = flag(
+        (),
+        nargs="+",
+        metavar="PREFIX",
+        help="path of a .bin/.idx pair from tools/preprocess_data.py, without suffix; or a blend: WEIGHT "
+        "PREFIX WEIGHT PREFIX ...",
+    )
+    split: str = flag(
+        "969, 30, 1", strip_quotes=True, help="weights of the training, validation and test split"
+    )
+    train_weighted_split_paths: tuple[str, ...] = _groups(
+        "training data, instead of --data-path and --split: one quoted group 'NAME: WEIGHT START:END PREFIX, "
+        "WEIGHT START:END PREFIX, ...', with START and END as fractions of the documents"
+    )
+    valid_weighted_split_paths: tuple[str, ...] = _groups(
+        "groups of validation data, each evaluated and logged under its name"
+    )
+    test_weighted_split_paths: tuple[str, ...] = _groups(
+        "groups of test data, evaluated at the end of the run"
+    )
+    train_weighted_split_paths_path: str | None = _groups_file("the training group")
+    valid_weighted_split_paths_path: str | None = _groups_file("the validation groups")
+    test_weighted_split_paths_path: str | None = _groups_file("the test groups")
+    num_workers: int = flag(
+        2, at_least=0, help="data loading threads for training; 0: load in the main thread"
+    )
+    valid_num_workers: int = flag(
+        derived="--num-workers", at_least=0, help="data loading threads for validation and test"
+    )
+    reset_position_ids: bool = flag(
+        False, changes_model=True, help="reset position ids after each end-of-document token"
+    )
+    reset_attention_mask: bool = flag(
+        False, changes_model=True, help="restrict attention to the tokens of the same document"
+    )
+    eod_mask_loss: bool = flag(False, changes_model=True, help="mask the loss of end-of-document tokens")
+    tokenizer_type: str | None = flag(
+        derived="inferred from the tokenizer files",
+        choices=TOKENIZERS,
+        help="type of the tokenizer",
+    )
+    vocab_file: str | None = flag(
+        None, metavar="FILE", help="vocabulary file of GPT2BPETokenizer (vocab.json)"
+    )
+    merge_file: str | None = flag(None, metavar="FILE", help="merge file of GPT2BPETokenizer (merges.txt)")
+    tokenizer_name_or_path: str | None = flag(
+        None, metavar="FOLDER", help="tokenizer folder or name in the local cache, for PretrainedFromHF"
+    )
+    tokenizer_model: str | None = flag(None, metavar="FILE", help="model file of SentencePieceTokenizer")
+
+    def derive(self) -> dict[str, Any]:
+        derived: dict[str, Any] = {}
+        if self.valid_num_workers is None:
+            derived["valid_num_workers"] = self.num_workers
+        fitting = fitting_tokenizer_types(self)
+        if self.tokenizer_type is None and len(fitting) == 1:
+            derived["tokenizer_type"] = fitting[0]
+        return derived
+
+
+def groups_option(data: DataConfig, split_name: str) -> str:
+    """The flag that set the groups of 'train', 'valid' or 'test'."""
+    name = f"{split_name}_weighted_split_paths"
+    return option_name(name if getattr(data, f"{name}_path") is None else f"{name}_path")
+
+
+def fitting_tokenizer_types(flags: Any) -> list[str]:
+    """The tokenizer types that use some of the files in `flags` (a DataConfig or a tool's arguments)."""
+    return [
+        name
+        for name, tokenizer in TOKENIZERS.items()
+        if any(getattr(flags, field) for field in tokenizer.settings)
+    ]

@@ -1,0 +1,41 @@
+"""What a run logs, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.fields import Section, flag
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """Console output, log levels, TensorBoard and Weights & Biases."""
+
+    group: ClassVar[str] = "logging"
+
+    log_interval: int = flag(100, at_least=1, help="iterations between log lines of loss and throughput")
+    tensorboard_dir: str | None = flag(None, metavar="FOLDER", help="write TensorBoard logs to this folder")
+    tensorboard_queue_size: int = flag(
+        1000, at_least=1, help="events that the TensorBoard writer queues before it flushes"
+    )
+    wandb_project: str | None = flag(
+        None,
+        metavar="NAME",
+        help="log to this Weights & Biases project (pip install wandb)",
+    )
+    wandb_name: str | None = flag(
+        None, metavar="NAME", help="name of the Weights & Biases run (default: chosen by wandb)"
+    )
+    log_timers_to_tensorboard: bool = flag(
+        False, help="also log the iteration time and throughput (samples, tokens, TFLOPs)"
+    )
+    log_batch_size_to_tensorboard: bool = flag(False, help="also log the batch size")
+    log_validation_ppl_to_tensorboard: bool = flag(False, help="also log the validation perplexity")
+    log_path: str | None = flag(
+        None, metavar="FILE", help="append the console output to this file, in addition to stdout"
+    )
+    log_level: str = flag("warning", choices=LOG_LEVELS, help="log level on global rank 0")
+    log_level_replica: str = flag("error", choices=LOG_LEVELS, help="log level on all other ranks")

@@ -1,0 +1,205 @@
+"""The architecture of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.errors import ConfigError
+from megatron.config.fields import Section, flag, flag_of
+from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes."""
+
+    group: ClassVar[str] = "network size"
+    changes_model: ClassVar[bool] = True
+
+    num_layers: int = flag(megatron_arg=True, help="number of transformer layers", at_least=1)
+    hidden_size: int = flag(megatron_arg=True, help="hidden size of the transformer", at_least=1)
+    ffn_hidden_size: int = flag(
+        megatron_arg=True,
+        derived="4 x hidden size",
+        at_least=1,
+        help="hidden size of the MLP; with --glu-activation the size of each half",
+    )
+    num_attention_heads: int = flag(megatron_arg=True, help="number of attention heads", at_least=1)
+    kv_channels: int = flag(
+        megatron_arg=True, derived="hidden size / heads", at_least=1, help="head dimension of the attention"
+    )
+    seq_length: int = flag(
+        changes_model=False, help="sequence length in tokens", group="data and dataloader", at_least=1
+    )
+    max_position_embeddings: int = flag(
+        derived="--seq-length; required for absolute positions",
+        at_least=1,
+        help="number of position embeddings, the longest sequence that absolute positions support",
+    )
+    position_embedding_type: str = flag(
+        "absolute",
+        choices=POSITION_EMBEDDINGS,
+        megatron_arg=True,
+        help="type of the position embeddings",
+    )
+    vocab_size: int | None = flag(
+        None,
+        changes_model=False,
+        at_least=1,
+        help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128,
+        changes_model=False,
+        at_least=1,
+        help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
+    )
+    pad_vocab_size_to: int | None = flag(
+        None,
+        changes_model=False,
+        at_least=1,
+        help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
+    )
+    layernorm_epsilon: float = flag(1e-5, above=0, megatron_arg=True, help="epsilon of the norms")
+    embed_layernorm: bool = flag(
+        False, summary="embedding norm", megatron_arg=True, help="apply a norm to the word embeddings"
+    )
+    normalization: str = flag(
+        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms of the model"
+    )
+    activation: str = flag("gelu", choices=ACTIVATIONS, summary="{}", help="activation of the MLP")
+    glu_activation: str | None = flag(
+        None,
+        choices=GLU_ACTIVATIONS,
+        summary="{}",
+        megatron_arg=True,
+        help="use a gated MLP with this activation of the gate, instead of --activation",
+    )
+    apply_residual_connection_post_layernorm: bool = flag(
+        False,
+        summary="residual after norm",
+        megatron_arg=True,
+        help="take the residual connection from the output of the norm instead of its input",
+    )
+    init_method_std: float = flag(
+        0.02,
+        changes_model=False,
+        above=0,
+        group="initialization",
+        help="standard deviation of the normal distribution that initializes the weights",
+    )
+    mup: bool = flag(
+        False,
+        group="initialization",
+        help="maximal update parametrization for Adam (Tensor Programs V, arXiv:2203.03466): hyperparameters "
+        "transfer from a narrow model to a wide one. With W = hidden size / --mup-base-hidden-size, the "
+        "matrices of the transformer layers are initialized with --init-method-std / sqrt(W) and learn at "
+        "lr / W; the logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult "
+        "/ head dimension",
+    )
+    mup_base_hidden_size: int = flag(
+        1,
+        at_least=1,
+        group="initialization",
+        help="hidden size at which --mup changes neither the initialization nor the learning rates",
+    )
+    mup_input_mult: float = flag(
+        1.0, above=0, group="initialization", help="multiplier of the embedding output with --mup"
+    )
+    mup_output_mult: float = flag(
+        1.0, above=0, group="initialization", help="multiplier of the logits with --mup"
+    )
+    mup_attn_mult: float = flag(
+        1.0, above=0, group="initialization", help="multiplier of the attention scores with --mup"
+    )
+    hidden_dropout: float = flag(
+        0.1,
+        changes_model=False,
+        at_least=0,
+        below=1,
+        group="regularization",
+        help="dropout probability of the embeddings and of the attention and MLP outputs",
+    )
+    attention_dropout: float = flag(
+        0.1,
+        changes_model=False,
+        at_least=0,
+        below=1,
+        group="regularization",
+        help="dropout probability of the attention weights. Above 0, fused attention is not used: attention "
+        "is slower and its activations grow with the square of the sequence length "
+        "(--recompute-granularity selective avoids that memory)",
+    )
+
+    @property
+    def width_ratio(self) -> float:
+        """Hidden size divided by the base hidden size of --mup; 1 without --mup."""
+        return self.hidden_size / self.mup_base_hidden_size if self.mup else 1.0
+
+    @property
+    def matrix_init_std(self) -> float:
+        """Standard deviation of the initial matrices of the transformer layers."""
+        return self.init_method_std / math.sqrt(self.width_ratio)
+
+    @property
+    def matrix_rate_factor(self) -> float:
+        """Multiplier of the learning rate of the matrices of the transformer layers."""
+        return 1.0 / self.width_ratio
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """Multiplier of the embedding output."""
+        return self.mup_input_mult if self.mup else 1.0
+
+    @property
+    def attention_scale(self) -> float:
+        """Multiplier of query x key."""
+        return self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
+
+    @property
+    def logits_multiplier(self) -> float:
+        """Multiplier of the logits."""
+        return self.mup_output_mult / self.width_ratio if self.mup else 1.0
+
+    def derive(self) -> dict[str, Any]:
+        derived: dict[str, Any] = {}
+        if self.ffn_hidden_size is None:
+            derived["ffn_hidden_size"] = 4 * self.hidden_size
+        if self.kv_channels is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ConfigError(
+                    f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                    f"{self.num_attention_heads}: change one of them, or set the head dimension with "
+                    "--kv-channels"
+                )
+            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
+        if self.max_position_embeddings is None:
+            if self.position_embedding_type == "absolute":
+                raise ConfigError(
+                    "--position-embedding-type absolute without --max-position-embeddings: set it to at "
+                    f"least --seq-length {self.seq_length}"
+                )
+            derived["max_position_embeddings"] = self.seq_length
+        return derived
+
+
+MEGATRON_MODEL_ARGS = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
+)
+"""Fields that Megatron's checkpoints have in their `args` under the same name."""
+
+
+def model_summary(model: ModelConfig) -> str:
+    """Sizes and variants of the model in one line, for logs and reports."""
+    variants = [
+        summary.format(value)
+        for field in dataclasses.fields(ModelConfig)
+        if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
+    ]
+    return (
+        f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
+        + ", ".join([f"sequence {model.seq_length}", f"{model.position_embedding_type} positions", *variants])
+    )

@@ -1,0 +1,90 @@
+"""The number of processes and how the model is distributed over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.fields import Section, flag
+from megatron.config.registries import PARTITION_METHODS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """Parallel sizes, the pipeline's partition and schedule, ZeRO, and the communication backend."""
+
+    group: ClassVar[str] = "distributed"
+
+    tensor_model_parallel_size: int = flag(1, at_least=1, help="tensor-parallel size (TP)")
+    pipeline_model_parallel_size: int = flag(
+        1, at_least=1, help="pipeline-parallel size (PP), the number of pipeline ranks"
+    )
+    partition_method: str = flag(
+        "type:transformer",
+        aliases=("--pp-partition-method",),
+        strip_quotes=True,
+        metavar="METHOD",
+        registry=PARTITION_METHODS,
+        help="how layers are assigned to pipeline stages, see docs/partition.md",
+    )
+    partition_profile: str | None = flag(
+        None,
+        metavar="FILE",
+        help="file of layer times for --partition-method profile: written if missing, read if present",
+    )
+    pipeline_schedule: str = flag(
+        "1f1b",
+        choices=("1f1b", "dualpipev"),
+        help="pipeline schedule. dualpipev: each rank holds two stages, the first and the last stage are on "
+        "rank 0, which reduces the pipeline bubble",
+    )
+    sequence_parallel: bool = flag(
+        False,
+        help="shard norms, dropout and residual connections along the sequence dimension over the "
+        "tensor-parallel group, which reduces activation memory",
+    )
+    zero_stage: int = flag(
+        0,
+        at_least=0,
+        at_most=3,
+        help="ZeRO stage. 0: nothing is sharded over data-parallel ranks; 1: optimizer states; 2: also the "
+        "gradients of the transformer layers; 3: also their parameters, after full initialization on each "
+        "rank. Stages 2 and 3 need --pipeline-model-parallel-size 1",
+    )
+    cpu_offload: bool = flag(
+        False,
+        help="keep optimizer states in host memory and run the optimizer step on the CPU, with "
+        "OMP_NUM_THREADS threads",
+    )
+    distributed_backend: str | None = flag(
+        None,
+        choices=("nccl", "gloo"),
+        help="torch.distributed backend (default: nccl on GPUs, gloo on CPUs)",
+    )
+    start_timeout: float = flag(
+        600.0,
+        above=0,
+        metavar="SECONDS",
+        help="how long to wait at the start for all processes to connect to MASTER_ADDR:MASTER_PORT; the "
+        "missing ones are logged every 30 s",
+    )
+    world_size: int = flag(
+        1, at_least=1, help="number of processes to plan for with --dry-run; set by the launcher in a run"
+    )
+    local_rank: int = flag(
+        0,
+        at_least=0,
+        aliases=("--local_rank",),
+        help="rank of this process on its node; set by the launcher",
+    )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages: one per pipeline rank, two with dualpipev."""
+        ranks = self.pipeline_model_parallel_size
+        return 2 * ranks if self.pipeline_schedule == "dualpipev" else ranks
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas of the model (DP)."""
+        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)

@@ -1,0 +1,43 @@
+"""The number format of the computation and the loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.fields import Section, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """The number format of the computation; master weights and gradient accumulation are always fp32."""
+
+    group: ClassVar[str] = "mixed precision"
+
+    fp16: bool = flag(False, help="run the model in fp16, with loss scaling")
+    bf16: bool = flag(False, help="run the model in bf16")
+    loss_scale: float | None = flag(
+        None,
+        at_least=0,
+        help="static loss scale for fp16 (default, or 0: dynamic loss scaling); the DeepSpeed JSON "
+        "overrides it",
+    )
+    initial_loss_scale: float = flag(2.0**32, above=0, help="initial dynamic loss scale")
+    min_loss_scale: float = flag(1.0, above=0, help="minimum dynamic loss scale")
+    loss_scale_window: int = flag(
+        1000, at_least=1, help="steps without overflow after which the dynamic loss scale is doubled"
+    )
+    hysteresis: int = flag(2, at_least=1, help="overflows before the dynamic loss scale is halved")
+    fp32_residual_connection: bool = flag(
+        False, changes_model=True, help="keep the residual connections in fp32"
+    )
+
+    def derive(self) -> dict[str, Any]:
+        return {"loss_scale": None} if self.loss_scale == 0 else {}
+
+    @property
+    def name(self) -> str:
+        """'fp32', 'fp16' or 'bf16'."""
+        if self.fp16:
+            return "fp16"
+        return "bf16" if self.bf16 else "fp32"

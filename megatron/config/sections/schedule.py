@@ -1,0 +1,40 @@
+"""The learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.fields import Section, flag
+from megatron.config.registries import LR_DECAY_STYLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Section):
+    """The learning-rate schedule: linear warm-up, then decay to min_lr."""
+
+    group: ClassVar[str] = "learning rate"
+
+    lr: float = flag(above=0, help="maximum learning rate, reached at the end of the warm-up")
+    min_lr: float = flag(0.0, at_least=0, help="minimum learning rate, reached at the end of the decay")
+    lr_decay_style: str = flag("linear", choices=LR_DECAY_STYLES, help="learning rate decay function")
+    lr_decay_iters: int | None = flag(
+        None, at_least=1, help="iteration at which the decay ends (default: --train-iters)"
+    )
+    lr_decay_samples: int | None = flag(
+        None, at_least=1, help="consumed samples at which the decay ends (default: --train-samples)"
+    )
+    lr_decay_tokens: int | None = flag(
+        None, at_least=1, help="consumed tokens at which the decay ends, instead of --lr-decay-samples"
+    )
+    lr_warmup_iters: int = flag(0, at_least=0, help="iterations of linear warm-up")
+    lr_warmup_samples: int = flag(0, at_least=0, help="samples of linear warm-up")
+    lr_warmup_fraction: float | None = flag(
+        None, at_least=0, below=1, help="length of the warm-up as a fraction of the length of the decay"
+    )
+    override_lr_scheduler: bool = flag(
+        False, help="on resume, use the learning-rate schedule of the flags if it differs from the checkpoint"
+    )
+    use_checkpoint_lr_scheduler: bool = flag(
+        False, help="on resume, use the checkpoint's learning-rate schedule if it differs from the flags"
+    )

@@ -1,0 +1,134 @@
+"""The length of the run, evaluation, exits, recomputation, and modes of running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.config.errors import ConfigError
+from megatron.config.fields import Section, flag
+
+# Signals that can be handled and that have no other use in a run.
+EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """The length of the run, evaluation, exits, recomputation, and modes of running."""
+
+    group: ClassVar[str] = "training"
+
+    train_iters: int | None = flag(
+        None, at_least=1, help="total number of iterations over all runs; or give --train-samples"
+    )
+    train_samples: int | None = flag(
+        None, at_least=1, help="total number of samples over all runs; or give --train-iters"
+    )
+    train_tokens: int | None = flag(
+        None, at_least=1, help="total number of tokens over all runs, if it is reached earlier"
+    )
+    eval_interval: int = flag(1000, at_least=1, group="validation", help="iterations between evaluations")
+    eval_iters: int = flag(
+        100, at_least=0, group="validation", help="batches per evaluation; 0: no evaluation"
+    )
+    exit_interval: int | None = flag(
+        None, at_least=1, help="save and exit when the iteration is a multiple of this"
+    )
+    exit_duration_in_mins: int | None = flag(None, at_least=1, help="save and exit after this many minutes")
+    exit_signal: tuple[str, ...] = flag(
+        ("SIGUSR2", "SIGTERM"),
+        nargs="*",
+        metavar="SIGNAL",
+        help="save and exit with exit code 75 on these signals; without a value, on none",
+    )
+    kill_switch_path: str | None = flag(None, metavar="FILE", help="save and exit when this file exists")
+    hang_timeout: float = flag(
+        540.0,
+        at_least=0,
+        metavar="SECONDS",
+        help="time limit of an iteration, an evaluation or a checkpoint, after which the run prints the "
+        "stacks of all threads and aborts; 0: no limit (torch.distributed itself times out after 600 s)",
+    )
+    no_preflight: bool = flag(
+        False, help="skip the check at the start that nodes are consistent, have memory and see the files"
+    )
+    seed: int = flag(
+        1234,
+        at_least=0,
+        at_most=2**32 - 1,
+        group="initialization",
+        help="random seed of the initialization, the data order and dropout",
+    )
+    no_train: bool = flag(
+        False, aliases=("--eval-only",), metavar="1", help="evaluate only; the value 1 is optional"
+    )
+    checkpoint_activations: bool = flag(
+        False,
+        help="activation checkpointing: keep only the inputs of transformer layers and recompute the rest in "
+        "the backward pass; the same as --recompute-granularity full",
+    )
+    checkpoint_num_layers: int = flag(
+        1, at_least=1, help="number of layers per checkpointed group, with --checkpoint-activations"
+    )
+    recompute_granularity: str | None = flag(
+        None,
+        choices=("selective", "full"),
+        help="what the backward pass recomputes. full: whole transformer layers, as "
+        "--checkpoint-activations; selective: softmax and dropout of the attention, which need most of the "
+        "memory with --attention-dropout",
+    )
+    partition_activations: bool = flag(
+        False,
+        help="shard the checkpointed activations over the tensor-parallel group (DeepSpeed)",
+    )
+    checkpoint_in_cpu: bool = flag(False, help="keep the checkpointed activations in CPU memory (DeepSpeed)")
+    compile: bool = flag(
+        False,
+        help="compile the transformer layers with torch.compile (needs a C++ compiler); the first iteration "
+        "and the first evaluation take up to a minute longer, less with a warm compile cache",
+    )
+    loss_implementation: str = flag(
+        "fused",
+        choices=("fused", "plain"),
+        help="fused: compute LM head and loss in chunks of tokens, without storing all logits; plain: store "
+        "all logits, for comparison",
+    )
+    z_loss_weight: float = flag(
+        0.0,
+        at_least=0,
+        group="regularization",
+        help="coefficient of the z-loss log(Z)^2 per token, with Z the sum of exp(logits), as in PaLM "
+        "(1e-4); part of the logged lm loss, not of the validation loss",
+    )
+    dry_run: bool = flag(
+        False, help="check all flags, print the layout, batches and stages, and exit without reading data"
+    )
+    deepspeed_config: str | None = flag(
+        None,
+        aliases=("--deepspeed_config",),
+        group="distributed",
+        metavar="FILE",
+        help="JSON file with further DeepSpeed settings; it must not contradict the flags, except for the "
+        "loss scale, for which the file takes precedence",
+    )
+
+    def derive(self) -> dict[str, Any]:
+        return {"exit_signal": tuple(map(_signal_name, self.exit_signal))}
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whole transformer layers are recomputed: only the input of each group of layers is kept."""
+        return self.checkpoint_activations or self.recompute_granularity == "full"
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Only softmax and dropout of the attention are recomputed."""
+        return self.recompute_granularity == "selective"
+
+
+def _signal_name(text: str) -> str:
+    """The full name of a signal: 'USR2' and 'SIGUSR2' are the same, as for Slurm."""
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in EXIT_SIGNALS:
+        raise ConfigError(f"--exit-signal {text}: expected one of {', '.join(EXIT_SIGNALS)}")
+    return name

@@ -1,0 +1,88 @@
+"""Registries: every implementation can be imported, and flags, help and errors come from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config import Config, ConfigError, ModelConfig, parse_args
+from megatron.config.cli import make_parser
+from megatron.config.config import SECTIONS
+from megatron.config.fields import changes_model
+from megatron.config.registries import OPTIMIZERS, REGISTRIES, TOKENIZERS
+from megatron.config.registry import Registry
+from megatron.config.sections.model import model_summary
+from tests.unit.config.command_lines import SMALL
+
+EVERY_CHOICE = [
+    pytest.param(registry, name, id=f"{registry.option} {name}")
+    for registry in REGISTRIES
+    for name in registry
+]
+
+
+@pytest.mark.parametrize(("registry", "name"), EVERY_CHOICE)
+def test_every_implementation_can_be_imported(registry: Registry, name: str) -> None:
+    assert registry.load(name) is not None
+
+
+@pytest.mark.parametrize(("registry", "name"), EVERY_CHOICE)
+def test_every_choice_is_in_the_help_with_its_description(registry: Registry, name: str) -> None:
+    # Without white space, since lines of the help are broken at spaces and hyphens.
+    text, description = (
+        "".join(text.split()) for text in (make_parser().format_help(), registry[name].description)
+    )
+    assert registry.option in text and f"{name}:{description}" in text
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.option)
+def test_an_unknown_name_is_refused_with_the_known_ones(registry: Registry) -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.load("unheard-of")
+    assert all(part in str(caught.value) for part in (registry.option, "'unheard-of'", *registry))
+    with pytest.raises(ConfigError, match=rf"{registry.option} is 'unheard-of': expected"):
+        parse_args([*SMALL, registry.option, "unheard-of"], {})
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.option)
+def test_settings_of_choices_are_fields_of_one_section(registry: Registry) -> None:
+    settings = {field for choice in registry.values() for field in choice.settings}
+    assert any(settings <= {field.name for field in dataclasses.fields(kind)} for kind in SECTIONS.values())
+
+
+def test_settings_that_only_other_choices_use_are_known() -> None:
+    assert OPTIMIZERS.unused_settings("sgd") == ("adam_beta1", "adam_beta2", "adam_eps")
+    assert TOKENIZERS.unused_settings("PretrainedFromHF") == ("vocab_file", "merge_file", "tokenizer_model")
+
+
+def config(*words: str) -> Config:
+    return parse_args([*SMALL, *words], {})
+
+
+def test_a_model_field_changes_the_model_unless_it_says_otherwise() -> None:
+    fields = dataclasses.fields(ModelConfig)
+    exempt = {field.name for field in fields if not changes_model(ModelConfig, field)}
+    assert exempt == {
+        *("seq_length", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
+        *("init_method_std", "hidden_dropout", "attention_dropout"),
+    }
+
+
+def test_the_settings_of_the_model_are_those_that_change_what_it_computes() -> None:
+    before = config().model_settings()
+    assert config("--lr", "1", "--hidden-dropout", "0.5", "--seed", "9").model_settings() == before
+    other = config("--eod-mask-loss", "--vocab-size", "90", "--tokenizer-model", "m", "--num-layers", "5")
+    assert {name for name, value in other.model_settings().items() if before[name] != value} == {
+        "eod_mask_loss",
+        "num_layers",
+    }
+    assert "max_position_embeddings" in before
+    assert "max_position_embeddings" not in config("--position-embedding-type", "alibi").model_settings()
+
+
+def test_the_summary_of_a_model_names_its_variants() -> None:
+    assert model_summary(config().model).endswith("4 heads, sequence 32, absolute positions")
+    assert model_summary(config("--embed-layernorm", "--glu-activation", "swiglu").model).endswith(
+        "absolute positions, embedding norm, swiglu"
+    )
