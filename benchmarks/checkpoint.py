@@ -159,39 +159,39 @@ def run_worker(layers: int, layout_name: str) -> None:
     from benchmarks.worlds import answers_apart, serve
 
     answers = answers_apart()
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
 
     import torch
 
     from megatron.checkpoint.native import TrainingState, save_checkpoint
+    from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.processes import join_world, leave_world
 
     config = make_config(layers, layout_name)
-    rank = join_world(config)
+    rank = init_distributed(config)
     parallel = config.parallel
     layout = ParallelLayout.create(
         2, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
     )
-    tensor = layout.make_tensor_group()
+    tensor = layout.make_tp_group()
     model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
     engine = GPTEngine(config, layout, tensor, model)
     if layout_name == "pp2":
         serve(Loader(engine, Path(os.environ[FOLDER])).do, answers)
-        leave_world()
+        destroy_distributed()
         return
     for flat in engine.optimizer.flat:
         moments = {"exp_avg": flat.master.detach() * 0.1, "exp_avg_sq": flat.master.detach().square()}
         engine.optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}
     state = TrainingState(1, 2, 2 * SEQ)
     serve(lambda _: save_checkpoint(engine, os.environ[FOLDER], state, VOCAB, 0, {}), answers)
-    leave_world()
+    destroy_distributed()
 
 
 class Loader:

@@ -126,18 +126,18 @@ def start_and_be_killed(
     from megatron.checkpoint.folders import TrainingState
     from megatron.checkpoint.native import (
         find_checkpoint,
+        restore_or_init,
         save_checkpoint,
-        settle_on_checkpoint,
-        start_from,
+        select_valid_checkpoint,
     )
 
     folders = {"load": str(checkpoints), "save": str(checkpoints)}
     config = config_of(ROW, checkpoint={**folders, "keep_last": 2})
     checkpoints.mkdir(exist_ok=True)
     found = find_checkpoint(config, VOCAB, FINGERPRINT)
-    found = settle_on_checkpoint(found, config, VOCAB, FINGERPRINT)
+    found = select_valid_checkpoint(found, config, VOCAB, FINGERPRINT)
     engine = build_engine(config)
-    state = start_from(engine, found, FINGERPRINT, lambda text: None)
+    state = restore_or_init(engine, found, FINGERPRINT, lambda text: None)
     with open(journal if engine.global_rank == 0 else "/dev/null", "a") as file:
 
         def note(*entry: object) -> None:

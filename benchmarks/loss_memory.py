@@ -45,10 +45,10 @@ def main() -> None:
     import torch
 
     from benchmarks.machine import describe_machine
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
     torch.set_num_threads(1)
     print(describe_machine(), flush=True)
     on_gpu = torch.cuda.is_available()
@@ -67,22 +67,22 @@ def make_steps(
 
     from megatron.model.gpt_model import CrossEntropy
     from megatron.mpu.layers import parallel_logits
-    from megatron.mpu.layout import TensorGroup
+    from megatron.mpu.layout import TPGroup
 
     tokens, vocab, width = size
     hidden = torch.randn(1, tokens, width, device=device).to(dtype).requires_grad_()
     weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
     weight.main_grad = torch.zeros(vocab, width, device=device)
     labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
-    loss = CrossEntropy(TensorGroup(), vocab)
+    loss = CrossEntropy(TPGroup(), vocab)
 
     # What a step has made is let go of at its end, so that the next one's peak has all of it.
     def fused() -> None:
-        loss.of_hidden(hidden, weight, labels).backward()
+        loss.from_hidden(hidden, weight, labels).backward()
         hidden.grad = None
 
     def plain() -> None:
-        loss(parallel_logits(hidden, weight, TensorGroup()).float(), labels).backward()
+        loss(parallel_logits(hidden, weight, TPGroup()).float(), labels).backward()
         weight.main_grad.add_(weight.grad)
         hidden.grad = weight.grad = None
 

@@ -54,23 +54,23 @@ def run_worker(name: str) -> None:
     from benchmarks.worlds import answers_apart, serve
 
     answers = answers_apart()
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
     import torch
 
+    from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.moments import moments_here
-    from megatron.training.processes import join_world, leave_world
+    from megatron.training.logging.moments import moments_here
 
     config = make_config(eight_bit=name != "adam")
-    rank = join_world(config)
+    rank = init_distributed(config)
     layout = ParallelLayout.create(STAGES, 1, STAGES, rank)
-    tensor = layout.make_tensor_group()
+    tensor = layout.make_tp_group()
     model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
     engine = GPTEngine(config, layout, tensor, model)
     tokens = torch.randint(0, VOCAB, (1, SEQ))
@@ -90,7 +90,7 @@ def run_worker(name: str) -> None:
         return found[what] if int(stage) == layout.pipeline_stage else 0.0
 
     serve(answer, answers)
-    leave_world()
+    destroy_distributed()
 
 
 def make_config(eight_bit: bool):

@@ -103,31 +103,31 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
     from benchmarks.worlds import answers_apart, make_stage_step, serve
 
     answers = answers_apart()
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
 
     import torch
 
+    from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.processes import join_world, leave_world
 
     world = int(os.environ["WORLD_SIZE"])
     config = make_config(tensor_size, pipeline_size, world)
-    rank = join_world(config)
+    rank = init_distributed(config)
     layout = ParallelLayout.create(world, tensor_size, pipeline_size, rank)
-    tensor = layout.make_tensor_group()
+    tensor = layout.make_tp_group()
     plan = plan_stages(config, VOCAB)
     model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan.bounds)
     engine = GPTEngine(config, layout, tensor, model)
     batch = torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
 
     def micro_batches() -> Iterator[tuple]:
-        for first in range(layout.data_rank * MICRO_BATCH, GLOBAL_BATCH, layout.data * MICRO_BATCH):
+        for first in range(layout.dp_rank * MICRO_BATCH, GLOBAL_BATCH, layout.dp_size * MICRO_BATCH):
             part = batch[first : first + MICRO_BATCH]
             yield part[:, :-1].contiguous(), (part[:, 1:].contiguous(), torch.ones(MICRO_BATCH, SEQ))
 
@@ -140,7 +140,7 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
         for stage, (first, last) in enumerate([(0, cut), (cut, len(plan.names))]):
             work[f"stage {stage}"] = make_stage_step(model, first, last, batch[:MICRO_BATCH])
     serve(lambda name: work[name](), answers)
-    leave_world()
+    destroy_distributed()
 
 
 def make_config(tensor_size: int, pipeline_size: int, world: int):

@@ -199,10 +199,10 @@ def main() -> None:
     parser.add_argument("--slow", action="store_true", help="time DeepSpeed's solver on the large list too")
     arguments = parser.parse_args()
     from benchmarks.machine import describe_machine
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
     print(describe_machine(), flush=True)
     never_worse = compare(random_cases())
     time_solver()

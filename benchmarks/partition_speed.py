@@ -125,13 +125,13 @@ def print_rows(rows: list[Row]) -> None:
 def measure(rounds: int, profile: str) -> list[Row]:
     """Everything in the table. `profile`: where the layer times are kept."""
     from benchmarks.worlds import World
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
 
+    from megatron.planner.layer_times import read_layer_times
     from megatron.planner.stages import layer_kinds, plan_stages
-    from megatron.training.layer_times import read_layer_times
 
     single = World(__file__, profile, 1, KEEP_MEMORY)
     single.run("profile")
@@ -183,25 +183,25 @@ def run_worker(profile: str) -> None:
     from benchmarks.worlds import answers_apart, make_stage_step, serve
 
     answers = answers_apart()
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
 
     import torch
 
+    from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
+    from megatron.planner.layer_times import find_layer_times
     from megatron.planner.stages import plan_stages
-    from megatron.training.layer_times import find_layer_times
-    from megatron.training.processes import join_world, leave_world
 
     size = int(os.environ["WORLD_SIZE"])
     config = make_config("type:transformer", size, profile)
-    rank = join_world(config)
+    rank = init_distributed(config)
     layout = ParallelLayout.create(size, 1, size, rank)
-    tensor = layout.make_tensor_group()
+    tensor = layout.make_tp_group()
     batch = torch.randint(0, VOCAB, (MICRO_BATCHES, SEQ + 1), generator=torch.Generator().manual_seed(0))
     steps: dict[str, Callable[[], object]] = {}
 
@@ -229,7 +229,7 @@ def run_worker(profile: str) -> None:
         steps[name]()
 
     serve(run, answers)
-    leave_world()
+    destroy_distributed()
 
 
 def make_config(method: str, stages: int, profile: str | None = None):

@@ -240,27 +240,27 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
     from benchmarks.worlds import answers_apart, serve
 
     answers = answers_apart()
+    from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.training.processes import quiet_library_logs
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
 
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import PARAMETER_DTYPES, GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.peak_memory import memory_here
-    from megatron.training.processes import join_world, leave_world
+    from megatron.training.logging.peak_memory import memory_here
 
     if "KEEP_THREADS" in os.environ:
         torch.set_num_threads(os.cpu_count() or 1)
     config = make_config(preset, row, compiles)
-    rank = join_world(config)
+    rank = init_distributed(config)
     layout = ParallelLayout.create(row.processes, row.tensor, row.pipeline, rank)
-    tensor = layout.make_tensor_group()
+    tensor = layout.make_tp_group()
     model = GPTModelPipe(config, layout, tensor, preset.vocab, 0, plan_stages(config, preset.vocab).bounds)
     engine = GPTEngine(config, layout, tensor, model)
     batch = make_batch(preset)
@@ -272,8 +272,8 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
     )
 
     def step() -> None:
-        first = layout.data_rank * size
-        starts = range(first, preset.global_batch, layout.data * size)
+        first = layout.dp_rank * size
+        starts = range(first, preset.global_batch, layout.dp_size * size)
         parts = (batch[i : i + size] for i in starts)
         mask = torch.ones(size, preset.seq)
         micro_batches = ((p[:, :-1].contiguous(), (p[:, 1:].contiguous(), mask)) for p in parts)
@@ -290,7 +290,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
         "peak memory": lambda: float(peak_bytes(memory_here())),
     }
     serve(lambda name: work[name](), answers)
-    leave_world()
+    destroy_distributed()
 
 
 def peak_bytes(found: dict[str, int]) -> int:

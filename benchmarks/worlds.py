@@ -109,7 +109,7 @@ def make_stage_step(
     """
     import torch
 
-    with model.loss_follows():
+    with model.fused_head_loss():
         layers = model.functions_before_loss()
     has_loss = last == len(model.forward_funcs)
 
@@ -127,7 +127,7 @@ def make_stage_step(
     def step() -> None:
         x = run(first, last, received if first == 0 else received.clone().requires_grad_())
         if has_loss:
-            with model.loss_follows():
+            with model.fused_head_loss():
                 model.loss(x, (labels, mask)).backward()
         else:
             x.backward(gradient)

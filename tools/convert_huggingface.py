@@ -159,7 +159,7 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
         write_universal,
     )
     from megatron.checkpoint.reading import tokenizer_settings
-    from megatron.training.vocabulary import find_vocabulary
+    from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
     model = read_hugging_face(source)
@@ -182,9 +182,9 @@ def run(argv: Sequence[str] | None) -> None:
     arguments = build_parser().parse_args(argv)
     check_direction(arguments)
 
-    from megatron.training.processes import quiet_library_logs
+    from megatron.cluster.processes import configure_logging
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
     notes = to_hugging_face(arguments) if arguments.load is not None else to_universal(arguments)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -26,7 +26,7 @@ from megatron.tokenizer.flags import add_tokenizer_flags
 if TYPE_CHECKING:
     from megatron.checkpoint.folders import Checkpoint
     from megatron.model.generation import Sampling
-    from megatron.model.single_process import WholeGPT
+    from megatron.model.single_process import GPTModel
     from megatron.tokenizer import Tokenizer
 
 # What a decoder puts for bytes that are no text yet: the next token may complete the character.
@@ -98,16 +98,16 @@ def read_sampling(arguments: argparse.Namespace) -> Sampling:
     return Sampling(temperature, arguments.top_k, arguments.top_p)
 
 
-def load_model(checkpoint: Checkpoint) -> WholeGPT:
+def load_model(checkpoint: Checkpoint) -> GPTModel:
     """The model on the accelerator, in the precision that it was trained in; on a CPU always in fp32."""
     from deepspeed.accelerator import get_accelerator
 
     from megatron.checkpoint.weights import load_whole_weights
     from megatron.model.gpt_model import PARAMETER_DTYPES
-    from megatron.model.single_process import WholeGPT
+    from megatron.model.single_process import GPTModel
 
     config = checkpoint.config
-    model = WholeGPT(config, checkpoint.vocab_size, checkpoint.eod)
+    model = GPTModel(config, checkpoint.vocab_size, checkpoint.eod)
     load_whole_weights(model, checkpoint.folder)
     device = get_accelerator().current_device_name()
     if get_accelerator().device_name() != "cpu":
@@ -116,7 +116,7 @@ def load_model(checkpoint: Checkpoint) -> WholeGPT:
 
 
 def write_text(
-    model: WholeGPT,
+    model: GPTModel,
     tokenizer: Tokenizer,
     checkpoint: Checkpoint,
     prompt: str,
@@ -157,9 +157,9 @@ def run(argv: Sequence[str] | None) -> None:
         raise ConfigError(f"--load {arguments.load}: there is no such folder")
     prompts = read_prompts(arguments)
 
-    from megatron.training.processes import quiet_library_logs
+    from megatron.cluster.processes import configure_logging
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
     from megatron.checkpoint.damage import check_weights
     from megatron.checkpoint.reading import find_tokenizer, read_checkpoint
 

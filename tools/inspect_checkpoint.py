@@ -81,9 +81,9 @@ def run(argv: Sequence[str] | None) -> int:
     if arguments.verify and len(folders) == 2:
         raise ConfigError("--verify goes with one folder: two are compared tensor by tensor")
 
-    from megatron.training.processes import quiet_library_logs
+    from megatron.cluster.processes import configure_logging
 
-    quiet_library_logs(LoggingConfig())
+    configure_logging(LoggingConfig())
     if len(folders) == 2:
         show_two(folders, arguments.json)
         return 0

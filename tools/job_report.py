@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 from megatron.text_table import format_table
-from megatron.training.log_lines import ParsedLine, parse_log_line
+from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 
 
 @dataclass

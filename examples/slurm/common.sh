@@ -112,7 +112,7 @@ run_step() { # run_step PORT FLAGS: trains once; says what went wrong, and retur
         kill -KILL "$launcher" || true
     fi
     code=0
-    PYTHONPATH=$REPO "$PYTHON" -m megatron.training.verdict "$REPORTS" --processes $((NNODES * GPUS_PER_NODE)) \
+    PYTHONPATH=$REPO "$PYTHON" -m megatron.cluster.diagnosis "$REPORTS" --processes $((NNODES * GPUS_PER_NODE)) \
         --slurm "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" ${ENDED_BY_SLURM:+--ended-by-slurm} || code=$?
     if ((code == 0 || code == TO_BE_CONTINUED)); then rm -rf "$REPORTS"; fi
     REPORTS=''

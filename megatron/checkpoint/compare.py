@@ -67,7 +67,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[ParameterDifference]:
     sides = [open_states(one), open_states(other)]
     # Another program's universal checkpoint may have padding that only the other of the two can tell.
-    rows = {name: spec.used_rows for side in (one, other) for name, spec in specs_of(side).items()}
+    rows = {name: spec.num_valid_rows for side in (one, other) for name, spec in specs_of(side).items()}
     for name in dict.fromkeys([*sides[0].names, *sides[1].names]):
         if not all(name in side.names for side in sides):
             yield ParameterDifference(

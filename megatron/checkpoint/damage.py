@@ -51,9 +51,9 @@ def has_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Whether a whole fp32 tensor, with or without padding, is the one that the certificate tells of."""
     # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
     from megatron.checkpoint.digests import fragment_digests
-    from megatron.mpu.layout import TensorGroup
+    from megatron.mpu.layout import TPGroup
 
-    found = fragment_digests(spec, TensorGroup(), 0, {"": whole.reshape(-1)})[""]
+    found = fragment_digests(spec, TPGroup(), 0, {"": whole.reshape(-1)})[""]
     return f"{found:016x}" == digest
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 from megatron.mpu.random import mix64
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, OwnedState
+from megatron.optimizer.mixed_precision import LocalParamState, MixedPrecisionOptimizer
 
 # Elements that are worked on at once: their positions and keys stay in a core's cache.
 CHUNK = 1 << 16
@@ -48,9 +48,9 @@ class DigestsAsRead:
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, int]] = {}
 
-    def add(self, part: OwnedState) -> None:
+    def add(self, part: LocalParamState) -> None:
         """Takes what was read of one moment."""
-        digests = fragment_digests(part.spec, part.tensor, part.start, part.values)
+        digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
         self.parts.setdefault(part.name, {}).update(digests)
 
 
@@ -62,13 +62,13 @@ def digest_state(
     as_read: of moments that are there it takes these digests instead.
     """
     read_parts = as_read.parts if as_read is not None else {}
-    place = (layout.pipeline_stage, layout.data_rank if optimizer.partition_count == 1 else 0)
+    place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
     own: dict[str, dict[str, int]] = {}
     sharded: set[str] = set()
     quantized: set[str] = set()
     steps: set[float] = set()
     for part in optimizer.owned_state():
-        digests = fragment_digests(part.spec, part.tensor, part.start, part.values)
+        digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
         own[part.name] = digests | read_parts.get(part.name, {})
         if part.spec.shard_dim is not None:
             sharded.add(part.name)
@@ -76,7 +76,7 @@ def digest_state(
             quantized.add(part.name)
         if part.step is not None:
             steps.add(part.step)
-    record = (place, layout.tensor_rank, own, sharded, quantized, steps)
+    record = (place, layout.tp_rank, own, sharded, quantized, steps)
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(record, records if dist.get_rank() == 0 else None)
     result = [_combined(records) if dist.get_rank() == 0 else None]
@@ -85,7 +85,7 @@ def digest_state(
 
 
 def fragment_digests(
-    spec: ParameterSpec, tensor: TensorGroup, start: int, values: Mapping[str, Tensor]
+    spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
     """What elements start, start + 1, ... of this rank's shard add to the digests of the whole tensors.
 
@@ -93,11 +93,11 @@ def fragment_digests(
     """
     length, device = next((value.numel(), value.device) for value in values.values())
     sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
-    used = None if spec.used_rows is None else spec.used_rows * math.prod(spec.whole_shape[1:])
+    used = None if spec.num_valid_rows is None else spec.num_valid_rows * math.prod(spec.global_shape[1:])
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
         local = torch.arange(start + first, start + last, device=device)
-        positions = _whole_positions(spec, tensor, local)
+        positions = _whole_positions(spec, tp_group, local)
         keys = mix64(positions) | 1
         if used is not None:
             keys *= positions < used
@@ -106,18 +106,21 @@ def fragment_digests(
     return {kind: int(total) % _WORD for kind, total in sums.items()}
 
 
-def _whole_positions(spec: ParameterSpec, tensor: TensorGroup, local: Tensor) -> Tensor:
+def _whole_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
     """Positions in this rank's flat shard -> positions in the flat whole."""
     dim = spec.shard_dim
-    if dim is None or tensor.size == 1:
+    if dim is None or tp_group.size == 1:
         return local
-    inner = math.prod(spec.whole_shape[dim + 1 :])
-    units, width = local_shape(spec, tensor)[dim], spec.whole_shape[dim] // (spec.blocks * tensor.size)
-    firsts = torch.tensor([part.start for part in local_slices(spec, tensor)], device=local.device)
+    inner = math.prod(spec.global_shape[dim + 1 :])
+    units, width = (
+        local_shape(spec, tp_group)[dim],
+        spec.global_shape[dim] // (spec.num_fused_parts * tp_group.size),
+    )
+    firsts = torch.tensor([part.start for part in local_slices(spec, tp_group)], device=local.device)
     outer, rest = local // (units * inner), local % (units * inner)
     unit, within = rest // inner, rest % inner
     whole_unit = firsts[unit // width] + unit % width
-    return (outer * spec.whole_shape[dim] + whole_unit) * inner + within
+    return (outer * spec.global_shape[dim] + whole_unit) * inner + within
 
 
 def _combined(records: list[Any]) -> StateDigests:
@@ -126,11 +129,11 @@ def _combined(records: list[Any]) -> StateDigests:
     copies: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
     quantized: set[str] = set()
-    for place, tensor_rank, own, sharded, rank_quantized, rank_steps in records:
+    for place, tp_rank, own, sharded, rank_quantized, rank_steps in records:
         steps |= rank_steps
         quantized |= rank_quantized
         for name, digests in own.items():
-            copy = place if name in sharded else (*place, tensor_rank)
+            copy = place if name in sharded else (*place, tp_rank)
             for kind, part in digests.items():
                 sums = copies.setdefault((kind, name), {})
                 sums[copy] = (sums.get(copy, 0) + part) % _WORD

@@ -17,7 +17,7 @@ from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.huggingface import FAMILIES, Family
 from megatron.checkpoint.optimizer_files import VALUES
 from megatron.checkpoint.states import open_states, specs_of
-from megatron.checkpoint.weights import whole_weights
+from megatron.checkpoint.weights import gathered_params
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.fields import changes_model, flag_of, option_name
 from megatron.model.gpt_model import PARAMETER_DTYPES
@@ -188,7 +188,7 @@ def _our_weights(checkpoint: Checkpoint, precision: str, verify: bool) -> Iterat
     if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
         if verify:
             check_weights(checkpoint)
-        yield from whole_weights(checkpoint.folder, specs)
+        yield from gathered_params(checkpoint.folder, specs)
         return
     states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {}) if verify else {}
     for name, spec in specs.items():
@@ -209,7 +209,7 @@ def _their_weights(
     table = {parameter.ours: parameter for parameter in family.names(model.num_layers)}
     for name, whole in _our_weights(checkpoint, precision, verify):
         parameter = table[name]
-        without_padding = whole[: specs[name].used_rows]
+        without_padding = whole[: specs[name].num_valid_rows]
         theirs = parameter.transform.to_theirs(without_padding, model.num_attention_heads)
         converted = theirs.to(PARAMETER_DTYPES[precision])
         if converted.dtype != theirs.dtype and not converted.isfinite().all() and theirs.isfinite().all():

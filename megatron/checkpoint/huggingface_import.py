@@ -25,7 +25,7 @@ from megatron.checkpoint.files import HostileFileError, expecting_layout, open_r
 from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, TrainingState
 from megatron.checkpoint.huggingface import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
 from megatron.checkpoint.manifest import seal, write_atomically
-from megatron.checkpoint.names import check_plain, is_plain, shown
+from megatron.checkpoint.names import check_plain, is_plain, one_line, shown
 from megatron.checkpoint.native import layout_record
 from megatron.checkpoint.reading import tokenizer_settings
 from megatron.checkpoint.reshape import spec_record
@@ -114,7 +114,7 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
         their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # depends on what is missing
         raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model ({_first_line(error)})"
+            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
         ) from error
     family, fields = _family_and_fields(their_config, folder)
     rows = fields.pop("vocab_size")
@@ -139,13 +139,13 @@ def _check_settings(folder: Path) -> None:
         settings = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model ({_first_line(error)})"
+            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
         ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds a {type(settings).__name__}, expected an object with settings")
     if not isinstance(settings.get("model_type"), str) or settings["model_type"] not in FAMILIES:
         raise ConfigError(
-            f"{folder} holds a model of type {_short(settings.get('model_type'))}: expected "
+            f"{folder} holds a model of type {one_line(settings.get('model_type'))}: expected "
             f"{' or '.join(FAMILIES)}"
         )
     for name, value in settings.items():
@@ -164,7 +164,8 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
         found = getattr(their_config, name)
         if found != expected:
             raise ConfigError(
-                f"{folder} has {name} = {_short(found)} in its config.json: only {expected} can be expressed"
+                f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
+                "expressed"
             )
     # Where two of their settings are one of ours, the first decides.
     pairs = (*family.fields, *reversed(family.training_fields))
@@ -173,8 +174,8 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if type(fields.get(name)) is not int or fields[name] < 1:
             raise ConfigError(
-                f"{folder} has {dict(family.fields)[name]} = {_short(fields.get(name))} in its config.json: "
-                "expected a positive number"
+                f"{folder} has {dict(family.fields)[name]} = {one_line(fields.get(name))} in its "
+                "config.json: expected a positive number"
             )
     fields.setdefault("seq_length", fields.get("max_position_embeddings", BLOOM_SEQ_LENGTH))
     return family, {**family.our_constants, **fields}
@@ -226,7 +227,7 @@ def _weight_files(folder: Path) -> list[Path]:
             try:
                 names = list(read_json(index)["weight_map"].values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{index} is not an index of weights ({_first_line(error)})") from error
+                raise ConfigError(f"{index} is not an index of weights ({one_line(error)})") from error
             # Only the name of a file in the folder: the file itself may be a link, as in the hub's cache.
             return [folder / name for name in sorted({check_plain(name, index) for name in names})]
     raise ConfigError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
@@ -247,7 +248,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         open_regular(path).close()
         return load_file(path)
     except Exception as error:  # a damaged file can fail anywhere inside the library
-        raise ConfigError(f"the weights in {path} cannot be read ({_first_line(error)})") from error
+        raise ConfigError(f"the weights in {path} cannot be read ({one_line(error)})") from error
 
 
 def _check_shapes(model: HuggingFaceModel) -> None:
@@ -258,7 +259,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
     for parameter in model.family.names(model.fields["num_layers"]):
-        ours = torch.empty(specs[parameter.ours].whole_shape, device="meta")
+        ours = torch.empty(specs[parameter.ours].global_shape, device="meta")
         expected = parameter.transform.to_theirs(ours, model.fields["num_attention_heads"]).shape
         found = model.stored[parameter.theirs].shape
         if found != expected:
@@ -271,8 +272,8 @@ def _check_shapes(model: HuggingFaceModel) -> None:
 def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
     return {
         name: spec
-        if spec.used_rows is None
-        else replace(spec, whole_shape=(spec.used_rows, *spec.whole_shape[1:]))
+        if spec.num_valid_rows is None
+        else replace(spec, global_shape=(spec.num_valid_rows, *spec.global_shape[1:]))
         for name, spec in model_specs(config, vocab_size, eod).items()
     }
 
@@ -300,9 +301,9 @@ def write_universal(
     specs = _specs_without_padding(config, vocab_size, eod)
     try:
         partial.mkdir(parents=True)
-        check_space(partial, sum(4 * prod(spec.whole_shape) for spec in specs.values()), "--output")
+        check_space(partial, sum(4 * prod(spec.global_shape) for spec in specs.values()), "--output")
         for name, weight in model.weights():
-            values = weight[: specs[name].used_rows].float().contiguous()
+            values = weight[: specs[name].num_valid_rows].float().contiguous()
             if not values.isfinite().all():
                 count = int((~values.isfinite()).sum())
                 raise ConfigError(
@@ -317,7 +318,7 @@ def write_universal(
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, RuntimeError)):  # torch raises the latter for a full disk
-            raise ConfigError(f"--output {output} cannot be written ({_first_line(error)})") from error
+            raise ConfigError(f"--output {output} cannot be written ({one_line(error)})") from error
         raise
 
 
@@ -363,13 +364,3 @@ def start_flags(config: Config, output: Path) -> list[str]:
         if value is not None and value is not False:
             words += [option_name(name)] if value is True else [option_name(name), str(value)]
     return words
-
-
-def _first_line(error: Exception) -> str:
-    return _short(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
-
-
-def _short(value: Any) -> str:
-    """As an error may print what stands in a file."""
-    text = "".join(character if character.isprintable() else "?" for character in str(value)[:200])
-    return text if len(text) < 200 else f"{text}..."

@@ -31,6 +31,13 @@ def shown(name: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
+def one_line(text: object, limit: int = 200) -> str:
+    """What another error says, or a value of a file, as an error may print it."""
+    lines = str(text).strip().splitlines() or [type(text).__name__]
+    line = "".join(c if c.isprintable() else "?" for c in lines[0][: limit + 1])
+    return line if len(line) <= limit else f"{line[:limit]}..."
+
+
 def is_plain(name: object) -> bool:
     """Whether it is a string that is one component of a path: no separator, no `..`, no control character."""
     return isinstance(name, str) and len(name) <= _MAX_LENGTH and bool(_PLAIN.fullmatch(name))
@@ -130,6 +137,8 @@ def _check_record(name: str, record: Any) -> None:
 def _check_numbers(run: Mapping[str, Any]) -> None:
     state = _mapping(run, "state")
     for name, value in state.items():
+        if not is_plain(name):
+            raise ValueError(f"its state has a field {shown(name)}")
         numbers = value if isinstance(value, list) else [value]
         if not all(type(number) in (int, float) for number in numbers):
             raise ValueError(f"{name} of its state is not a number")

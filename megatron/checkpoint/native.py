@@ -70,7 +70,7 @@ class SaveError(OSError):
 
 
 @dataclass(frozen=True)
-class RunCheckpoints:
+class CheckpointManager:
     """The checkpoints that a run writes to --save, and goes back to."""
 
     engine: GPTEngine
@@ -85,7 +85,7 @@ class RunCheckpoints:
         folder, owner = self.engine.run_config.checkpoint.save, self.owner
         return save_checkpoint(self.engine, folder, state, self.vocab_size, self.eod, self.fingerprint, owner)
 
-    def go_back(self) -> Checkpoint | None:
+    def rollback(self) -> Checkpoint | None:
         """Loads the run's newest; None where it has none yet, and nothing is loaded. Collective."""
         options = self.engine.run_config.checkpoint
         checkpoint = newest_of_this_run(self.engine, Path(options.save or ""), options.allow_replica_mismatch)
@@ -126,7 +126,7 @@ def find_checkpoint(
     return checkpoint
 
 
-def settle_on_checkpoint(
+def select_valid_checkpoint(
     checkpoint: Checkpoint | None, config: Config, vocab_size: int, fingerprint: dict[str, Any]
 ) -> Checkpoint | None:
     """The checkpoint that rank 0 has found, on all ranks, or if its files are not what was written the newest
@@ -154,7 +154,7 @@ def settle_on_checkpoint(
 def newest_of_this_run(engine: GPTEngine, folder: Path, with_unequal_copies: bool) -> Checkpoint | None:
     """The newest of this run's checkpoints in `folder` that a resume would accept; None if there is none.
 
-    with_unequal_copies: as with --allow-drift. Reads the files, shared over the ranks. Collective.
+    with_unequal_copies: as with --allow-replica-mismatch. Reads the files, shared over the ranks. Collective.
     """
     names: list[list[str]] = [[]]
     if engine.checkpoint_identity is not None:
@@ -337,7 +337,7 @@ def _space(folder: Path) -> str:
         return f"its file system does not answer: {error.strerror}"
 
 
-def start_from(
+def restore_or_init(
     engine: GPTEngine,
     checkpoint: Checkpoint | None,
     fingerprint: dict[str, Any],

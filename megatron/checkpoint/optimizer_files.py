@@ -69,11 +69,11 @@ class OptimizerFiles:
             state = _optimizer_state(path, key)
             if path == files[0][1]:
                 self.common = state
-            tensor_rank = model_rank % tensor_size
+            tp_rank = model_rank % tensor_size
             for name, fragment in _fragments(state, path):
                 # A tied parameter is on two stages: one of them is enough.
-                if first_holder.setdefault((tensor_rank, name), model_rank) == model_rank:
-                    self._fragments[tensor_rank].setdefault(name, []).append(fragment)
+                if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
+                    self._fragments[tp_rank].setdefault(name, []).append(fragment)
 
     @property
     def names(self) -> Iterable[str]:
@@ -90,16 +90,16 @@ class OptimizerFiles:
         first = self._fragments[0][name][0]
         return {key: value for key, value in first.kept.items() if not _is_moment(value, first.master)}
 
-    def pieces(self, tensor_rank: int, name: str, key: str) -> list[StoredTensor]:
+    def pieces(self, tp_rank: int, name: str, key: str) -> list[StoredTensor]:
         """The flat shard of a tensor rank, cut in pieces that follow one another.
 
         key: VALUES or a moment. ConfigError where this rank has none.
         """
         try:
-            return [fragment.piece(key) for fragment in self._fragments[tensor_rank][name]]
+            return [fragment.piece(key) for fragment in self._fragments[tp_rank][name]]
         except KeyError:
             raise ConfigError(
-                f"checkpoint {self.folder}: the files of tensor rank {tensor_rank} lack {key} of {name}, "
+                f"checkpoint {self.folder}: the files of tensor rank {tp_rank} lack {key} of {name}, "
                 "which others have: they are not of one checkpoint"
             ) from None
 

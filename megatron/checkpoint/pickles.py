@@ -32,7 +32,7 @@ class HostilePickle(PickleError):
     """It asks for more than a pickle of data has use for."""
 
 
-class Inert:
+class Stub:
     """Stands for an object of a class that is not loaded. `origin`: the class's full name; `made_from`: its
     arguments; attributes: those that were saved."""
 
@@ -44,7 +44,7 @@ class Inert:
 
 
 class InertType:
-    """A class that is not loaded, whose instances are `Inert`."""
+    """A class that is not loaded, whose instances are `Stub`."""
 
     __slots__ = ("origin",)
 
@@ -193,7 +193,7 @@ class _Machine:
         if self._elements > _MAX_STEPS:
             raise HostilePickle("it hands too much to functions")
         if isinstance(function, InertType):
-            self._stack.append(Inert(function.origin, arguments))
+            self._stack.append(Stub(function.origin, arguments))
         elif isinstance(function, Function):
             self._stack.append(function.call(*arguments))
         else:
@@ -206,7 +206,7 @@ class _Machine:
 
     def _build(self) -> None:
         state, target = self.pop(), self._top()
-        if isinstance(target, Inert):
+        if isinstance(target, Stub):
             # (attributes, slots) where a class has slots.
             parts = state if type(state) is tuple and len(state) == 2 else (state,)
             if all(part is None or _is_attributes(part) for part in parts):
@@ -264,7 +264,7 @@ def check_key(key: Any) -> Any:
     if type(key) is tuple and len(key) <= _MAX_KEY_LENGTH and not any(type(part) is tuple for part in key):
         for part in key:
             check_key(part)
-    elif key is not None and type(key) not in (str, bytes, int, float, bool, Inert):
+    elif key is not None and type(key) not in (str, bytes, int, float, bool, Stub):
         raise PickleError(f"a {type(key).__name__} is the key of a dict or in a set")
     return key
 
@@ -315,12 +315,12 @@ def check_bounded(value: Any) -> None:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict, set, frozenset, Inert))
+    return isinstance(value, (list, tuple, dict, set, frozenset, Stub))
 
 
 def _children(container: Any) -> Iterator[Any]:
     if isinstance(container, dict):
         return (entry for pair in container.items() for entry in pair)
-    if isinstance(container, Inert):
+    if isinstance(container, Stub):
         return iter((container.made_from, container.__dict__))
     return iter(container)

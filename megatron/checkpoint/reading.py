@@ -7,6 +7,7 @@ from typing import Any
 from megatron.checkpoint.compatibility import check_vocabulary
 from megatron.checkpoint.files import HostileFileError
 from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
+from megatron.checkpoint.names import one_line
 from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import Config, ConfigError
@@ -67,7 +68,7 @@ def check_run_file(checkpoint: Checkpoint) -> None:
         raise
     except (AttributeError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise ConfigError(
-            f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({error})"
+            f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({one_line(error)})"
         ) from error
 
 

@@ -19,14 +19,14 @@ from megatron.checkpoint.optimizer_files import VALUES, OptimizerFiles
 from megatron.checkpoint.torch_files import StoredTensor
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 
 # fp32 values, moments by the optimizer's names, and what else it keeps (the step).
 ParameterState = tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
 
 
-class ReadWhenAsked(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, each read anew whenever it is asked for: so they need not all be in memory."""
 
     def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -42,9 +42,19 @@ class ReadWhenAsked(Mapping[str, Tensor]):
         return len(self._read)
 
 
+# What `run.json` calls the fields of a ParameterSpec, where that is another name.
+_FILE_KEYS = {
+    "global_shape": "whole_shape",
+    "num_valid_rows": "used_rows",
+    "num_fused_parts": "blocks",
+    "lr_mult": "rate_factor",
+}
+
+
 def spec_record(spec: ParameterSpec) -> dict[str, Any]:
     """The spec in types that JSON knows."""
-    return {**asdict(spec), "whole_shape": list(spec.whole_shape)}
+    record = {_FILE_KEYS.get(name, name): value for name, value in asdict(spec).items()}
+    return {**record, "whole_shape": list(spec.global_shape)}
 
 
 class SavedParameters:
@@ -60,28 +70,28 @@ class SavedParameters:
         self.loss_scaler: dict = self._files.common["loss_scaler"]
         self.kept_by = saved.optimizer.moments_kind
 
-    def read(self, name: str, spec: ParameterSpec, tensor: TensorGroup) -> ParameterState:
+    def read(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
         """Of this rank's shard, flat: fp32 values, moments by the optimizer's names, and what else it keeps
         (the step). The result may share memory with the file. ConfigError if the parameter is missing."""
         if name not in self._files.names:
             raise ConfigError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
-        moments = {key: partial(self._shard, name, spec, tensor, key) for key in self._files.moments(name)}
+        moments = {key: partial(self._shard, name, spec, tp_group, key) for key in self._files.moments(name)}
         others = {
             key: value.tensor() if isinstance(value, StoredTensor) else value
             for key, value in self._files.others(name).items()
         }
-        return self._shard(name, spec, tensor, VALUES), ReadWhenAsked(moments), others
+        return self._shard(name, spec, tp_group, VALUES), LazyTensors(moments), others
 
-    def _shard(self, name: str, spec: ParameterSpec, tensor: TensorGroup, key: str) -> Tensor:
-        def saved_shard(tensor_rank: int) -> Tensor:
-            return _joined(self._files.pieces(tensor_rank, name, key))
+    def _shard(self, name: str, spec: ParameterSpec, tp_group: TPGroup, key: str) -> Tensor:
+        def saved_shard(tp_rank: int) -> Tensor:
+            return _joined(self._files.pieces(tp_rank, name, key))
 
         saved = spec
-        if spec.used_rows is not None:
-            saved = replace(spec, whole_shape=(self.padded_vocab, *spec.whole_shape[1:]))
-        if spec.shard_dim is None or (saved == spec and self.tensor_size == tensor.size):
-            return saved_shard(0 if spec.shard_dim is None else tensor.rank)
-        return recut(spec, tensor, saved, self.tensor_size, saved_shard).reshape(-1)
+        if spec.num_valid_rows is not None:
+            saved = replace(spec, global_shape=(self.padded_vocab, *spec.global_shape[1:]))
+        if spec.shard_dim is None or (saved == spec and self.tensor_size == tp_group.size):
+            return saved_shard(0 if spec.shard_dim is None else tp_group.rank)
+        return recut(spec, tp_group, saved, self.tensor_size, saved_shard).reshape(-1)
 
 
 def _joined(pieces: Sequence[StoredTensor]) -> Tensor:
@@ -90,7 +100,7 @@ def _joined(pieces: Sequence[StoredTensor]) -> Tensor:
 
 def recut(
     spec: ParameterSpec,
-    tensor: TensorGroup,
+    tp_group: TPGroup,
     saved: ParameterSpec,
     saved_size: int,
     saved_shard: Callable[[int], Tensor],
@@ -101,12 +111,12 @@ def recut(
     saved_shard: tensor rank -> its shard, of any shape.
     """
     dim = spec.shard_dim
-    target = torch.zeros(local_shape(spec, tensor))
-    used = spec.used_rows if spec.used_rows is not None else spec.whole_shape[dim]
+    target = torch.zeros(local_shape(spec, tp_group))
+    used = spec.num_valid_rows if spec.num_valid_rows is not None else spec.global_shape[dim]
     for rank in range(saved_size):
-        group = TensorGroup(rank, saved_size)
+        group = TPGroup(rank, saved_size)
         shard: Tensor | None = None
-        for target_offset, mine in _with_offsets(local_slices(spec, tensor)):
+        for target_offset, mine in _with_offsets(local_slices(spec, tp_group)):
             for saved_offset, theirs in _with_offsets(local_slices(saved, group)):
                 start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop, used)
                 if start >= stop:

@@ -19,7 +19,7 @@ from megatron.checkpoint.universal_reading import check_parameters, read_whole
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
 
 
@@ -50,7 +50,7 @@ class UniversalStates:
         """A whole tensor. The vocabulary has no padding, unless another program wrote it."""
         spec = self._specs.get(name)
         file = MOMENT_FILES.get(kind, "fp32.pt")
-        return read_whole(self._folder / name / file, spec)[: spec.used_rows if spec else None]
+        return read_whole(self._folder / name / file, spec)[: spec.num_valid_rows if spec else None]
 
 
 class NativeStates:
@@ -79,21 +79,21 @@ class NativeStates:
         """A whole tensor, the vocabulary without padding. ConfigError if the files are of another model."""
         spec = self._specs[name]
         saved = spec
-        if spec.used_rows is not None:
-            saved = replace(spec, whole_shape=(self._rows, *spec.whole_shape[1:]))
+        if spec.num_valid_rows is not None:
+            saved = replace(spec, global_shape=(self._rows, *spec.global_shape[1:]))
         shards = []
         # Of what is not cut the first copy is read, as a run reads it that loads the checkpoint.
         for rank in range(1 if spec.shard_dim is None else self._tensor_size):
             pieces = [piece.tensor() for piece in self._files.pieces(rank, name, kind)]
             flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            shape = local_shape(saved, TensorGroup(rank, self._tensor_size))
+            shape = local_shape(saved, TPGroup(rank, self._tensor_size))
             if flat.numel() != prod(shape):
                 raise ConfigError(
                     f"checkpoint {self._folder}: tensor rank {rank} holds {flat.numel():,} elements of "
                     f"{name}, expected {prod(shape):,}: the files are not of one checkpoint"
                 )
             shards.append(flat.view(shape))
-        return merge_shards(saved, shards)[: spec.used_rows]
+        return merge_shards(saved, shards)[: spec.num_valid_rows]
 
 
 def open_states(checkpoint: Checkpoint) -> NativeStates | UniversalStates:

@@ -3,7 +3,7 @@
 Such a file is a zip archive, stored without compression. `<name>/data.pkl` is a pickle in which each tensor
 names a storage; the storage's bytes are the member `<name>/data/<key>`. A pickle can name any function and
 have it called. Here it can name only what stands in the tables below, all of it harmless, and what is a class
-elsewhere becomes an `Inert` object that has its arguments and attributes and does nothing. See `pickles`.
+elsewhere becomes an `Stub` object that has its arguments and attributes and does nothing. See `pickles`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.files import HostileFileError, open_regular
-from megatron.checkpoint.names import is_plain, shown
+from megatron.checkpoint.names import is_plain, one_line, shown
 from megatron.checkpoint.pickles import (
     Function,
     HostilePickle,
@@ -151,15 +151,8 @@ def read_file(path: Path) -> Any:
         ) from None
     except Exception as error:  # a damaged file can fail anywhere
         raise ConfigError(
-            f"checkpoint file {path} cannot be read ({_reason(error)}): take an older checkpoint"
+            f"checkpoint file {path} cannot be read ({one_line(error)}): take an older checkpoint"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    """One line of bounded length. What stands in it may be of the file."""
-    lines = str(error).strip().splitlines()
-    text = "".join(c if c.isprintable() else "?" for c in lines[0]) if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class _Bounded:

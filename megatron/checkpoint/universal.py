@@ -25,7 +25,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial as partial_function
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,8 @@ from megatron.checkpoint.manifest import seal, write_atomically
 from megatron.checkpoint.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.optimizer_files import VALUES, model_files
-from megatron.checkpoint.pickles import Inert
+from megatron.checkpoint.pickles import Stub
+from megatron.checkpoint.reshape import spec_record
 from megatron.checkpoint.rules import Merge, rule_of
 from megatron.checkpoint.source import Source, identity
 from megatron.checkpoint.torch_files import StoredTensor, is_intact, read_file, write_plain, write_tensor
@@ -155,8 +156,12 @@ def write_parameter(
     state: on the CPU, fp32 values, moments by the optimizer's names, and the 'step' if there is one.
     """
     values, moments, others = state
-    shape = tuple(spec.whole_shape) if spec.used_rows is None else (spec.used_rows, *spec.whole_shape[1:])
-    merge = Merge(name, rule_of(name, asdict(spec)), shape, shape[0])
+    shape = (
+        tuple(spec.global_shape)
+        if spec.num_valid_rows is None
+        else (spec.num_valid_rows, *spec.global_shape[1:])
+    )
+    merge = Merge(name, rule_of(name, spec_record(spec)), shape, shape[0])
     blocks = {key: [tensor.contiguous().numpy()] for key, tensor in {VALUES: values, **moments}.items()}
     step = others.get("step")
     _write_files(folder, merge, blocks, None if step is None else float(step))
@@ -340,6 +345,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(entry) for entry in value)
-    if isinstance(value, Inert) and value.origin == "argparse.Namespace":
+    if isinstance(value, Stub) and value.origin == "argparse.Namespace":
         return Namespace(**{key: _plain(entry) for key, entry in vars(value).items() if key != "made_from"})
-    return None if isinstance(value, (Inert, StoredTensor)) else value
+    return None if isinstance(value, (Stub, StoredTensor)) else value

@@ -34,8 +34,8 @@ from megatron.checkpoint.folders import (
 )
 from megatron.checkpoint.names import check_parameter, read_name, shown
 from megatron.checkpoint.optimizer_files import model_files
-from megatron.checkpoint.pickles import Inert
-from megatron.checkpoint.reshape import ParameterState, ReadWhenAsked, recut
+from megatron.checkpoint.pickles import Stub
+from megatron.checkpoint.reshape import LazyTensors, ParameterState, recut
 from megatron.checkpoint.rules import INFO_KEY, VOCAB_SIZE_KEY, check_info
 from megatron.checkpoint.torch_files import load_file, read_file
 from megatron.checkpoint.universal import (
@@ -48,7 +48,7 @@ from megatron.checkpoint.universal import (
 from megatron.config import Config, ConfigError
 from megatron.config.sections.model import MEGATRON_MODEL_ARGS
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 
 # BigScience's enumeration of positions, and Microsoft's words.
@@ -97,7 +97,7 @@ def _open_foreign(folder: Path) -> Checkpoint:
     check_parameters(folder)
     if not isinstance(content, Mapping):
         raise ConfigError(f"checkpoint file {paths[0]} holds no dict: it is of no universal checkpoint")
-    args = vars(content["args"]) if isinstance(content.get("args"), Inert) else {}
+    args = vars(content["args"]) if isinstance(content.get("args"), Stub) else {}
     args = {key: _plain(value) for key, value in args.items()}
     position = args.get("position_embedding_type")
     if isinstance(position, (int, str)):
@@ -156,7 +156,7 @@ def _vocabulary_differences(
     if told is not None:
         same = told == vocab_size
         return [] if same else [f"the vocabulary had {told} tokens, has {vocab_size}"]
-    (name,) = (name for name, spec in specs.items() if spec.used_rows is not None)
+    (name,) = (name for name, spec in specs.items() if spec.num_valid_rows is not None)
     path = checkpoint.folder / PARAMETER_FOLDER / name / "fp32.pt"
     rows = read_whole(path).shape[0] if path.is_file() else vocab_size
     args = checkpoint.run["args"]
@@ -202,7 +202,7 @@ class UniversalParameters:
         """The kind of optimizer whose moments these are."""
         return "adam" if any(self.folder.glob(f"*/{MOMENT_FILES['exp_avg']}")) else "sgd"
 
-    def read(self, name: str, spec: ParameterSpec, tensor: TensorGroup) -> ParameterState:
+    def read(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
         """As `SavedParameters.read`. ConfigError for a parameter that is missing or of another shape."""
         folder = self.folder / name
         if not folder.is_dir():
@@ -210,13 +210,13 @@ class UniversalParameters:
                 f"universal checkpoint {folder.parent} holds no parameter {name}: is it of another model?"
             )
         moments = {
-            key: partial(_shard, folder / file, spec, tensor)
+            key: partial(_shard, folder / file, spec, tp_group)
             for key, file in MOMENT_FILES.items()
             if (folder / file).exists()
         }
         return (
-            _shard(folder / "fp32.pt", spec, tensor),
-            ReadWhenAsked(moments),
+            _shard(folder / "fp32.pt", spec, tp_group),
+            LazyTensors(moments),
             {"step": self._step(folder)} if moments else {},
         )
 
@@ -229,20 +229,20 @@ class UniversalParameters:
             return step
 
 
-def _shard(path: Path, spec: ParameterSpec, tensor: TensorGroup) -> Tensor:
+def _shard(path: Path, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
     """This rank's part of a whole tensor, flat, in fp32."""
     whole = read_whole(path, spec)
     if spec.shard_dim is None:
         return whole.reshape(-1)
-    saved = replace(spec, whole_shape=tuple(whole.shape))
-    return recut(spec, tensor, saved, 1, lambda _rank: whole).reshape(-1)
+    saved = replace(spec, global_shape=tuple(whole.shape))
+    return recut(spec, tp_group, saved, 1, lambda _rank: whole).reshape(-1)
 
 
 def fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
     """Whether a whole tensor is of the spec's shape; the vocabulary may have any padding, or none."""
-    if spec.used_rows is None:
-        return shape == tuple(spec.whole_shape)
-    return shape[1:] == tuple(spec.whole_shape[1:]) and shape[0] >= spec.used_rows
+    if spec.num_valid_rows is None:
+        return shape == tuple(spec.global_shape)
+    return shape[1:] == tuple(spec.global_shape[1:]) and shape[0] >= spec.num_valid_rows
 
 
 def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
@@ -255,17 +255,17 @@ def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
             f"checkpoint file {path} holds no tensor under 'param': it is of no universal checkpoint"
         )
     if spec is not None and not fits(tuple(whole.shape), spec):
-        rows = spec.whole_shape[0] if spec.used_rows is None else spec.used_rows
+        rows = spec.global_shape[0] if spec.num_valid_rows is None else spec.num_valid_rows
         raise ConfigError(
-            f"{path} holds a tensor of shape {tuple(whole.shape)}, expected {(rows, *spec.whole_shape[1:])}: "
-            "it is of another model"
+            f"{path} holds a tensor of shape {tuple(whole.shape)}, expected "
+            f"{(rows, *spec.global_shape[1:])}: it is of another model"
         )
     return whole
 
 
 def _plain(value: Any) -> Any:
     """An argument as JSON knows it: an enumeration's value, else what can be printed."""
-    if isinstance(value, Inert) and len(value.made_from) == 1:
+    if isinstance(value, Stub) and len(value.made_from) == 1:
         value = value.made_from[0]
     return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
 

@@ -18,7 +18,7 @@ from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
-def whole_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+def gathered_params(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter in a checkpoint's `folder`: a native one's layer files, in
     their type, or a universal one's values in fp32. Padding of the vocabulary is as it lies there.
 
@@ -88,7 +88,7 @@ class LayerFiles:
             if not fits(shape, spec):
                 raise ConfigError(
                     f"{self.folder}: the {len(shards)} files of layer {layer} make {name} a tensor of shape "
-                    f"{shape}, expected {spec.whole_shape}: they are not the files of one run"
+                    f"{shape}, expected {spec.global_shape}: they are not the files of one run"
                 )
         return wholes
 
@@ -114,7 +114,7 @@ def load_whole_weights(module: nn.Module, folder: Path) -> None:
     """
     parameters = dict(module.named_parameters())
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
-    for name, whole in whole_weights(folder, specs):
+    for name, whole in gathered_params(folder, specs):
         _copy_rows(parameters[name], whole)
 
 
@@ -125,7 +125,7 @@ def _parameter_prefix(layer_index: int) -> str:
 
 @torch.no_grad()
 def _copy_rows(target: Tensor, whole: Tensor) -> None:
-    used = spec_of(target).used_rows
+    used = spec_of(target).num_valid_rows
     if used is None:
         target.copy_(whole)
     else:

@@ -13,7 +13,7 @@ from megatron.config.fields import Flag, flag_of, option_name
 
 _HEAD = """# Flags
 
-All flags of `pretrain_gpt.py`, grouped as in `--help`, generated from `megatron/config/sections`:
+All flags of `pretrain_gpt.py`, grouped as in `--help`. The page is generated from `megatron/config`:
 
 ```bash
 .venv/bin/python -m megatron.config.flags_page > docs/flags.md

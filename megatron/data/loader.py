@@ -33,7 +33,7 @@ class GPTBatchLoader:
         dataset: Samples,
         *,
         micro_batch_size: int,
-        data_rank: int,
+        dp_rank: int,
         data_size: int,
         eod: int | None = None,
         eod_mask_loss: bool = False,
@@ -44,7 +44,7 @@ class GPTBatchLoader:
             raise ConfigError("--eod-mask-loss needs a tokenizer, whose end-of-document token it masks")
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
-        self.data_rank = data_rank
+        self.dp_rank = dp_rank
         self.data_size = data_size
         self._masked_token = eod if eod_mask_loss else None
         self._vocab_size = vocab_size
@@ -75,7 +75,7 @@ class GPTBatchLoader:
             consumed_samples,
             self.micro_batch_size,
             global_batch_size // per_micro_batch,
-            self.data_rank,
+            self.dp_rank,
             self.data_size,
         )
         return (self._next(int(samples[0])) for samples in steps)

@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 
 def micro_batch_samples(
-    consumed: int, micro_batch_size: int, num_micro_batches: int, data_rank: int, data_size: int
+    consumed: int, micro_batch_size: int, num_micro_batches: int, dp_rank: int, data_size: int
 ) -> npt.NDArray[np.int64]:
     """Sample numbers of one step on one data rank, [num_micro_batches, micro_batch_size].
 
     `consumed` samples were read before this step, over all data ranks.
     """
-    if not 0 <= data_rank < data_size:
-        raise ValueError(f"data rank {data_rank} of {data_size}")
+    if not 0 <= dp_rank < data_size:
+        raise ValueError(f"data rank {dp_rank} of {data_size}")
     starts = (
-        consumed + (np.arange(num_micro_batches, dtype=np.int64) * data_size + data_rank) * micro_batch_size
+        consumed + (np.arange(num_micro_batches, dtype=np.int64) * data_size + dp_rank) * micro_batch_size
     )
     return starts[:, None] + np.arange(micro_batch_size, dtype=np.int64)

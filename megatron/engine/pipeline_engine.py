@@ -15,25 +15,25 @@ from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
-from megatron.engine.workarounds import SameNumbersDualPipeVEngine, SameNumbersPipelineEngine
+from megatron.engine.workarounds import PatchedPipelineEngine, SameNumbersDualPipeVEngine
 from megatron.model.gpt_model import GPTModelPipe
-from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.mixed_precision import Groups, MixedPrecisionOptimizer, Sharing
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, OptimizerProcessGroups, ZeroConfig
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 
 
-class GPTEngine(SameNumbersPipelineEngine):
+class GPTEngine(PatchedPipelineEngine):
     """Trains and evaluates a `GPTModelPipe` stage."""
 
     has_two_stages = False
 
     def __init__(
-        self, config: Config, layout: ParallelLayout, tensor: TensorGroup, model: GPTModelPipe
+        self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
     ) -> None:
         self.run_config = config
         self.layout = layout
-        self.tensor_group = tensor
+        self.tp_group = tp_group
         # A `megatron.checkpoint.identity.RunIdentity`: of the run that the next checkpoint belongs to. None
         # until the first, and on other ranks than 0.
         self.checkpoint_identity: Any = None
@@ -62,29 +62,29 @@ class GPTEngine(SameNumbersPipelineEngine):
 
     def _units_of(self, model: GPTModelPipe) -> dict[str, nn.Module]:
         """The layers whose gradients, and perhaps weights, the replicas share out; none without replicas."""
-        shared = self.run_config.parallel.zero_stage >= 2 and self.layout.data > 1
+        shared = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
         return model.transformer_layers() if shared else {}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         grid = self.module.mpu()
         layout, parallel = self.layout, self.run_config.parallel
-        groups = Groups(
+        groups = OptimizerProcessGroups(
             data=grid.get_data_parallel_group(),
-            data_size=layout.data,
-            data_rank=layout.data_rank,
-            model=grid.get_model_parallel_group() if layout.pipeline * layout.tensor > 1 else None,
+            data_size=layout.dp_size,
+            dp_rank=layout.dp_rank,
+            model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
             description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
-            f"tensor rank {layout.tensor_rank}, data rank {layout.data_rank})",
+            f"tensor rank {layout.tp_rank}, data rank {layout.dp_rank})",
         )
         tied = self.module.get_tied_weights_and_groups()
         wrapped = MixedPrecisionOptimizer(
             optimizer,
             {parameter: name for name, parameter in self.module.named_parameters()},
             groups,
-            self.tensor_group,
+            self.tp_group,
             [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
             LossScaler(self.run_config.precision),
-            Sharing(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
+            ZeroConfig(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
         )
         wrapped.averages_replicated = self.run_config.stability.sync_tp_duplicated_parameters
@@ -99,41 +99,41 @@ class GPTEngine(SameNumbersPipelineEngine):
         *,
         seq_length: int | None = None,
         skips_non_finite: bool | None = None,
-        refuses: Callable[[float, float], bool] | None = None,
+        skip_update_fn: Callable[[float, float], bool] | None = None,
     ) -> Tensor:
         """One step on the global batch after `consumed_samples`; returns its mean loss, a device scalar.
 
         seq_length: tokens per sample of `micro_batches`, by default --seq-length. skips_non_finite: see
-        `MixedPrecisionOptimizer`. refuses: given the mean loss and the grad norm, the same on every rank,
-        says whether the update is dropped. Raises NonFiniteError on every rank, before any weight moves.
+        `MixedPrecisionOptimizer`. skip_update_fn: given the mean loss and the grad norm, equal on all
+        ranks, returns whether to skip the update. Raises NonFiniteError on all ranks, before any weight moves.
         """
         self._expect_length(seq_length or self.run_config.model.seq_length)
         self.optimizer.skips_non_finite = skips_non_finite
-        self.optimizer.refuses = refuses and (
-            lambda grad_norm: refuses(*self._loss_and_norm_everywhere(grad_norm))
+        self.optimizer.skip_update_fn = skip_update_fn and (
+            lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))
         )
         if global_batch_size != self.train_batch_size():
             self.set_train_batch_size(global_batch_size)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["rate_factor"]
+            group["lr"] = rate * group["lr_mult"]
         samples = micro_batch_samples(
             consumed_samples,
             self.micro_batch_size,
             self.micro_batches,
-            self.layout.data_rank,
-            self.layout.data,
+            self.layout.dp_rank,
+            self.layout.dp_size,
         )
         in_order = [tuple(row) for row in samples.tolist()]
         self._samples_to_come = [iter(in_order), iter(in_order)]
         loss = self.train_batch(micro_batches)
-        self._let_go_of_activations()
+        self._free_pipe_buffers()
         return loss
 
     def evaluate(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Tensor:
         """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank."""
         self._expect_length(self.run_config.model.seq_length)
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
-        self._let_go_of_activations()
+        self._free_pipe_buffers()
         return loss
 
     def _expect_length(self, seq_length: int) -> None:
@@ -145,8 +145,8 @@ class GPTEngine(SameNumbersPipelineEngine):
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
         """The step's mean loss, and rank 0's grad norm, before the update. Collective; equal on all ranks."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.is_last_stage() and self.layout.tensor_rank == 0:
-            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.data)
+        if self.is_last_stage() and self.layout.tp_rank == 0:
+            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_size)
         if self.global_rank == 0:
             both[1] = grad_norm
         dist.all_reduce(both)
@@ -164,9 +164,9 @@ class GPTEngine(SameNumbersPipelineEngine):
             if not isinstance(layer, nn.Module):
                 continue
             takes_turns = self.module.checkpoint_parallel_write_pipeline
-            writer = position % self.layout.data if takes_turns else 0
-            with self.optimizer.whole_weights(layer):
-                if self.layout.data_rank == writer:
+            writer = position % self.layout.dp_size if takes_turns else 0
+            with self.optimizer.gathered_params(layer):
+                if self.layout.dp_rank == writer:
                     state = clone_tensors_for_torch_save(layer.state_dict())
                     path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
                     self.checkpoint_engine.save(state_dict=state, path=path)
@@ -180,7 +180,7 @@ class GPTEngine(SameNumbersPipelineEngine):
 
         return send(tokens), tuple(send(x) for x in labels_and_mask)
 
-    def _let_go_of_activations(self) -> None:
+    def _free_pipe_buffers(self) -> None:
         """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep
         them, and with them, through hooks that Python's collector cannot see, the engine itself for ever."""
         for buffers in self.pipe_buffers.values():
@@ -192,7 +192,7 @@ class GPTEngine(SameNumbersPipelineEngine):
             # Every schedule runs the forward passes of a stage in the order of the samples.
             self.module.stream.samples = next(self._samples_to_come[phase])
         logits_wanted = self.eval_return_logits or not self._compute_loss
-        with nullcontext() if logits_wanted else self.module.loss_follows():
+        with nullcontext() if logits_wanted else self.module.fused_head_loss():
             super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
 
 

@@ -55,7 +55,7 @@ from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
-def compile_nothing_at_start() -> None:
+def disable_shm_comm_jit() -> None:
     """Entry 8. To be called before the process group is made."""
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
@@ -66,7 +66,7 @@ def initialize_vector_math() -> None:
     torch.exp(torch.zeros(1, device="cpu"))
 
 
-class SameNumbersPipelineEngine(PipelineEngine):
+class PatchedPipelineEngine(PipelineEngine):
     """DeepSpeed's pipeline engine around `MixedPrecisionOptimizer`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ class SameNumbersPipelineEngine(PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         if self.is_last_stage():
-            self.optimizer.take_loss(self.total_loss)
+            self.optimizer.register_loss(self.total_loss)
         self.optimizer.reduce_gradients()
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
@@ -109,7 +109,7 @@ class SameNumbersPipelineEngine(PipelineEngine):
         super()._exec_backward_pass(buffer_id)
 
 
-class SameNumbersDualPipeVEngine(SameNumbersPipelineEngine, DualPipeVEngine):
+class SameNumbersDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
     """The same for DeepSpeed's DualPipeV, where each rank runs two stages ('phases')."""
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:

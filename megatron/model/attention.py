@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.position import AttentionMasks, RotaryEmbedding, positions_within_segments
+from megatron.model.position import AttentionMasks, RotaryEmbedding, positions_within_documents
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.random import DropoutStream, dropout
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG, dropout
 
 
 class ParallelSelfAttention(nn.Module):
@@ -25,25 +25,25 @@ class ParallelSelfAttention(nn.Module):
         self,
         config: ModelConfig,
         layer_index: int,
-        tensor: TensorGroup,
-        stream: DropoutStream,
+        tp_group: TPGroup,
+        stream: DropoutRNG,
         masks: AttentionMasks,
         rotary: RotaryEmbedding | None,
         positions_restart: bool,
         output_init_std: float,
-        cut_sequence: bool,
+        sequence_parallel: bool,
         recompute: bool,
     ) -> None:
-        """`positions_restart`: rotary positions count from the start of each document. `cut_sequence`: input
-        and output are this tensor rank's part of the sequence. `recompute`: where attention is spelt out,
-        its scores are made again in the backward pass."""
+        """`positions_restart`: rotary positions count from the start of each document. `sequence_parallel`:
+        input and output are this rank's shard of the sequence. `recompute`: unfused attention recomputes its
+        scores in the backward pass."""
         super().__init__()
         self.head_dim = config.kv_channels
         self.scale = config.attention_scale
-        self.heads = config.num_attention_heads // tensor.size
+        self.heads = config.num_attention_heads // tp_group.size
         self.dropout_rate = config.attention_dropout
         self.dropout_place = f"{layer_index}.self_attention.attention_dropout"
-        self.tensor = tensor
+        self.tp_group = tp_group
         self.stream = stream
         self.masks = masks
         self.rotary = rotary
@@ -53,18 +53,18 @@ class ParallelSelfAttention(nn.Module):
         self.query_key_value = ColumnParallelLinear(
             config.hidden_size,
             3 * width,
-            tensor,
+            tp_group,
             init_std=config.matrix_init_std,
-            rate_factor=config.matrix_rate_factor,
-            cut_sequence=cut_sequence,
+            lr_mult=config.matrix_rate_factor,
+            sequence_parallel=sequence_parallel,
         )
         self.dense = RowParallelLinear(
             width,
             config.hidden_size,
-            tensor,
+            tp_group,
             init_std=output_init_std,
-            rate_factor=config.matrix_rate_factor,
-            cut_sequence=cut_sequence,
+            lr_mult=config.matrix_rate_factor,
+            sequence_parallel=sequence_parallel,
         )
 
     def forward(self, hidden: Tensor, segments: Tensor | None) -> Tensor:
@@ -74,12 +74,12 @@ class ParallelSelfAttention(nn.Module):
         projected = projected.view(seq, batch, self.heads, 3, self.head_dim)
         query, key, value = projected.unbind(dim=3)
         if self.rotary is not None:
-            positions = positions_within_segments(segments) if self.positions_restart else None
+            positions = positions_within_documents(segments) if self.positions_restart else None
             query, key = self.rotary.rotate(query, key, positions)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
         bias = self.masks.bias(seq, query.dtype, query.device, segments)
         if self.training and self.dropout_rate > 0:
-            context = self._attend_apart(query, key, value, bias)
+            context = self._unfused_attention(query, key, value, bias)
         else:
             context = F.scaled_dot_product_attention(
                 query, key, value, bias, is_causal=bias is None, scale=self.scale
@@ -88,14 +88,14 @@ class ParallelSelfAttention(nn.Module):
         return self.dense(context)
 
     @torch.compiler.disable  # dropout's masks are hashed in Python
-    def _attend_apart(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """`_attend_with_dropout`, of which nothing of size [seq, seq] is kept if it is to be recomputed."""
         if not self.recompute:
             return self._attend_with_dropout(query, key, value, bias)
         samples = self.stream.samples
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            with self.stream.samples_in_use(samples):
+            with self.stream.use_samples(samples):
                 return self._attend_with_dropout(query, key, value, bias)
 
         return checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
@@ -118,6 +118,6 @@ class ParallelSelfAttention(nn.Module):
             self.dropout_place,
             batch_dim=0,
             shard_dim=1,
-            tensor=self.tensor,
+            tp_group=self.tp_group,
         )
         return torch.matmul(weights, value)

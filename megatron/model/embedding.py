@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.norm import norm_arguments, norm_class
-from megatron.model.position import document_segments, positions_within_segments
-from megatron.model.transformer import LayerContext, Payload
+from megatron.model.position import document_ids_of, positions_within_documents
+from megatron.model.transformer import LayerContext, LayerIO
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layers import VocabParallelEmbedding, parallel_logits
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 from megatron.mpu.random import dropout
 
@@ -19,7 +19,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
         super().__init__()
         spec = ParameterSpec((max_positions, hidden_size), init_std=init_std)
-        self.weight = new_parameter(spec, TensorGroup())
+        self.weight = new_parameter(spec, TPGroup())
 
     def forward(self, positions: Tensor, batch: int) -> Tensor:
         """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
@@ -48,8 +48,8 @@ class EmbeddingPipe(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size,
             model.hidden_size,
-            context.tensor,
-            used_rows=vocab_size,
+            context.tp_group,
+            num_valid_rows=vocab_size,
             init_std=model.init_method_std,
         )
         self.logits_multiplier = model.logits_multiplier
@@ -64,24 +64,24 @@ class EmbeddingPipe(nn.Module):
             )
         self.eod = eod
         self.positions_restart = context.config.data.reset_position_ids
-        self.passes_segments = context.layers_need_segments
+        self.passes_segments = context.layers_need_document_ids
         self.fp32_residual = context.config.precision.fp32_residual_connection
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
-        self.tensor = context.tensor
+        self.tp_group = context.tp_group
         self.stream = context.stream
 
-    def forward(self, tokens: Tensor) -> Payload:
+    def forward(self, tokens: Tensor) -> LayerIO:
         segments = (
-            document_segments(tokens, self.eod) if self.positions_restart or self.passes_segments else None
+            document_ids_of(tokens, self.eod) if self.positions_restart or self.passes_segments else None
         )
         hidden = self.word_embeddings(tokens)
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)
         if self.absolute:
             if self.positions_restart:
-                positions = positions_within_segments(segments)
+                positions = positions_within_documents(segments)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
             hidden = hidden + self.position_embeddings(positions, len(tokens))
@@ -91,7 +91,12 @@ class EmbeddingPipe(nn.Module):
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
             hidden = dropout(
-                hidden, self.dropout_rate, self.stream, "embedding.dropout", batch_dim=0, tensor=self.tensor
+                hidden,
+                self.dropout_rate,
+                self.stream,
+                "embedding.dropout",
+                batch_dim=0,
+                tp_group=self.tp_group,
             )
         return (hidden, segments) if self.passes_segments else hidden
 
@@ -103,4 +108,4 @@ class EmbeddingPipe(nn.Module):
 def lm_head(embedding: EmbeddingPipe, hidden: Tensor) -> Tensor:
     """hidden [batch, seq, hidden] -> this rank's logits [batch, seq, padded_vocab / TP]."""
     words = embedding.word_embeddings
-    return parallel_logits(embedding.scaled_for_logits(hidden), words.weight, words.tensor)
+    return parallel_logits(embedding.scaled_for_logits(hidden), words.weight, words.tp_group)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ConfigError
-from megatron.model.single_process import WholeGPT
+from megatron.model.single_process import GPTModel
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sampling:
 
 
 def generate(
-    model: WholeGPT,
+    model: GPTModel,
     prompt: list[int],
     max_new_tokens: int,
     sampling: Sampling,

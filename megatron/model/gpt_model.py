@@ -32,13 +32,13 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.engine.workarounds import initialize_vector_math
 from megatron.model.embedding import EmbeddingPipe, lm_head
 from megatron.model.norm import norm_arguments, norm_class
-from megatron.model.recompute import LayerRecomputation
-from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe, Payload, split_payload
+from megatron.model.recompute import ActivationCheckpointing
+from megatron.model.transformer import LayerContext, LayerIO, ParallelTransformerLayerPipe, split_layer_io
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import initialize_parameters, spec_of
-from megatron.mpu.random import DropoutStream
+from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import embedding_and_head
 
 FIRST_TRANSFORMER_LAYER = 3
@@ -52,26 +52,26 @@ def _to_float16(tokens: Tensor) -> Tensor:
     return tokens
 
 
-def _to_sequence_first(context: LayerContext) -> Callable[[Payload], Payload]:
-    def to_sequence_first(payload: Payload) -> Payload:
+def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
+    def to_sequence_first(payload: LayerIO) -> LayerIO:
         """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers; with
         --sequence-parallel this rank's [seq / TP, batch, hidden]."""
-        hidden, segments = split_payload(payload)
+        hidden, segments = split_layer_io(payload)
         hidden = hidden.transpose(0, 1)
-        if context.cut_sequence:
-            hidden = scatter_to_tensor_region(hidden, context.tensor, dim=0)
+        if context.sequence_parallel:
+            hidden = scatter_to_tensor_region(hidden, context.tp_group, dim=0)
         hidden = hidden.contiguous()
         return hidden if segments is None else (hidden, segments)
 
     return to_sequence_first
 
 
-def _to_batch_first(context: LayerContext) -> Callable[[Payload], Tensor]:
-    def to_batch_first(payload: Payload) -> Tensor:
+def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
+    def to_batch_first(payload: LayerIO) -> Tensor:
         """Back to [batch, seq, hidden]; the segments end here."""
-        hidden, _ = split_payload(payload)
-        if context.cut_sequence:
-            hidden = gather_from_tensor_region(hidden, context.tensor, dim=0)
+        hidden, _ = split_layer_io(payload)
+        if context.sequence_parallel:
+            hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
         return hidden.transpose(0, 1).contiguous()
 
     return to_batch_first
@@ -87,11 +87,11 @@ class CrossEntropy:
 
     Averaging per sample first, the loss of a global batch does not depend on how it is cut into
     micro-batches and data-parallel ranks, even when `--eod-mask-loss` leaves samples of unequal length.
-    `z_loss_weight` acts on `of_hidden` in training, see `vocab_parallel_linear_cross_entropy`.
+    `z_loss_weight` acts on `from_hidden` in training, see `vocab_parallel_linear_cross_entropy`.
     """
 
-    def __init__(self, tensor: TensorGroup, vocab_size: int, z_loss_weight: float = 0.0) -> None:
-        self.tensor = tensor
+    def __init__(self, tp_group: TPGroup, vocab_size: int, z_loss_weight: float = 0.0) -> None:
+        self.tp_group = tp_group
         self.vocab_size = vocab_size
         self.z_loss_weight = z_loss_weight
 
@@ -100,11 +100,11 @@ class CrossEntropy:
         labels, mask = labels_and_mask
         # In training nothing reads the logits again, so their memory serves for the probabilities.
         losses = vocab_parallel_cross_entropy(
-            logits, labels, self.tensor, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
+            logits, labels, self.tp_group, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
         )
         return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
 
-    def of_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+    def from_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """The same of the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
 
         Where the weight has a `main_grad`, as the run's optimizer gives it, its gradient goes there, in fp32.
@@ -116,7 +116,7 @@ class CrossEntropy:
             hidden,
             weight,
             labels,
-            self.tensor,
+            self.tp_group,
             self.vocab_size,
             token_weights=token_weights,
             z_loss_weight=self.z_loss_weight if torch.is_grad_enabled() else 0.0,
@@ -129,7 +129,7 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
     initialize_vector_math()  # whatever uses the model, of training and tools, begins with this list
     config = context.config
     model = config.model
-    padded = padded_vocab_size(vocab_size, model, context.tensor.size)
+    padded = padded_vocab_size(vocab_size, model, context.tp_group.size)
     embedding = (context, vocab_size, padded, eod)
     tied = {"tied_weight_attr": "word_embeddings.weight"}
     layers: list[LayerSpec | Callable] = [
@@ -168,7 +168,7 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], whole: bool =
         if key not in counts:
             with torch.device("meta"):
                 parameters = layer.build().parameters()
-            counts[key] = sum(prod(spec_of(p).whole_shape) if whole else p.numel() for p in parameters)
+            counts[key] = sum(prod(spec_of(p).global_shape) if whole else p.numel() for p in parameters)
         return counts[key]
 
     return [count(layer) for layer in layers]
@@ -186,25 +186,25 @@ class GPTModelPipe(PipelineModule):
         self,
         config: Config,
         layout: ParallelLayout,
-        tensor: TensorGroup,
+        tp_group: TPGroup,
         vocab_size: int,
         eod: int | None,
         bounds: Sequence[int],
     ) -> None:
         self.config = config
         self.stage_bounds = list(bounds)
-        self.cross_entropy = CrossEntropy(tensor, vocab_size, config.training.z_loss_weight)
+        self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
         self._head_in_loss = False
-        self.stream = DropoutStream(config.training.seed)
-        context = LayerContext(config, tensor, self.stream)
+        self.stream = DropoutRNG(config.training.seed)
+        context = LayerContext(config, tp_group, self.stream)
         training = config.training
         self.recomputed_together = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
         self._check_head(layers)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
-        self.recomputation = LayerRecomputation(training, tensor, self.stream)
-        initialize_parameters(self, training.seed, tensor)
+        self.recomputation = ActivationCheckpointing(training, tp_group, self.stream)
+        initialize_parameters(self, training.seed, tp_group)
         self.to(PARAMETER_DTYPES[config.precision.name])
         if training.compile:
             for layer in self.modules():
@@ -235,7 +235,7 @@ class GPTModelPipe(PipelineModule):
             )
 
     @contextlib.contextmanager
-    def loss_follows(self) -> Iterator[None]:
+    def fused_head_loss(self) -> Iterator[None]:
         """Within this context outputs of `forward` are for `loss` alone: with --loss-implementation fused
         they are not logits but the head's input, and `loss` runs the head."""
         self._head_in_loss = self.config.training.loss_implementation == "fused"
@@ -250,7 +250,7 @@ class GPTModelPipe(PipelineModule):
             return self.cross_entropy(outputs, labels_and_mask)
         embedding = self.tied_modules[TIED_EMBEDDING]
         hidden, weight = embedding.scaled_for_logits(outputs), embedding.word_embeddings.weight
-        return self.cross_entropy.of_hidden(hidden, weight, labels_and_mask)
+        return self.cross_entropy.from_hidden(hidden, weight, labels_and_mask)
 
     def functions_before_loss(self) -> list[Callable]:
         """This stage's layers, without those that `loss` runs."""
@@ -272,8 +272,8 @@ class GPTModelPipe(PipelineModule):
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
-    def forward(self, inputs: Payload) -> Payload:
-        """Runs this stage's layers, on the last stage to the logits or, where `loss_follows`, to the head's
+    def forward(self, inputs: LayerIO) -> LayerIO:
+        """Runs this stage's layers: on the last stage up to the logits or, with `fused_head_loss`, the head's
         input; with --checkpoint-activations transformer layers, N by N, are recomputed.
 
         DeepSpeed's own would count its blocks from the stage's first function and leave out each block that
@@ -311,8 +311,8 @@ class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
 GPT_MODELS = {"1f1b": GPTModelPipe, "dualpipev": GPTModelDualPipeV}
 
 
-def _chain(layers: Sequence[nn.Module]) -> Callable[[Payload], Payload]:
-    def run(payload: Payload) -> Payload:
+def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
+    def run(payload: LayerIO) -> LayerIO:
         for layer in layers:
             payload = layer(payload)
         return payload

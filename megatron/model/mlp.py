@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -22,36 +22,36 @@ def identity(x: Tensor) -> Tensor:
 class ParallelMLP(nn.Module):
     """[seq, batch, hidden] -> [seq, batch, hidden].
 
-    A gated MLP has two blocks of `ffn_hidden_size` rows in its first matrix: value, then gate; the
+    A gated MLP has two parts of `ffn_hidden_size` rows in its first matrix: value, then gate; the
     activation acts on the gate.
     """
 
     def __init__(
-        self, config: ModelConfig, tensor: TensorGroup, output_init_std: float, cut_sequence: bool
+        self, config: ModelConfig, tp_group: TPGroup, output_init_std: float, sequence_parallel: bool
     ) -> None:
-        """`cut_sequence`: input and output are this tensor rank's part of the sequence."""
+        """`sequence_parallel`: input and output are this tensor rank's part of the sequence."""
         super().__init__()
         self.gated = config.glu_activation is not None
         self.activation = (
             GLU_ACTIVATIONS.load(config.glu_activation) if self.gated else ACTIVATIONS.load(config.activation)
         )
-        blocks = 2 if self.gated else 1
+        parts = 2 if self.gated else 1
         self.dense_h_to_4h = ColumnParallelLinear(
             config.hidden_size,
-            blocks * config.ffn_hidden_size,
-            tensor,
+            parts * config.ffn_hidden_size,
+            tp_group,
             init_std=config.matrix_init_std,
-            rate_factor=config.matrix_rate_factor,
-            blocks=blocks,
-            cut_sequence=cut_sequence,
+            lr_mult=config.matrix_rate_factor,
+            num_fused_parts=parts,
+            sequence_parallel=sequence_parallel,
         )
         self.dense_4h_to_h = RowParallelLinear(
             config.ffn_hidden_size,
             config.hidden_size,
-            tensor,
+            tp_group,
             init_std=output_init_std,
-            rate_factor=config.matrix_rate_factor,
-            cut_sequence=cut_sequence,
+            lr_mult=config.matrix_rate_factor,
+            sequence_parallel=sequence_parallel,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

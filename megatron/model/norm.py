@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.registries import NORMALIZATIONS
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
@@ -34,8 +34,8 @@ class MixedFusedLayerNorm(nn.Module):
         ones = ParameterSpec((hidden_size,), init_value=1.0, weight_decay=False)
         zeros = ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False)
         # Replicated over tensor ranks: each rank holds the whole vector, whatever its group.
-        self.weight = new_parameter(ones, TensorGroup())
-        self.bias = new_parameter(zeros, TensorGroup())
+        self.weight = new_parameter(ones, TPGroup())
+        self.bias = new_parameter(zeros, TPGroup())
         self.normalize = _apex_layer_norm if use_apex else F.layer_norm
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 
-def document_segments(tokens: Tensor, eod: int) -> Tensor:
+def document_ids_of(tokens: Tensor, eod: int) -> Tensor:
     """Number of the document within its sample for each token [batch, seq] int64; `eod` ends a document."""
     ends = (tokens == eod).to(torch.int64)
     return ends.cumsum(dim=1) - ends
 
 
-def positions_within_segments(segments: Tensor) -> Tensor:
+def positions_within_documents(segments: Tensor) -> Tensor:
     """Position of each token counted from the start of its document, [batch, seq] int64."""
     index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     starts = torch.ones_like(segments, dtype=torch.bool)

@@ -10,43 +10,43 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import TrainingConfig
-from megatron.model.transformer import Payload, split_payload
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.random import DropoutStream
+from megatron.model.transformer import LayerIO, split_layer_io
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG
 
 
-class LayerRecomputation:
+class ActivationCheckpointing:
     """Runs transformer layers of which only the input is kept: whole, or with --partition-activations this
     tensor rank's part of it, or with --checkpoint-in-cpu in the CPU's memory.
 
     The last two are DeepSpeed's, whose settings are module-wide: those of the model made last hold.
     """
 
-    def __init__(self, training: TrainingConfig, tensor: TensorGroup, stream: DropoutStream) -> None:
+    def __init__(self, training: TrainingConfig, tp_group: TPGroup, stream: DropoutRNG) -> None:
         self.stream = stream
-        partition = training.partition_activations and tensor.size > 1
+        partition = training.partition_activations and tp_group.size > 1
         # On a CPU they are there already, and DeepSpeed would empty its only copy (workarounds.py, entry 11).
         move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
         self._checkpoint: Callable = _checkpoint
         if partition or move:
             deepspeed_checkpointing.configure(
-                _TensorRanks(tensor),
+                _TensorRanks(tp_group),
                 partition_activations=partition,
                 checkpoint_in_cpu=move,
             )
             self._checkpoint = deepspeed_checkpointing.checkpoint
 
-    def run(self, function: Callable[[Payload], Payload], payload: Payload) -> Payload:
+    def run(self, function: Callable[[LayerIO], LayerIO], payload: LayerIO) -> LayerIO:
         """`function(payload)`. The second run's dropout is the first one's: it depends on the samples, which
         are put back. DeepSpeed empties the hidden state that it is given, so nobody may need it again."""
         if not torch.is_grad_enabled():
             return function(payload)
         samples = self.stream.samples
-        hidden, segments = split_payload(payload)
+        hidden, segments = split_layer_io(payload)
 
         def run(hidden: Tensor) -> Tensor:
-            with self.stream.samples_in_use(samples):
-                return split_payload(function(hidden if segments is None else (hidden, segments)))[0]
+            with self.stream.use_samples(samples):
+                return split_layer_io(function(hidden if segments is None else (hidden, segments)))[0]
 
         hidden = self._checkpoint(run, hidden)
         return hidden if segments is None else (hidden, segments)
@@ -55,17 +55,17 @@ class LayerRecomputation:
 class _TensorRanks:
     """A tensor-parallel group by the names under which DeepSpeed asks for it."""
 
-    def __init__(self, tensor: TensorGroup) -> None:
-        self.tensor = tensor
+    def __init__(self, tp_group: TPGroup) -> None:
+        self.tp_group = tp_group
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return self.tensor.rank
+        return self.tp_group.rank
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        return self.tensor.size
+        return self.tp_group.size
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.tensor.group
+        return self.tp_group.group
 
 
 def _checkpoint(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

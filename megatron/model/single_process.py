@@ -12,12 +12,12 @@ from megatron.config import Config
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.norm import norm_class
 from megatron.model.transformer import LayerContext
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
-from megatron.mpu.random import DropoutStream
+from megatron.mpu.random import DropoutRNG
 
 
-class WholeGPT(nn.Module):
+class GPTModel(nn.Module):
     """The layers of `pipeline_layers`, one after the other, under the parameter names of `GPTModelPipe`.
 
     It needs no process group. Its parameters are uninitialised fp32 until weights are loaded, for example
@@ -28,7 +28,7 @@ class WholeGPT(nn.Module):
         """`vocab_size`: real tokens; `eod`: the token that ends a document, None if unknown."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
-        context = LayerContext(config, TensorGroup(), DropoutStream(config.training.seed))
+        context = LayerContext(config, TPGroup(), DropoutRNG(config.training.seed))
         self.vocab_size = vocab_size
         self._norm = norm_class(config)
         self.tied_modules = nn.ModuleDict()
@@ -71,5 +71,5 @@ class WholeGPT(nn.Module):
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
     """What the parameters of the model are, by name; nothing is allocated."""
     with torch.device("meta"):
-        model = WholeGPT(config, vocab_size, eod)
+        model = GPTModel(config, vocab_size, eod)
     return {name: spec_of(parameter) for name, parameter in model.named_parameters()}

@@ -13,15 +13,15 @@ from megatron.model.attention import ParallelSelfAttention
 from megatron.model.mlp import ParallelMLP
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import mark_partial_gradient, spec_of
-from megatron.mpu.random import DropoutStream, dropout
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
+from megatron.mpu.random import DropoutRNG, dropout
 
 # Between layers and between stages travels the hidden state, or a pair of it and the document segments.
-Payload = Tensor | tuple[Tensor, Tensor]
+LayerIO = Tensor | tuple[Tensor, Tensor]
 
 
-def split_payload(payload: Payload) -> tuple[Tensor, Tensor | None]:
+def split_layer_io(payload: LayerIO) -> tuple[Tensor, Tensor | None]:
     """(hidden, segments or None) of what a layer receives."""
     return (payload, None) if isinstance(payload, Tensor) else (payload[0], payload[1])
 
@@ -31,8 +31,8 @@ class LayerContext:
     """What all layers of a stage share: the configuration, the tensor-parallel group, dropout's stream."""
 
     config: Config
-    tensor: TensorGroup
-    stream: DropoutStream
+    tp_group: TPGroup
+    stream: DropoutRNG
 
     @property
     def positions(self) -> PositionScheme:
@@ -44,8 +44,8 @@ class LayerContext:
         """Attention biases for this rank's heads."""
         slopes, all_slopes = None, self.positions.slopes
         if all_slopes is not None:
-            heads = self.config.model.num_attention_heads // self.tensor.size
-            first = self.tensor.rank * heads
+            heads = self.config.model.num_attention_heads // self.tp_group.size
+            first = self.tp_group.rank * heads
             slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
         return AttentionMasks(slopes, within_documents=self.config.data.reset_attention_mask)
 
@@ -56,9 +56,9 @@ class LayerContext:
         return None if rotary is None else rotary(self.config.model.kv_channels)
 
     @property
-    def cut_sequence(self) -> bool:
+    def sequence_parallel(self) -> bool:
         """Between its parallel blocks a transformer layer works on this rank's part of the sequence."""
-        return self.config.parallel.sequence_parallel and self.tensor.size > 1
+        return self.config.parallel.sequence_parallel and self.tp_group.size > 1
 
     @property
     def rotary_positions_restart(self) -> bool:
@@ -66,7 +66,7 @@ class LayerContext:
         return self.rotary is not None and self.config.data.reset_position_ids
 
     @property
-    def layers_need_segments(self) -> bool:
+    def layers_need_document_ids(self) -> bool:
         """The transformer layers must know the documents, so the segments travel along the pipeline."""
         return self.config.data.reset_attention_mask or self.rotary_positions_restart
 
@@ -90,30 +90,30 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.self_attention = ParallelSelfAttention(
             model,
             layer_index,
-            context.tensor,
+            context.tp_group,
             context.stream,
             context.masks,
             context.rotary,
             context.rotary_positions_restart,
             output_init_std,
-            context.cut_sequence,
+            context.sequence_parallel,
             context.config.training.recomputes_attention,
         )
         self.post_attention_layernorm = norm(*norm_arguments(context.config))
-        self.mlp = ParallelMLP(model, context.tensor, output_init_std, context.cut_sequence)
+        self.mlp = ParallelMLP(model, context.tp_group, output_init_std, context.sequence_parallel)
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout_rate = model.hidden_dropout
         self.layer_index = layer_index
-        self.tensor = context.tensor
+        self.tp_group = context.tp_group
         self.stream = context.stream
-        self.cut_sequence = context.cut_sequence
-        if self.cut_sequence:
+        self.sequence_parallel = context.sequence_parallel
+        if self.sequence_parallel:
             for parameter in self.parameters():
                 if spec_of(parameter).shard_dim is None:
-                    mark_partial_gradient(parameter)
+                    mark_sequence_parallel_grad(parameter)
 
-    def forward(self, payload: Payload) -> Payload:
-        hidden, segments = split_payload(payload)
+    def forward(self, payload: LayerIO) -> LayerIO:
+        hidden, segments = split_layer_io(payload)
         normed = self.input_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
         hidden = residual + self._dropout(self.self_attention(normed, segments), "self_attention")
@@ -136,6 +136,6 @@ class ParallelTransformerLayerPipe(nn.Module):
             self.stream,
             place,
             batch_dim=1,
-            shard_dim=0 if self.cut_sequence else None,
-            tensor=self.tensor,
+            shard_dim=0 if self.sequence_parallel else None,
+            tp_group=self.tp_group,
         )

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.mappings import sum_in_place
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.mappings import all_reduce_
 
 MIB = 2**20
 # The logits of a chunk of tokens take this much at most, whatever the vocabulary.
@@ -27,7 +27,7 @@ CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    tensor: TensorGroup,
+    tp_group: TPGroup,
     vocab_size: int,
     *,
     overwrite_logits: bool = False,
@@ -42,14 +42,14 @@ def vocab_parallel_cross_entropy(
 
     No rank sees more than its own columns: per token, three numbers are exchanged. Backward can run once.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, tensor, vocab_size, overwrite_logits)
+    return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, vocab_size, overwrite_logits)
 
 
 def vocab_parallel_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    tensor: TensorGroup,
+    tp_group: TPGroup,
     vocab_size: int,
     *,
     token_weights: torch.Tensor | None = None,
@@ -96,7 +96,7 @@ def vocab_parallel_linear_cross_entropy(
         labels,
         None if token_weights is None else token_weights.detach().reshape(-1).float(),
         main_grad,
-        tensor,
+        tp_group,
         vocab_size,
         z_loss_weight,
         torch.is_grad_enabled(),  # a Function cannot see it: inside it is always off
@@ -135,12 +135,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        tensor: TensorGroup,
+        tp_group: TPGroup,
         vocab_size: int,
         overwrite_logits: bool,
     ) -> torch.Tensor:
         columns = logits.shape[-1]
-        first = tensor.rank * columns
+        first = tp_group.rank * columns
         used = min(max(vocab_size - first, 0), columns)
         # Detached: overwriting them must not be an in-place operation of the graph, which would be refused.
         logits = logits.detach()
@@ -151,13 +151,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         probabilities, largest, exp_sum = _local_probabilities(logits, used, overwrite_logits)
 
         # To the whole vocabulary: p = exp(logit - whole_largest) / whole_sum = local p * scale.
-        if tensor.size == 1:
+        if tp_group.size == 1:
             scale = torch.ones_like(exp_sum)
         else:
             local_largest, local_sum = largest.clone(), exp_sum
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tensor.group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group.group)
             shifted_sum = local_sum * torch.exp(local_largest - largest)
-            exp_sum, target_logit = sum_in_place(torch.stack((shifted_sum, target_logit)), tensor)
+            exp_sum, target_logit = all_reduce_(torch.stack((shifted_sum, target_logit)), tp_group)
             scale = shifted_sum / exp_sum
 
         ctx.probabilities, ctx.logits_dtype = probabilities, logits.dtype
@@ -192,13 +192,13 @@ class _LogitChunks:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        tensor: TensorGroup,
+        tp_group: TPGroup,
         vocab_size: int,
         z_loss_weight: float,
     ) -> None:
         tokens, columns = hidden.shape[0], weight.shape[0]
-        self.hidden, self.weight, self.tensor, self.z_loss_weight = hidden, weight, tensor, z_loss_weight
-        first = tensor.rank * columns
+        self.hidden, self.weight, self.tp_group, self.z_loss_weight = hidden, weight, tp_group, z_loss_weight
+        first = tp_group.rank * columns
         self.used = min(max(vocab_size - first, 0), columns)
         self.own_label = (labels >= first) & (labels < first + self.used)
         self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
@@ -225,7 +225,7 @@ class _LogitChunks:
         of exp(logit - largest), all [n]; and, with_gradient, gradient_scale times the gradient, [n, columns].
         """
         logits = self._make_logits(chunk)
-        alone = self.tensor.size == 1
+        alone = self.tp_group.size == 1
         target_logit = logits.gather(-1, self.target[chunk]).squeeze(-1).float()
         target_logit.masked_fill_(~self.own_label[chunk], 0.0)
         # The clamp is for ranks that hold nothing but padding: exp(-inf - largest) is 0 then, not NaN.
@@ -303,8 +303,8 @@ class _LogitChunks:
         self, largest: torch.Tensor, exp_sum: torch.Tensor, target_logit: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         own = torch.stack((largest, exp_sum, target_logit))
-        of_ranks = [torch.empty_like(own) for _ in range(self.tensor.size)]
-        dist.all_gather(of_ranks, own, group=self.tensor.group)
+        of_ranks = [torch.empty_like(own) for _ in range(self.tp_group.size)]
+        dist.all_gather(of_ranks, own, group=self.tp_group.group)
         all_largest, all_sums, all_targets = torch.stack(of_ranks, dim=1)
         largest = all_largest.amax(0)
         return largest, (all_sums * torch.exp(all_largest - largest)).sum(0), all_targets.sum(0)
@@ -340,14 +340,14 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         token_weights: torch.Tensor | None,
         main_grad: torch.Tensor | None,
-        tensor: TensorGroup,
+        tp_group: TPGroup,
         vocab_size: int,
         z_loss_weight: float,
         grad_enabled: bool,
     ) -> torch.Tensor:
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         flat_labels = labels.reshape(-1)
-        chunks = _LogitChunks(hidden, weight, flat_labels, tensor, vocab_size, z_loss_weight)
+        chunks = _LogitChunks(hidden, weight, flat_labels, tp_group, vocab_size, z_loss_weight)
         losses, largest, exp_sum = hidden.new_empty(3, *flat_labels.shape, dtype=torch.float32)
         grad_hidden = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
@@ -361,8 +361,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             )
             if grad_hidden is not None:
                 part = torch.mm(gradient, weight, out=grad_hidden[chunk])
-                if tensor.size > 1:
-                    pending.append(dist.all_reduce(part, group=tensor.group, async_op=True))
+                if tp_group.size > 1:
+                    pending.append(dist.all_reduce(part, group=tp_group.group, async_op=True))
             if grad_weight is not None:
                 chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative)
         for work in pending:
@@ -371,7 +371,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, flat_labels, token_weights, largest, exp_sum)
         ctx.gradients, ctx.main_grad = (grad_hidden, grad_weight), main_grad
         ctx.largest_weight = largest_weight
-        ctx.chunk_settings = (tensor, vocab_size, z_loss_weight)
+        ctx.chunk_settings = (tp_group, vocab_size, z_loss_weight)
         ctx.scales = (chunks.gradient_scale, chunks.gradient_scale * chunks.hidden_scale)
         losses.masked_fill_((flat_labels < 0) | (flat_labels >= vocab_size), torch.nan)
         return (losses if token_weights is None else losses * token_weights).view(labels.shape)

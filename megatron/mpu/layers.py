@@ -15,12 +15,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.embedding import embedding
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
-    all_of_sequence,
-    part_of_summed_sequence,
-    sum_and_scatter_sequence,
-    sum_in_place,
+    all_gather_sequence,
+    all_reduce_,
+    reduce_scatter_sequence,
+    reduce_scatter_to_sequence_region,
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
 
@@ -28,116 +28,125 @@ from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, 
 class VocabParallelEmbedding(nn.Module):
     """Token ids [...] -> their vectors [..., hidden], the same on all tensor ranks.
 
-    Each rank holds `padded_vocab / size` rows of the table. Rows from `used_rows` on are padding.
+    Each rank holds `padded_vocab / size` rows of the table. Rows from `num_valid_rows` on are padding.
     """
 
     def __init__(
-        self, padded_vocab: int, hidden: int, tensor: TensorGroup, *, used_rows: int, init_std: float
+        self, padded_vocab: int, hidden: int, tp_group: TPGroup, *, num_valid_rows: int, init_std: float
     ) -> None:
         super().__init__()
-        self.tensor = tensor
-        spec = ParameterSpec((padded_vocab, hidden), shard_dim=0, init_std=init_std, used_rows=used_rows)
-        self.weight = new_parameter(spec, tensor)
+        self.tp_group = tp_group
+        spec = ParameterSpec(
+            (padded_vocab, hidden), shard_dim=0, init_std=init_std, num_valid_rows=num_valid_rows
+        )
+        self.weight = new_parameter(spec, tp_group)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.tensor.size == 1:
+        if self.tp_group.size == 1:
             return embedding(token_ids, self.weight)
-        (rows,) = local_slices(spec_of(self.weight), self.tensor)
+        (rows,) = local_slices(spec_of(self.weight), self.tp_group)
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
         # Other ranks' tokens read rows that are spread out, so that no row has a long sum of zeros.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        return _SumOwned.apply(vectors, self.tensor)
+        return _SumOwned.apply(vectors, self.tp_group)
 
 
 class ColumnParallelLinear(nn.Module):
     """A replicated [..., n_in] -> [..., n_out / size], this rank's part of the outputs.
 
-    rate_factor: what the learning rate of the weight is multiplied by.
-    blocks: the outputs are this many equal blocks, of each of which a rank holds a part (a gated MLP has 2).
-    cut_sequence: the input is this rank's [seq / size, ..., n_in], and is gathered; the output is whole.
+    lr_mult: what the learning rate of the weight is multiplied by.
+    num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
+    sequence_parallel: the input is this rank's [seq / size, ..., n_in], and is gathered; the output is whole.
     """
 
     def __init__(
         self,
         n_in: int,
         n_out: int,
-        tensor: TensorGroup,
+        tp_group: TPGroup,
         *,
         init_std: float,
-        rate_factor: float = 1.0,
+        lr_mult: float = 1.0,
         bias: bool = True,
-        blocks: int = 1,
-        cut_sequence: bool = False,
+        num_fused_parts: int = 1,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tensor = tensor
-        self.cut_sequence = cut_sequence
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel
         self.weight = new_parameter(
             ParameterSpec(
-                (n_out, n_in), shard_dim=0, blocks=blocks, init_std=init_std, rate_factor=rate_factor
+                (n_out, n_in),
+                shard_dim=0,
+                num_fused_parts=num_fused_parts,
+                init_std=init_std,
+                lr_mult=lr_mult,
             ),
-            tensor,
+            tp_group,
         )
         self.bias = (
-            new_parameter(ParameterSpec((n_out,), shard_dim=0, blocks=blocks, weight_decay=False), tensor)
+            new_parameter(
+                ParameterSpec((n_out,), shard_dim=0, num_fused_parts=num_fused_parts, weight_decay=False),
+                tp_group,
+            )
             if bias
             else None
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _column_linear(x, self.weight, self.bias, self.tensor, self.cut_sequence)
+        return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel)
 
 
 class RowParallelLinear(nn.Module):
     """[..., n_in / size], this rank's part of the inputs -> [..., n_out], the same on all tensor ranks.
 
-    rate_factor: what the learning rate of the weight is multiplied by.
-    cut_sequence: the output is this rank's [seq / size, ..., n_out] of the whole.
+    lr_mult: what the learning rate of the weight is multiplied by.
+    sequence_parallel: the output is this rank's [seq / size, ..., n_out] of the whole.
     """
 
     def __init__(
         self,
         n_in: int,
         n_out: int,
-        tensor: TensorGroup,
+        tp_group: TPGroup,
         *,
         init_std: float,
-        rate_factor: float = 1.0,
+        lr_mult: float = 1.0,
         bias: bool = True,
-        cut_sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tensor = tensor
-        self.cut_sequence = cut_sequence
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel
         self.weight = new_parameter(
-            ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, rate_factor=rate_factor), tensor
+            ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
         )
-        self.bias = new_parameter(ParameterSpec((n_out,), weight_decay=False), tensor) if bias else None
+        self.bias = new_parameter(ParameterSpec((n_out,), weight_decay=False), tp_group) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tensor.size == 1:
+        if self.tp_group.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = _sum_over_ranks(F.linear(x, self.weight), self.tensor, self.cut_sequence)
+        y = _sum_over_ranks(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
         # After the sum, so that it is added once.
         return y if self.bias is None else y + self.bias
 
 
-def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """Replicated [..., hidden] and this rank's rows of the embedding -> its logits [..., vocab / size]."""
-    return _column_linear(hidden, weight, None, tensor, cut_sequence=False)
+    return _column_linear(hidden, weight, None, tp_group, sequence_parallel=False)
 
 
 def _column_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    tensor: TensorGroup,
-    cut_sequence: bool,
+    tp_group: TPGroup,
+    sequence_parallel: bool,
 ) -> torch.Tensor:
-    if tensor.size == 1:
+    if tp_group.size == 1:
         return F.linear(x, weight, bias)
-    return _column_linear_over_ranks(x, weight, bias, tensor, cut_sequence)
+    return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel)
 
 
 # Collectives stay outside of compiled graphs, where they overlap with products as written here.
@@ -146,17 +155,19 @@ def _column_linear_over_ranks(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    tensor: TensorGroup,
-    cut_sequence: bool,
+    tp_group: TPGroup,
+    sequence_parallel: bool,
 ) -> torch.Tensor:
-    function = _SequenceColumnLinear if cut_sequence else _ColumnLinear
-    return function.apply(x, weight, bias, tensor)
+    function = _SequenceColumnLinear if sequence_parallel else _ColumnLinear
+    return function.apply(x, weight, bias, tp_group)
 
 
 @torch.compiler.disable
-def _sum_over_ranks(y: torch.Tensor, tensor: TensorGroup, cut_sequence: bool) -> torch.Tensor:
+def _sum_over_ranks(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
     """The sum of each rank's `y`, which nothing else may use; of a cut sequence this rank's part of it."""
-    return sum_and_scatter_sequence(y, tensor) if cut_sequence else _SumOwned.apply(y, tensor)
+    return (
+        reduce_scatter_to_sequence_region(y, tp_group) if sequence_parallel else _SumOwned.apply(y, tp_group)
+    )
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -164,10 +175,10 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tensor = tensor
+        ctx.tp_group = tp_group
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -178,7 +189,7 @@ class _ColumnLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = pending = None
         if needs_x:
             grad_x = grad.matmul(weight)
-            pending = dist.all_reduce(grad_x, group=ctx.tensor.group, async_op=True)
+            pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             grad_weight = grad_rows.t().matmul(x.reshape(-1, x.shape[-1]))
@@ -198,11 +209,11 @@ class _SequenceColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tensor = tensor
-        whole, pending = all_of_sequence(x, tensor)
+        ctx.tp_group = tp_group
+        whole, pending = all_gather_sequence(x, tp_group)
         pending.wait()
         return F.linear(whole, weight, bias)
 
@@ -211,10 +222,10 @@ class _SequenceColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        whole, gathered = all_of_sequence(x, ctx.tensor)
+        whole, gathered = all_gather_sequence(x, ctx.tp_group)
         grad_whole = grad.matmul(weight)
         gathered.wait()
-        grad_x, summed = part_of_summed_sequence(grad_whole, ctx.tensor)
+        grad_x, summed = reduce_scatter_sequence(grad_whole, ctx.tp_group)
         grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
@@ -229,9 +240,9 @@ class _SumOwned(torch.autograd.Function):
     """Sum over the ranks in place of a tensor that nothing else uses: the fresh output of the call before."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
         ctx.mark_dirty(x)
-        return sum_in_place(x, tensor)
+        return all_reduce_(x, tp_group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

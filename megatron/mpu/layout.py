@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TensorGroup:
+class TPGroup:
     """This rank's place among the ranks that hold the shards of one layer.
 
     `group` is None where `size` is 1: then no layer communicates.
@@ -33,32 +33,32 @@ class ParallelLayout:
     group are neighbours, which on a cluster means on one node.
     """
 
-    tensor: int
-    pipeline: int
-    data: int
+    tp_size: int
+    pp_size: int
+    dp_size: int
     rank: int = 0
 
     @classmethod
-    def create(cls, world_size: int, tensor: int, pipeline: int, rank: int = 0) -> ParallelLayout:
+    def create(cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0) -> ParallelLayout:
         """Derive the data-parallel degree; ConfigError if the degrees do not divide `world_size`."""
         for flag, degree in (
-            ("--tensor-model-parallel-size", tensor),
-            ("--pipeline-model-parallel-size", pipeline),
+            ("--tensor-model-parallel-size", tp_size),
+            ("--pipeline-model-parallel-size", pp_size),
             ("--world-size", world_size),
         ):
             if degree < 1:
                 raise ConfigError(f"{flag} is {degree}: expected at least 1")
-        if world_size % (tensor * pipeline) != 0:
+        if world_size % (tp_size * pp_size) != 0:
             raise ConfigError(
-                f"{world_size} processes cannot be divided into groups of {tensor * pipeline}: the number of "
-                f"processes must be a multiple of --tensor-model-parallel-size ({tensor}) x "
-                f"--pipeline-model-parallel-size ({pipeline})"
+                f"{world_size} processes cannot be divided into groups of {tp_size * pp_size}: the number of "
+                f"processes must be a multiple of --tensor-model-parallel-size ({tp_size}) x "
+                f"--pipeline-model-parallel-size ({pp_size})"
             )
         if not 0 <= rank < world_size:
             raise ConfigError(
                 f"rank {rank} is outside a job of {world_size} processes: check RANK, WORLD_SIZE"
             )
-        return cls(tensor=tensor, pipeline=pipeline, data=world_size // (tensor * pipeline), rank=rank)
+        return cls(tp_size=tp_size, pp_size=pp_size, dp_size=world_size // (tp_size * pp_size), rank=rank)
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, rank: int) -> ParallelLayout:
@@ -72,19 +72,19 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tp_size * self.pp_size * self.dp_size
 
     @property
-    def tensor_rank(self) -> int:
-        return self.rank % self.tensor
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
 
     @property
-    def data_rank(self) -> int:
-        return self.rank // self.tensor % self.data
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size % self.dp_size
 
     @property
     def pipeline_stage(self) -> int:
-        return self.rank // (self.tensor * self.data)
+        return self.rank // (self.tp_size * self.dp_size)
 
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:
@@ -92,21 +92,21 @@ class ParallelLayout:
         # Importing DeepSpeed takes seconds, which a command that only checks its flags should not pay.
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-        return PipeModelDataParallelTopology(num_pp=self.pipeline, num_mp=self.tensor, num_dp=self.data)
+        return PipeModelDataParallelTopology(num_pp=self.pp_size, num_mp=self.tp_size, num_dp=self.dp_size)
 
-    def make_tensor_group(self) -> TensorGroup:
+    def make_tp_group(self) -> TPGroup:
         """Make the process groups of tensor parallelism; return the one that this rank is in.
 
         Collective: every rank of the job calls it at the same point, for a group is made by all ranks,
         members or not. The default process group must exist, unless the tensor degree is 1.
         """
-        if self.tensor == 1:
-            return TensorGroup()
+        if self.tp_size == 1:
+            return TPGroup()
         import torch.distributed
 
         own = None
-        for first in range(0, self.world_size, self.tensor):
-            group = torch.distributed.new_group(list(range(first, first + self.tensor)))
-            if first <= self.rank < first + self.tensor:
+        for first in range(0, self.world_size, self.tp_size):
+            group = torch.distributed.new_group(list(range(first, first + self.tp_size)))
+            if first <= self.rank < first + self.tp_size:
                 own = group
-        return TensorGroup(rank=self.tensor_rank, size=self.tensor, group=own)
+        return TPGroup(rank=self.tp_rank, size=self.tp_size, group=own)

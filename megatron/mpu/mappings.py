@@ -12,92 +12,92 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 
 
-def copy_to_tensor_region(x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def copy_to_tensor_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """A replicated `x` goes into layers of which each rank has a part. The gradients are summed."""
-    return x if tensor.size == 1 else _Copy.apply(x, tensor)
+    return x if tp_group.size == 1 else _Copy.apply(x, tp_group)
 
 
-def reduce_from_tensor_region(x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def reduce_from_tensor_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """Sum over the ranks of `x`; every rank gets the same result. The gradient passes unchanged."""
-    return x if tensor.size == 1 else _Reduce.apply(x, tensor)
+    return x if tp_group.size == 1 else _Reduce.apply(x, tp_group)
 
 
-def gather_from_tensor_region(x: torch.Tensor, tensor: TensorGroup, dim: int = -1) -> torch.Tensor:
+def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
     """Along `dim`, n / size of each rank -> n on all. Each rank keeps its own part of the gradient."""
-    return x if tensor.size == 1 else _Gather.apply(x, tensor, dim)
+    return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
-def scatter_to_tensor_region(x: torch.Tensor, tensor: TensorGroup, dim: int = -1) -> torch.Tensor:
+def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
     """A replicated n along `dim` -> this rank's n / size. The gradients of all ranks are gathered."""
-    return x if tensor.size == 1 else _Scatter.apply(x, tensor, dim)
+    return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 
-def sum_and_scatter_sequence(x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """[seq, ...] of each rank -> of their sum this rank's [seq / size, ...]. The gradients are gathered."""
-    return x if tensor.size == 1 else _SumAndScatter.apply(x, tensor)
+    return x if tp_group.size == 1 else _SumAndScatter.apply(x, tp_group)
 
 
-def all_of_sequence(x: torch.Tensor, tensor: TensorGroup) -> tuple[torch.Tensor, dist.Work]:
+def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
     """Starts gathering [seq / size, ...] of each rank into [seq, ...], ready after `wait()`. No autograd."""
-    whole = x.new_empty(x.shape[0] * tensor.size, *x.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=tensor.group, async_op=True)
+    whole = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
+    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=tp_group.group, async_op=True)
 
 
-def part_of_summed_sequence(x: torch.Tensor, tensor: TensorGroup) -> tuple[torch.Tensor, dist.Work]:
+def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
     """Starts summing [seq, ...] over the ranks; this rank's [seq / size, ...] is ready after `wait()`. No
     autograd. ValueError if the sequence cannot be cut."""
-    part = x.new_empty(_width_of_part(x, tensor, 0), *x.shape[1:])
-    return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=tensor.group, async_op=True)
+    part = x.new_empty(_width_of_part(x, tp_group, 0), *x.shape[1:])
+    return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
-def sum_in_place(x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """Overwrite a contiguous `x`, which the caller must own, with its sum over the ranks. No autograd."""
-    if tensor.size > 1:
-        dist.all_reduce(x, group=tensor.group)
+    if tp_group.size > 1:
+        dist.all_reduce(x, group=tp_group.group)
     return x
 
 
-def _sum(x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def _sum(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     # A clone, since autograd may hand the same gradient tensor to others, and an input is the caller's.
-    return sum_in_place(x.clone(memory_format=torch.contiguous_format), tensor)
+    return all_reduce_(x.clone(memory_format=torch.contiguous_format), tp_group)
 
 
-def _all_parts(x: torch.Tensor, tensor: TensorGroup, dim: int) -> torch.Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tensor.size)]
-    dist.all_gather(parts, x.contiguous(), group=tensor.group)
+def _all_parts(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tp_group.size)]
+    dist.all_gather(parts, x.contiguous(), group=tp_group.group)
     return torch.cat(parts, dim)
 
 
-def _own_part(x: torch.Tensor, tensor: TensorGroup, dim: int) -> torch.Tensor:
-    width = _width_of_part(x, tensor, dim)
-    return x.narrow(dim, tensor.rank * width, width).contiguous()
+def _own_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+    width = _width_of_part(x, tp_group, dim)
+    return x.narrow(dim, tp_group.rank * width, width).contiguous()
 
 
-def _width_of_part(x: torch.Tensor, tensor: TensorGroup, dim: int) -> int:
-    if x.shape[dim] % tensor.size != 0:
-        raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be cut into {tensor.size} parts")
-    return x.shape[dim] // tensor.size
+def _width_of_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> int:
+    if x.shape[dim] % tp_group.size != 0:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be cut into {tp_group.size} parts")
+    return x.shape[dim] // tp_group.size
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-        ctx.tensor = tensor
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+        ctx.tp_group = tp_group
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(grad, ctx.tensor), None
+        return _sum(grad, ctx.tp_group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-        return _sum(x, tensor)
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+        return _sum(x, tp_group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -106,39 +106,39 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: TensorGroup, dim: int) -> torch.Tensor:
-        ctx.tensor, ctx.dim = tensor, dim
-        return _all_parts(x, tensor, dim)
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+        ctx.tp_group, ctx.dim = tp_group, dim
+        return _all_parts(x, tp_group, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_part(grad, ctx.tensor, ctx.dim), None, None
+        return _own_part(grad, ctx.tp_group, ctx.dim), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: TensorGroup, dim: int) -> torch.Tensor:
-        ctx.tensor, ctx.dim = tensor, dim
-        return _own_part(x, tensor, dim)
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+        ctx.tp_group, ctx.dim = tp_group, dim
+        return _own_part(x, tp_group, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_parts(grad, ctx.tensor, ctx.dim), None, None
+        return _all_parts(grad, ctx.tp_group, ctx.dim), None, None
 
 
 class _SumAndScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-        ctx.tensor = tensor
-        part, pending = part_of_summed_sequence(x, tensor)
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+        ctx.tp_group = tp_group
+        part, pending = reduce_scatter_sequence(x, tp_group)
         pending.wait()
         return part
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole, pending = all_of_sequence(grad, ctx.tensor)
+        whole, pending = all_gather_sequence(grad, ctx.tp_group)
         pending.wait()
         return whole, None

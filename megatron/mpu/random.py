@@ -18,17 +18,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 
 # Masks are made this many elements at a time, which is what stays in a CPU core's cache.
 _ELEMENTS_PER_PIECE = 1 << 17
 
 
-class DropoutStream:
+class DropoutRNG:
     """The seed of all dropout of a run, and which samples the micro-batch in flight consists of.
 
     The engine sets `samples` before each forward pass. What computes activations again in the backward pass
-    keeps the samples of its forward pass and puts them back with `samples_in_use`.
+    keeps the samples of its forward pass and puts them back with `use_samples`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,7 +36,7 @@ class DropoutStream:
         self.samples: tuple[int, ...] = ()
 
     @contextmanager
-    def samples_in_use(self, samples: Sequence[int]) -> Iterator[None]:
+    def use_samples(self, samples: Sequence[int]) -> Iterator[None]:
         """Within the block, the micro-batch in flight is these global sample numbers, one per batch row."""
         before = self.samples
         self.samples = tuple(samples)
@@ -57,12 +57,12 @@ class DropoutStream:
 def dropout(
     x: torch.Tensor,
     p: float,
-    stream: DropoutStream,
+    stream: DropoutRNG,
     salt: str,
     *,
     batch_dim: int,
     shard_dim: int | None = None,
-    tensor: TensorGroup,
+    tp_group: TPGroup,
 ) -> torch.Tensor:
     """Set elements of `x` to zero with probability p and divide the others by 1 - p. With p = 0, `x` itself.
 
@@ -74,21 +74,23 @@ def dropout(
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    return _Dropout.apply(x, keep_mask(x, p, stream, salt, batch_dim, shard_dim, tensor), 1.0 / (1.0 - p))
+    return _Dropout.apply(x, keep_mask(x, p, stream, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p))
 
 
 def keep_mask(
     x: torch.Tensor,
     p: float,
-    stream: DropoutStream,
+    stream: DropoutRNG,
     salt: str,
     batch_dim: int,
     shard_dim: int | None,
-    tensor: TensorGroup,
+    tp_group: TPGroup,
 ) -> torch.Tensor:
     """The mask that `dropout` uses: int8, of the shape of `x`, 1 where the element is kept."""
-    row_keys = _row_keys(x, stream, salt, batch_dim % x.dim(), shard_dim, tensor)
-    offset = tensor.rank * x.shape[-1] if shard_dim is not None and shard_dim % x.dim() == x.dim() - 1 else 0
+    row_keys = _row_keys(x, stream, salt, batch_dim % x.dim(), shard_dim, tp_group)
+    offset = (
+        tp_group.rank * x.shape[-1] if shard_dim is not None and shard_dim % x.dim() == x.dim() - 1 else 0
+    )
     columns = torch.arange(offset, offset + x.shape[-1], device=x.device)
     # One to one on 32 bits, so that no two columns share their key.
     column_keys = _mix32(columns).to(torch.int32)
@@ -106,11 +108,11 @@ def keep_mask(
 
 def _row_keys(
     x: torch.Tensor,
-    stream: DropoutStream,
+    stream: DropoutRNG,
     salt: str,
     batch_dim: int,
     shard_dim: int | None,
-    tensor: TensorGroup,
+    tp_group: TPGroup,
 ) -> torch.Tensor:
     """Two int32 keys [rows, 2] for each row of `x`: the elements that differ in the last dim only."""
     last = x.dim() - 1
@@ -125,10 +127,10 @@ def _row_keys(
         if dim == batch_dim:
             continue
         is_cut = shard_dim is not None and shard_dim % x.dim() == dim
-        first = tensor.rank * x.shape[dim] if is_cut else 0
+        first = tp_group.rank * x.shape[dim] if is_cut else 0
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
-        stride *= x.shape[dim] * (tensor.size if is_cut else 1)
+        stride *= x.shape[dim] * (tp_group.size if is_cut else 1)
     # A copy from pinned memory is not waited for.
     sample_keys = get_accelerator().pin_memory(torch.tensor(stream.sample_keys(salt), dtype=torch.int64))
     sample_keys = sample_keys.to(x.device, non_blocking=True)

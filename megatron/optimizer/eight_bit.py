@@ -24,7 +24,7 @@ _ELEMENTS_AT_ONCE = 2**23
 def moment_bits(name: str, spec: ParameterSpec) -> int:
     """Bits per element of each moment of a parameter, 8 or 32: a function of the whole parameter alone, so
     that no layout changes it. What is not decayed is a norm or a bias."""
-    large = math.prod(spec.whole_shape) >= MIN_ELEMENTS
+    large = math.prod(spec.global_shape) >= MIN_ELEMENTS
     return 8 if large and spec.weight_decay and name != WORD_EMBEDDING else 32
 
 

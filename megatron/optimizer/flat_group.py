@@ -80,7 +80,7 @@ class FlatGroup:
             torch.zeros_like(self.gradients[own]) if shares_gradients else self.gradients[own]
         )
         # Of each parameter, what the gradients were that this rank has summed with the others' and let go of.
-        self.norms_let_go = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
+        self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights are their own master copy: no second one, nothing to copy after a step.
         self.shares_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
@@ -91,7 +91,7 @@ class FlatGroup:
             self.host_gradients = get_accelerator().pin_memory(torch.zeros_like(master))
         self.master = nn.Parameter(master.detach())
         if shares_weights:
-            self.let_go_of_weights()
+            self.free_full_params()
         if shares_gradients:
             _let_go(self.gradients)
 
@@ -130,7 +130,7 @@ class FlatGroup:
         """Whether all weights are here now."""
         return self.weights.untyped_storage().nbytes() > 0
 
-    def take_over_master(self) -> None:
+    def copy_master_to_params(self) -> None:
         """Rounds the master weights to the run's precision, into this rank's partition."""
         if not self.shares_master:
             self.local_weights.copy_(self.master.detach())
@@ -146,7 +146,7 @@ class FlatGroup:
         # What autograd has saved of a parameter stays valid: its version is counted apart from the buffer's.
         return dist.all_gather_into_tensor(self.weights, own, group=replicas, async_op=True)
 
-    def let_go_of_weights(self) -> None:
+    def free_full_params(self) -> None:
         """Keeps this rank's partition only."""
         _let_go(self.weights)
 
@@ -155,22 +155,22 @@ class FlatGroup:
     def zero_gradients(self) -> None:
         """Empties what has accumulated."""
         (self.local_gradients if self.shares_gradients else self.gradients).zero_()
-        self.norms_let_go.zero_()
+        self.reduced_grad_norms.zero_()
 
-    def take_back_gradients(self) -> None:
+    def alloc_full_grads(self) -> None:
         """Makes room for whole gradients, all zero, where these are shared."""
         _take_back(self.gradients)
         self.gradients.zero_()
 
     def sum_gradients(self, replicas: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
         """Starts to sum the replicas' whole gradients; after `wait()`, this partition's part of the sum is
-        for `keep_share`. Collective."""
+        for `accumulate_grad_shard`. Collective."""
         norms = [torch.linalg.vector_norm(parameter.main_grad) for parameter in self.parameters]
-        self.norms_let_go += torch.stack(norms)
+        self.reduced_grad_norms += torch.stack(norms)
         part = torch.empty_like(self.local_gradients)
         return part, dist.reduce_scatter_tensor(part, self.gradients, group=replicas, async_op=True)
 
-    def keep_share(self, part: Tensor) -> None:
+    def accumulate_grad_shard(self, part: Tensor) -> None:
         """Adds what `sum_gradients` has made to the partition's gradient and lets go of the whole."""
         self.local_gradients += part
         _let_go(self.gradients)
@@ -190,9 +190,9 @@ class FlatGroup:
     def norms_before_sums(self) -> list[Tensor]:
         """Per parameter a norm, fp64, of what this rank has computed by itself: finite only if all of it is.
         To be asked for before whole gradients are summed over replicas."""
-        return list(self.norms_let_go) if self.shares_gradients else self.norms_here()
+        return list(self.reduced_grad_norms) if self.shares_gradients else self.norms_here()
 
-    def give_gradient_to_master(self, factor: float) -> None:
+    def set_master_grad(self, factor: float) -> None:
         """The partition's gradient, times `factor`, becomes that of the master weights."""
         if factor != 1.0:
             self.local_gradients.mul_(factor)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import has_partial_gradient, spec_of
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import is_sequence_parallel_grad, spec_of
 from megatron.optimizer.flat_group import FlatGroup
 
 
@@ -31,7 +31,7 @@ class GradientReduction:
         flats: Sequence[FlatGroup],
         dp_group: dist.ProcessGroup | None,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
-        tp_group: TensorGroup,
+        tp_group: TPGroup,
     ) -> None:
         """`dp_group`: None for one replica. `tied`: parameters with a copy on
         another stage, and the group of both. ValueError for a parameter on more than two stages."""
@@ -43,7 +43,7 @@ class GradientReduction:
                     "stages: expected 2, since the sum of more depends on its order"
                 )
         held = [(flat, parameter) for flat in flats for parameter in flat.parameters]
-        self._partial = [pair for pair in held if has_partial_gradient(pair[1])]
+        self._partial = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
         self._replicated = [pair for pair in held if tp_group.size > 1 and spec_of(pair[1]).shard_dim is None]
 
     @property

@@ -29,8 +29,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.parameters import ParameterSpec, is_counted_here, spec_of
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import FlatGroup, is_host_memory
 from megatron.optimizer.gradient_reduction import GradientReduction
@@ -41,7 +41,7 @@ from megatron.optimizer.sharded_units import ShardedUnit
 
 # For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
 # and in fp32, and what else the optimizer keeps. A moment may be read only when it is asked for.
-SavedState = Callable[[str, ParameterSpec, TensorGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
+SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
 
 
 class NonFiniteError(RuntimeError):
@@ -49,12 +49,12 @@ class NonFiniteError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Groups:
+class OptimizerProcessGroups:
     """The process groups that a step communicates over; None where there is one rank."""
 
     data: dist.ProcessGroup | None
     data_size: int
-    data_rank: int
+    dp_rank: int
     model: dist.ProcessGroup | None
     """All stages and tensor ranks of one data-parallel replica."""
     description: str
@@ -62,12 +62,12 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class OwnedState:
+class LocalParamState:
     """The elements of one parameter that a rank owns."""
 
     name: str
     spec: ParameterSpec
-    tensor: TensorGroup
+    tp_group: TPGroup
     start: int
     """Place of the first of them in the rank's flat shard."""
     values: dict[str, Tensor]
@@ -79,7 +79,7 @@ class OwnedState:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ZeroConfig:
     """What the replicas share out among them, and where the optimizer's state lies."""
 
     zero_stage: int
@@ -97,11 +97,11 @@ class MixedPrecisionOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         names: dict[nn.Parameter, str],
-        groups: Groups,
-        tensor: TensorGroup,
+        groups: OptimizerProcessGroups,
+        tp_group: TPGroup,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
-        sharing: Sharing,
+        sharing: ZeroConfig,
         clip_grad: float,
     ) -> None:
         """`names`: global name per parameter; `tied`: parameters with copies on other stages, and the group
@@ -109,7 +109,7 @@ class MixedPrecisionOptimizer:
         self.optimizer = optimizer
         self.names = names
         self.groups = groups
-        self.tensor = tensor
+        self.tp_group = tp_group
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.partition_count = groups.data_size if sharing.zero_stage >= 1 else 1
@@ -123,10 +123,10 @@ class MixedPrecisionOptimizer:
         # Whether a step that is not finite is skipped; None: where a smaller loss scale may help.
         self.skips_non_finite: bool | None = None
         # What a skipped step says of its gradient, where no loss scale explains it.
-        self.finding = ""
+        self.diagnosis = ""
         # Asked with the grad norm before an update is made, and answered alike on all ranks: is it dropped?
-        self.refuses: Callable[[float], bool] | None = None
-        self.refused = False
+        self.skip_update_fn: Callable[[float], bool] | None = None
+        self.update_skipped = False
         # Whether parameters that tensor ranks hold alike get the mean of their values after each step.
         self.averages_replicated = False
         self._norms_before_reduction: Tensor | None = None
@@ -138,8 +138,8 @@ class MixedPrecisionOptimizer:
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
         replicas = groups.data if groups.data_size > 1 else None
-        self._reduction = GradientReduction(self.flat, replicas, tied, tensor)
-        counted = [is_counted_here(p, tensor) for p in self.parameters]
+        self._reduction = GradientReduction(self.flat, replicas, tied, tp_group)
+        counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
         shared = [flat.shares_gradients for flat in self.flat for _ in flat.parameters]
         self._shared = torch.tensor(shared, dtype=torch.bool, device=self._device())
@@ -153,12 +153,12 @@ class MixedPrecisionOptimizer:
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
 
-    def _flat_group(self, group: dict[str, Any], sharing: Sharing) -> FlatGroup:
+    def _flat_group(self, group: dict[str, Any], sharing: ZeroConfig) -> FlatGroup:
         in_unit = group.get("unit") in sharing.units
         return FlatGroup(
             group,
             self.partition_count,
-            self.groups.data_rank if self.partition_count > 1 else 0,
+            self.groups.dp_rank if self.partition_count > 1 else 0,
             shares_gradients=in_unit,
             shares_weights=in_unit and sharing.zero_stage == 3,
             master_on_host=sharing.cpu_offload and not is_host_memory(group["params"][0].device),
@@ -186,7 +186,7 @@ class MixedPrecisionOptimizer:
 
     # --- the step ---
 
-    def take_loss(self, loss: Tensor) -> None:
+    def register_loss(self, loss: Tensor) -> None:
         """Lets a loss that is not finite stop the step on every rank, even where its gradients are finite.
 
         loss * 0 is 0 or NaN: as part of a gradient it reaches all replicas without a message of its own.
@@ -216,40 +216,42 @@ class MixedPrecisionOptimizer:
         factor = 1.0 / (self.scaler.scale * self.groups.data_size)
         self.grad_norm = self._global_norm() * factor
         self.overflow = not math.isfinite(self.grad_norm)
-        self.finding = ""
+        self.diagnosis = ""
         if self.overflow:
             scale_helps = self.scaler.can_shrink
             goes_on = scale_helps if self.skips_non_finite is None else self.skips_non_finite
             if not (goes_on and scale_helps):
-                self.finding = self._diagnosis()
+                self.diagnosis = self._diagnosis()
             if not goes_on:
-                raise NonFiniteError(self.finding)
+                raise NonFiniteError(self.diagnosis)
         if self.scaler.dynamic:
             self.scaler.update(self.overflow)
-        self.refused = not self.overflow and self.refuses is not None and self.refuses(self.grad_norm)
+        self.update_skipped = (
+            not self.overflow and self.skip_update_fn is not None and self.skip_update_fn(self.grad_norm)
+        )
         if self.skipped:
             return
         if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
-            flat.give_gradient_to_master(factor)
+            flat.set_master_grad(factor)
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
         if self.averages_replicated:
-            average_replicated(self.flat, self.tensor)
-        self._spread_weights()
+            average_replicated(self.flat, self.tp_group)
+        self._all_gather_params()
 
     @property
     def skipped(self) -> bool:
         """The last step has left the weights as they were."""
-        return self.overflow or self.refused
+        return self.overflow or self.update_skipped
 
-    def _spread_weights(self) -> None:
+    def _all_gather_params(self) -> None:
         """Copies this rank's master weights into the model and gathers the other partitions', unless each
         layer does so before it runs."""
         for flat in self.flat:
-            flat.take_over_master()
+            flat.copy_master_to_params()
             if self.partition_count > 1 and not flat.shares_weights:
                 flat.gather_weights(self.groups.data).wait()
 
@@ -259,13 +261,13 @@ class MixedPrecisionOptimizer:
         return any(flat.shares_weights for flat in self.flat)
 
     @contextmanager
-    def whole_weights(self, module: nn.Module | None = None) -> Iterator[None]:
+    def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
         """Within this context the weights of `module` can be read on this rank, by default those of all
         modules. Collective."""
         with ExitStack() as stack:
             for unit in self._units:
                 if module is None or unit.module is module:
-                    stack.enter_context(unit.whole_weights())
+                    stack.enter_context(unit.gathered_params())
             yield
 
     def _stacked(self, norms: list[Tensor]) -> Tensor:
@@ -333,7 +335,7 @@ class MixedPrecisionOptimizer:
 
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
-    def owned_state(self) -> Iterator[OwnedState]:
+    def owned_state(self) -> Iterator[LocalParamState]:
         """What this rank's partitions hold, a parameter at a time."""
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
@@ -344,11 +346,11 @@ class MixedPrecisionOptimizer:
 
     def _owned(
         self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
-    ) -> OwnedState:
-        return OwnedState(
+    ) -> LocalParamState:
+        return LocalParamState(
             name=self.names[parameter],
             spec=spec_of(parameter),
-            tensor=self.tensor,
+            tp_group=self.tp_group,
             start=max(flat.start - parameter.flat_offset, 0),
             values=values,
             step=step,
@@ -391,7 +393,7 @@ class MixedPrecisionOptimizer:
         parameter: nn.Parameter,
         key: str,
         elements: Tensor,
-        before_rounding: Callable[[OwnedState], None],
+        before_rounding: Callable[[LocalParamState], None],
     ) -> None:
         state = self.optimizer.state[flat.master]
         if key not in state:
@@ -427,7 +429,7 @@ class MixedPrecisionOptimizer:
         saved: SavedState,
         loss_scaler: dict | None,
         with_moments: bool,
-        before_rounding: Callable[[OwnedState], None] = lambda part: None,
+        before_rounding: Callable[[LocalParamState], None] = lambda part: None,
     ) -> None:
         """Restores values and moments from a checkpoint of any layout, and spreads the weights. Collective.
 
@@ -440,7 +442,7 @@ class MixedPrecisionOptimizer:
         for index, flat in enumerate(self.flat):
             for parameter, start, length in flat.fragments():
                 offset = max(flat.start - parameter.flat_offset, 0)
-                values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tensor)
+                values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tp_group)
                 flat.master.data[start : start + length].copy_(values[offset : offset + length])
                 del values  # a moment is read when it is asked for: one at a time is in memory
                 if with_moments:
@@ -451,7 +453,7 @@ class MixedPrecisionOptimizer:
                     self._load_others(flat, index, self.names[parameter], others)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
-        self._spread_weights()
+        self._all_gather_params()
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:

@@ -19,16 +19,16 @@ def parameter_groups(
     weight_decay: float,
     eight_bit: bool = False,
     units: Collection[str] = (),
-    rate_factor: float = 1.0,
+    lr_mult: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Two groups: what decays (matrices, embeddings) and what does not (biases, norms), as the specs say.
 
-    Each has 'params', 'names' (one per parameter, in the same order), 'weight_decay' and 'rate_factor'. Both
+    Each has 'params', 'names' (one per parameter, in the same order), 'weight_decay' and 'lr_mult'. Both
     are there on every rank, in this order, even if one is empty (a stage with only the embedding). A
     parameter that comes twice (tied weights) is taken once, under its first name; frozen ones are left out.
     ValueError if a parameter has no spec.
 
-    rate_factor: some parameters have this factor of the learning rate, by their specs. If it is not 1, they
+    lr_mult: some parameters have this factor of the learning rate, by their specs. If it is not 1, they
     form groups of their own, each before the one of the same kind whose factor is 1.
 
     eight_bit: before these two comes a group of the decayed ones whose moments have 8 bits, and each group
@@ -42,9 +42,9 @@ def parameter_groups(
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in named_parameters:
         by_unit.get(name.partition(".")[0], others).append((name, parameter))
-    groups = _groups_by_kind(others, weight_decay, eight_bit, rate_factor)
+    groups = _groups_by_kind(others, weight_decay, eight_bit, lr_mult)
     for unit, of_unit in by_unit.items():
-        of_kinds = _groups_by_kind(of_unit, weight_decay, eight_bit, rate_factor)
+        of_kinds = _groups_by_kind(of_unit, weight_decay, eight_bit, lr_mult)
         groups += [{**group, "unit": unit} for group in of_kinds]
     return groups
 
@@ -53,9 +53,9 @@ def _groups_by_kind(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
     eight_bit: bool,
-    rate_factor: float,
+    lr_mult: float,
 ) -> list[dict[str, Any]]:
-    factors = (1.0,) if rate_factor == 1.0 else (rate_factor, 1.0)
+    factors = (1.0,) if lr_mult == 1.0 else (lr_mult, 1.0)
     # (decays, bits of its moments), in the order of the groups.
     kinds = [*([(True, 8)] if eight_bit else []), (True, 32), (False, 32)]
     groups = {
@@ -64,7 +64,7 @@ def _groups_by_kind(
             "names": [],
             # Adam's decay is a part of the step: its share of a weight is the same at every rate.
             "weight_decay": weight_decay / factor if decays else 0.0,
-            "rate_factor": factor,
+            "lr_mult": factor,
             **({"moment_bits": bits} if eight_bit else {}),
         }
         for decays, bits in kinds
@@ -77,7 +77,7 @@ def _groups_by_kind(
         seen.add(id(parameter))
         spec = spec_of(parameter)
         bits = moment_bits(name, spec) if eight_bit else 32
-        group = groups[spec.weight_decay, bits, spec.rate_factor]
+        group = groups[spec.weight_decay, bits, spec.lr_mult]
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())

@@ -42,7 +42,7 @@ class ShardedUnit:
             module.register_forward_hook(self._after_forward)
 
     @contextmanager
-    def whole_weights(self) -> Iterator[None]:
+    def gathered_params(self) -> Iterator[None]:
         """Within this context the layer's parameters can be read. Collective."""
         self._gather()
         try:
@@ -72,7 +72,7 @@ class ShardedUnit:
         """Adds a micro-batch's gradient to the whole ones of this pass."""
         if len(self._awaited) == len(self._parameters):
             for flat in self._flats:
-                flat.take_back_gradients()
+                flat.alloc_full_grads()
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
         self._awaited.discard(parameter)
@@ -84,7 +84,7 @@ class ShardedUnit:
         sums = [flat.sum_gradients(self._replicas) for flat in self._flats]
         for flat, (part, pending) in zip(self._flats, sums, strict=True):
             pending.wait()
-            flat.keep_share(part)
+            flat.accumulate_grad_shard(part)
         self._awaited = set(self._parameters)
         self._in_backward = False
         self._let_go()
@@ -97,4 +97,4 @@ class ShardedUnit:
     def _let_go(self) -> None:
         for flat in self._flats:
             if flat.shares_weights:
-                flat.let_go_of_weights()
+                flat.free_full_params()

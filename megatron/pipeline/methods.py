@@ -43,7 +43,7 @@ class LayerTable:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Stage s holds layers bounds[s] to bounds[s + 1] - 1 and weighs weights[s] in `unit`."""
 
     bounds: list[int]
@@ -53,12 +53,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The stages to fill. in_v: rank r holds stages r and stages - 1 - r. live_micro_batches: per stage, the
-    largest number of micro-batches between their forward and backward pass."""
+    """The stages to fill. is_v_schedule: rank r holds stages r and stages - 1 - r.
+    in_flight_micro_batches: per stage, the largest number of micro-batches between their forward and backward
+    pass."""
 
     stages: int
-    in_v: bool
-    live_micro_batches: Sequence[int]
+    is_v_schedule: bool
+    in_flight_micro_batches: Sequence[int]
 
 
 def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
@@ -67,44 +68,44 @@ def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
     return found[0], found[-1]
 
 
-def cut_layers(
+def partition_layers(
     method: PartitionMethod,
     layers: LayerTable,
     num_ranks: int,
-    live_micro_batches: Sequence[int],
-    in_v: bool = False,
-) -> Cut:
+    in_flight_micro_batches: Sequence[int],
+    is_v_schedule: bool = False,
+) -> Partition:
     """Cuts the layers for `num_ranks` pipeline ranks: into as many stages, or `in_v` into twice as many, of
     which rank r holds stages r and 2 * num_ranks - 1 - r.
 
-    live_micro_batches: per stage, how many micro-batches are between their forward and backward pass at most.
+    in_flight_micro_batches: see PipelineShape.
 
     Raises ConfigError, with the offending part and the layers' names, for an alternative that matches no
     layer, a layout that does not add up, and more stages than layers to share out.
     """
-    stages = 2 * num_ranks if in_v else num_ranks
-    cut: Cut = PARTITION_METHODS.load(method.kind)(
-        method, layers, PipelineShape(stages, in_v, live_micro_batches)
+    stages = 2 * num_ranks if is_v_schedule else num_ranks
+    cut: Partition = PARTITION_METHODS.load(method.kind)(
+        method, layers, PipelineShape(stages, is_v_schedule, in_flight_micro_batches)
     )
     return cut
 
 
-def by_layer_count(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def by_layer_count(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal numbers of layers."""
     return _balanced(method, layers, shape, [1] * len(layers.names), "layers")
 
 
-def by_parameters(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def by_parameters(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal numbers of parameters."""
     return _balanced(method, layers, shape, layers.parameters, "M parameters", 1e6)
 
 
-def by_flops(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def by_flops(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal estimated FLOPs."""
     return _balanced(method, layers, shape, layers.flops, "GFLOP", 1e9)
 
 
-def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal measured time; ConfigError if no times were measured."""
     if layers.seconds is None:
         raise ConfigError(
@@ -114,15 +115,15 @@ def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: Pipelin
     return _balanced(method, layers, shape, layers.seconds, "ms", 1e-3)
 
 
-def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal sums of the weights that type:REGEX:WEIGHT gives to the layers."""
     return _balanced(method, layers, shape, _weights_by_name(method, layers.names), "")
 
 
-def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """The stages that the flag lists."""
     bounds = _explicit_bounds(method, layers.names, shape.stages)
-    return Cut(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
+    return Partition(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
 
 
 def _balanced(
@@ -132,12 +133,14 @@ def _balanced(
     weights: Sequence[Weight],
     unit: str,
     scale: float = 1,
-) -> Cut:
+) -> Partition:
     """Stages with equal sums of the layers' weights, which are shown in `unit`s of `scale`."""
     weights = _keep_ends_whole(weights, layers.names)
-    _check_enough(method, layers.names, weights, shape.stages, shape.in_v)
-    bounds = partition_v([weights] * shape.stages) if shape.in_v else partition(weights, shape.stages)
-    return Cut(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
+    _check_enough(method, layers.names, weights, shape.stages, shape.is_v_schedule)
+    bounds = (
+        partition_v([weights] * shape.stages) if shape.is_v_schedule else partition(weights, shape.stages)
+    )
+    return Partition(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
 
 
 def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
@@ -164,13 +167,13 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
 
 
 def _check_enough(
-    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], stages: int, in_v: bool
+    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], stages: int, is_v_schedule: bool
 ) -> None:
     weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
     if len(weighted) >= stages:
         return
     kinds = ", ".join(dict.fromkeys(weighted)) or "none"
-    needed = f"{stages} stages{' (2 x --pipeline-model-parallel-size)' if in_v else ''}"
+    needed = f"{stages} stages{' (2 x --pipeline-model-parallel-size)' if is_v_schedule else ''}"
     advice = "lower --pipeline-model-parallel-size"
     if method.kind == "type":
         classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
@@ -192,16 +195,18 @@ def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[We
     return [0] * first + inner + [0] * (len(names) - 1 - head)
 
 
-def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Cut:
+def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal estimated memory, with the activations of each stage's micro-batches in flight."""
     state, kept = (
         _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
     )
-    costs = [[s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.live_micro_batches]
-    _check_enough(method, layers.names, costs[-1], len(costs), shape.in_v)
-    bounds = partition_v(costs) if shape.in_v else partition_by_stage(costs)
+    costs = [
+        [s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.in_flight_micro_batches
+    ]
+    _check_enough(method, layers.names, costs[-1], len(costs), shape.is_v_schedule)
+    bounds = partition_v(costs) if shape.is_v_schedule else partition_by_stage(costs)
     sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
-    return Cut(bounds, sums, MEMORY_UNIT)
+    return Partition(bounds, sums, MEMORY_UNIT)
 
 
 def _explicit_bounds(method: PartitionMethod, names: Sequence[str], stages: int) -> list[int]:

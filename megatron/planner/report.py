@@ -71,7 +71,7 @@ def stage_map(plan: StagePlan) -> str:
     heaviest stage (with dualpipev: rank) and what it costs."""
     header = ["stage", "layers", f"weight{f' ({plan.cut.unit})' if plan.cut.unit else ''}", "of mean"]
     rows = [[*header, "parameters per rank", "content"]]
-    if plan.in_v:
+    if plan.is_v_schedule:
         rows[0][0:0] = ["rank", "its weight"]
     ranks = plan.rank_weights()
     mean = sum(ranks) / len(ranks)
@@ -80,14 +80,14 @@ def stage_map(plan: StagePlan) -> str:
         share = f"{of_rank / mean:.2f}" if mean else "-"
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
         row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
-        rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.in_v else row)
+        rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.is_v_schedule else row)
     return "\n".join([format_table(rows, left_align=(-1,)), heaviest_line(plan)])
 
 
 def heaviest_line(plan: StagePlan) -> str:
     """Names the heaviest stage, and the loss of efficiency that it predicts: the others wait for it."""
     weights = plan.rank_weights()
-    what = "rank" if plan.in_v else "stage"
+    what = "rank" if plan.is_v_schedule else "stage"
     mean, heaviest = sum(weights) / len(weights), max(weights)
     if not heaviest:
         return f"heaviest   none: the layers weigh nothing by --partition-method {plan.method}"

@@ -8,15 +8,15 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeline_layers
 from megatron.model.norm import norm_class
 from megatron.model.transformer import LayerContext
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.random import DropoutStream
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import (
     EMBEDDING,
     TRANSFORMER_LAYER,
-    Cut,
     LayerTable,
-    cut_layers,
+    Partition,
     embedding_and_head,
+    partition_layers,
 )
 from megatron.planner import flops, memory
 
@@ -29,8 +29,8 @@ class StagePlan:
     names: list[str]
     parameters: list[int]
     """Per layer, on one tensor-parallel rank."""
-    cut: Cut
-    in_v: bool
+    cut: Partition
+    is_v_schedule: bool
     """Each rank holds two stages: r, and as many from the end."""
     total_parameters: int
     """Of the whole model, the tied embedding counted once."""
@@ -41,14 +41,14 @@ class StagePlan:
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds the stage."""
-        return min(stage, len(self.cut.weights) - 1 - stage) if self.in_v else stage
+        return min(stage, len(self.cut.weights) - 1 - stage) if self.is_v_schedule else stage
 
     def rank_weights(self) -> list[float]:
         """Weight per pipeline rank."""
         weights = self.cut.weights
         return (
             [a + b for a, b in zip(weights, weights[::-1], strict=True)][: len(weights) // 2]
-            if self.in_v
+            if self.is_v_schedule
             else weights
         )
 
@@ -72,22 +72,22 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
     seconds: measured per kind of layer (see `layer_kinds`), for the method 'profile'.
     """
     parallel = config.parallel
-    tensor = TensorGroup(size=parallel.tensor_model_parallel_size)
-    context = LayerContext(config, tensor, DropoutStream(config.training.seed))
+    tp_group = TPGroup(size=parallel.tensor_model_parallel_size)
+    context = LayerContext(config, tp_group, DropoutRNG(config.training.seed))
     layers = pipeline_layers(context, vocab_size, eod=0)
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
-    in_v = parallel.pipeline_schedule == "dualpipev"
-    cut = cut_layers(
+    is_v_schedule = parallel.pipeline_schedule == "dualpipev"
+    cut = partition_layers(
         parse_partition_method(parallel.partition_method),
         layer_table(config, vocab_size, names, parameters, seconds),
         parallel.pipeline_model_parallel_size,
-        live_micro_batches(config),
-        in_v,
+        in_flight_micro_batches(config),
+        is_v_schedule,
     )
     whole = layer_parameter_counts(layers, whole=True)
     _, head = embedding_and_head(names)
     total = sum(whole) - whole[head]
-    return StagePlan(parallel.partition_method, names, parameters, cut, in_v, total)
+    return StagePlan(parallel.partition_method, names, parameters, cut, is_v_schedule, total)
 
 
 def layer_table(
@@ -154,7 +154,7 @@ def layer_kinds(names: list[str]) -> list[str]:
     ]
 
 
-def live_micro_batches(config: Config) -> list[int]:
+def in_flight_micro_batches(config: Config) -> list[int]:
     """Per stage, how many micro-batches are between their forward and backward pass at most: as many as there
     are stages from it to the end, under 1F1B and under DualPipeV (`pipeline.schedule` shows both)."""
     micro_batches, stages = micro_batches_per_step(config), config.parallel.num_stages

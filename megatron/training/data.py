@@ -14,7 +14,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.loader import GPTBatchLoader
 from megatron.mpu.layout import ParallelLayout
-from megatron.training.vocabulary import Vocabulary
+from megatron.tokenizer.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
         return GPTBatchLoader(
             dataset,
             micro_batch_size=config.batch.micro_batch_size,
-            data_rank=layout.data_rank,
-            data_size=layout.data,
+            dp_rank=layout.dp_rank,
+            data_size=layout.dp_size,
             eod=vocabulary.eod,
             eod_mask_loss=config.data.eod_mask_loss,
             vocab_size=vocabulary.size,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
-    from megatron.mpu.layout import ParallelLayout, TensorGroup
+    from megatron.mpu.layout import ParallelLayout, TPGroup
     from megatron.mpu.parameters import ParameterSpec
 
 STEPS = 20
@@ -195,7 +195,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
 
 def build_model(
     config: Config, bounds: list[int] | None = None
-) -> tuple[ParallelLayout, TensorGroup, GPTModelPipe]:
+) -> tuple[ParallelLayout, TPGroup, GPTModelPipe]:
     """This rank's stage, inside `run_world`; `bounds`, if any, cuts the layers otherwise than the flags."""
     import torch.distributed as dist
 
@@ -210,10 +210,10 @@ def build_model(
         parallel.pipeline_model_parallel_size,
         dist.get_rank(),
     )
-    tensor = layout.make_tensor_group()
+    tp_group = layout.make_tp_group()
     bounds = bounds or plan_stages(config, VOCAB).bounds
     model = GPT_MODELS[parallel.pipeline_schedule]
-    return layout, tensor, model(config, layout, tensor, VOCAB, EOD, bounds)
+    return layout, tp_group, model(config, layout, tp_group, VOCAB, EOD, bounds)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
@@ -227,8 +227,8 @@ def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
 class RankWeights:
     """What one rank holds: its place, and specs and shards by global name."""
 
-    tensor_rank: int
-    data_rank: int
+    tp_rank: int
+    dp_rank: int
     stage: int
     specs: dict[str, ParameterSpec]
     shards: dict[str, torch.Tensor]
@@ -239,17 +239,17 @@ def weights_of(engine: GPTEngine) -> RankWeights:
     from megatron.mpu.parameters import spec_of
 
     layout, parameters = engine.layout, dict(engine.module.named_parameters())
-    with engine.optimizer.whole_weights():
+    with engine.optimizer.gathered_params():
         return RankWeights(
-            layout.tensor_rank,
-            layout.data_rank,
+            layout.tp_rank,
+            layout.dp_rank,
             layout.pipeline_stage,
             {name: spec_of(p) for name, p in parameters.items()},
             {name: p.detach().clone() for name, p in parameters.items()},
         )
 
 
-def whole_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
+def gathered_params(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
     """Whole parameters by name, of the first replica that has them; the vocabulary without its padding."""
     from megatron.mpu.parameters import merge_shards
 
@@ -258,9 +258,9 @@ def whole_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
     for rank in ranks:
         specs |= rank.specs
         for name, shard in rank.shards.items():
-            shards.setdefault(name, {}).setdefault(rank.tensor_rank, shard)
+            shards.setdefault(name, {}).setdefault(rank.tp_rank, shard)
     return {
-        name: merge_shards(specs[name], [of_ranks[i] for i in sorted(of_ranks)])[: specs[name].used_rows]
+        name: merge_shards(specs[name], [of_ranks[i] for i in sorted(of_ranks)])[: specs[name].num_valid_rows]
         for name, of_ranks in shards.items()
     }
 
@@ -293,7 +293,7 @@ def micro_batches(engine: GPTEngine, step: int) -> Iterator[tuple]:
 
     tokens, labels = global_batch(step)
     size, layout = engine.run_config.batch.micro_batch_size, engine.layout
-    for first in range(layout.data_rank * size, GLOBAL_BATCH, layout.data * size):
+    for first in range(layout.dp_rank * size, GLOBAL_BATCH, layout.dp_size * size):
         yield (
             tokens[first : first + size],
             (labels[first : first + size], torch.ones(size, SEQ)),

@@ -12,8 +12,8 @@ from megatron.checkpoint.native import (
     TrainingState,
     find_checkpoint,
     load_checkpoint,
+    restore_or_init,
     save_checkpoint,
-    start_from,
 )
 from megatron.config import ConfigError
 from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
@@ -38,7 +38,7 @@ def start(row, folder):
     train(engine, [9])
     printed: list[str] = []
     try:
-        start_from(engine, find_latest(folder), FINGERPRINT, printed.append)
+        restore_or_init(engine, find_latest(folder), FINGERPRINT, printed.append)
     except ConfigError as error:
         return str(error)
     return "\n".join(printed), certify(engine, VOCAB)

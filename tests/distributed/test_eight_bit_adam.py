@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 
+from megatron.cluster.exit_codes import RunStopped
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
-from megatron.training.failures import RunStopped
-from megatron.training.moments import describe_moments, moments_here
+from megatron.training.logging.moments import describe_moments, moments_here
 from tests.distributed.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
 from tests.distributed.pool import run_world
 
@@ -73,7 +73,7 @@ def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero):
     copies = {}
     for rank in run_world(row.world_size, weights_after_steps, row):
         for name, shard in rank.shards.items():
-            part = 0 if rank.specs[name].shard_dim is None else rank.tensor_rank
+            part = 0 if rank.specs[name].shard_dim is None else rank.tp_rank
             copies.setdefault((name, part), []).append(shard)
     assert len(copies[WORD_EMBEDDING, 0]) == 4
     for (name, part), shards in copies.items():

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.training.first_steps import FirstSteps
+from megatron.training.logging.startup_report import StartupReport
 from tests.distributed.layouts import Row, config_of
 from tests.distributed.pool import run_world
 
@@ -17,8 +17,8 @@ class NothingMoved:
 
 def tables_after(row, last_step, changes):
     layout = ParallelLayout.create(dist.get_world_size(), row.tp, row.pp, dist.get_rank())
-    first_steps = FirstSteps(config_of(row, **changes), layout)
-    return [list(first_steps.texts(NothingMoved(), step == last_step)) for step in range(1, 5)]
+    first_steps = StartupReport(config_of(row, **changes), layout)
+    return [list(first_steps.lines(NothingMoved(), step == last_step)) for step in range(1, 5)]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from megatron.training.failures import RunStopped
-from megatron.training.invariants import broken_invariants
+from megatron.cluster.exit_codes import RunStopped
+from megatron.training.stability.invariants import broken_invariants
 from tests.distributed.layouts import Row, config_of
 from tests.distributed.layouts import train as train_engine
 from tests.distributed.pool import run_world

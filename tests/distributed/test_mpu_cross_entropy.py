@@ -13,7 +13,7 @@ from tests.distributed.pool import run_world
 def loss_and_gradient(logits, labels, upstream, vocab_size, overwrite):
     """Of this rank's columns of the logits."""
     size = dist.get_world_size()
-    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
+    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
     own = logits.chunk(size, -1)[tensor.rank].clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(own * 1, labels, tensor, vocab_size, overwrite_logits=overwrite)
     loss.backward(upstream)
@@ -64,7 +64,7 @@ HIDDEN, ROWS, TOKENS = 40, 512, 70
 def fused_loss_and_gradients(hidden, weight, labels, upstream, token_weights, vocab_size, z_loss_weight):
     """Of this rank's rows of the weight, in several chunks; hidden's gradient is that of all ranks."""
     size = dist.get_world_size()
-    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
+    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
     own = weight.chunk(size)[tensor.rank].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
     with mock.patch.object(cross_entropy, "CHUNK_TOKENS", {2: 32, 4: 32}):

@@ -4,31 +4,31 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron.mpu.layout import ParallelLayout, TensorGroup
-from megatron.mpu.random import DropoutStream, dropout
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.random import DropoutRNG, dropout
 from tests.distributed.pool import run_world
 
 
-def two_dropouts(x, stream, tensor):
+def two_dropouts(x, stream, tp_group):
     """One where the activation is the same on all ranks, one where it is cut."""
-    x = dropout(x, 0.3, stream, "0.hidden", batch_dim=0, tensor=tensor)
-    own = x.chunk(tensor.size, -1)[tensor.rank]
-    return dropout(own, 0.3, stream, "0.attention", batch_dim=0, shard_dim=-1, tensor=tensor)
+    x = dropout(x, 0.3, stream, "0.hidden", batch_dim=0, tp_group=tp_group)
+    own = x.chunk(tp_group.size, -1)[tp_group.rank]
+    return dropout(own, 0.3, stream, "0.attention", batch_dim=0, shard_dim=-1, tp_group=tp_group)
 
 
 def output_and_gradient(x, samples, recompute):
     size = dist.get_world_size()
-    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
-    return outputs_of(x, samples, tensor, recompute)
+    tp_group = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
+    return outputs_of(x, samples, tp_group, recompute)
 
 
-def outputs_of(x, samples, tensor, recompute):
+def outputs_of(x, samples, tp_group, recompute):
     x = x.clone().requires_grad_()
-    stream = DropoutStream(99)
+    stream = DropoutRNG(99)
 
     def layer(x):
-        with stream.samples_in_use(samples):
-            return two_dropouts(x, stream, tensor)
+        with stream.use_samples(samples):
+            return two_dropouts(x, stream, tp_group)
 
     y = checkpoint(layer, x, use_reentrant=True) if recompute else layer(x)
     y.sum().backward()
@@ -37,7 +37,7 @@ def outputs_of(x, samples, tensor, recompute):
 
 def test_ranks_drop_their_parts_of_one_whole_also_when_recomputed():
     x = torch.rand(2, 16, 64) + 1
-    whole, whole_grad = outputs_of(x, (5, 8), TensorGroup(), recompute=False)
+    whole, whole_grad = outputs_of(x, (5, 8), TPGroup(), recompute=False)
     assert 0.4 < (whole != 0).float().mean() < 0.58
     for recompute in (False, True):
         results = run_world(4, output_and_gradient, x, (5, 8), recompute)

@@ -12,7 +12,7 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
 from tests.distributed.pool import run_world
@@ -24,32 +24,32 @@ HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
 class Column(nn.Module):
     """A column-parallel layer whose outputs are put together, to be comparable."""
 
-    def __init__(self, tensor: TensorGroup) -> None:
+    def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()
-        self.tensor = tensor
-        self.layer = ColumnParallelLinear(HIDDEN, INNER, tensor, init_std=0.3)
+        self.tp_group = tp_group
+        self.layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
 
     def forward(self, x):
-        return gather_from_tensor_region(self.layer(x), self.tensor)
+        return gather_from_tensor_region(self.layer(x), self.tp_group)
 
 
 class Row(nn.Module):
-    def __init__(self, tensor: TensorGroup) -> None:
+    def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()
-        self.tensor = tensor
-        self.layer = RowParallelLinear(INNER, HIDDEN, tensor, init_std=0.3)
+        self.tp_group = tp_group
+        self.layer = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3)
 
     def forward(self, x):
-        return self.layer(scatter_to_tensor_region(x, self.tensor))
+        return self.layer(scatter_to_tensor_region(x, self.tp_group))
 
 
 class GatedMlp(nn.Module):
     """Two blocks of columns, one multiplied with the other, and rows."""
 
-    def __init__(self, tensor: TensorGroup) -> None:
+    def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()
-        self.columns = ColumnParallelLinear(HIDDEN, 2 * INNER, tensor, init_std=0.3, blocks=2)
-        self.rows = RowParallelLinear(INNER, HIDDEN, tensor, init_std=0.3, bias=False)
+        self.columns = ColumnParallelLinear(HIDDEN, 2 * INNER, tp_group, init_std=0.3, blocks=2)
+        self.rows = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3, bias=False)
 
     def forward(self, x):
         gate, value = self.columns(x).chunk(2, -1)
@@ -59,14 +59,14 @@ class GatedMlp(nn.Module):
 class EmbeddingAndHead(nn.Module):
     """Logits of the embedded tokens: the table is used at both ends."""
 
-    def __init__(self, tensor: TensorGroup) -> None:
+    def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()
-        self.tensor = tensor
-        self.table = VocabParallelEmbedding(VOCAB, HIDDEN, tensor, used_rows=USED_ROWS, init_std=0.3)
+        self.tp_group = tp_group
+        self.table = VocabParallelEmbedding(VOCAB, HIDDEN, tp_group, num_valid_rows=USED_ROWS, init_std=0.3)
 
     def forward(self, token_ids):
-        logits = parallel_logits(self.table(token_ids).tanh(), self.table.weight, self.tensor)
-        return gather_from_tensor_region(logits, self.tensor)
+        logits = parallel_logits(self.table(token_ids).tanh(), self.table.weight, self.tp_group)
+        return gather_from_tensor_region(logits, self.tp_group)
 
 
 def plain_column(w, x):
@@ -104,10 +104,10 @@ def perturbed(whole):
 
 def run_layer(case):
     size = dist.get_world_size()
-    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
+    tp_group = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
     make, _, n_in = CASES[case]
-    layer = make(tensor)
-    initialize_parameters(layer, SEED, tensor)
+    layer = make(tp_group)
+    initialize_parameters(layer, SEED, tp_group)
     with torch.no_grad():
         for parameter in layer.parameters():
             parts = [torch.empty_like(parameter) for _ in range(size)]
@@ -117,10 +117,11 @@ def run_layer(case):
             shards = list(whole.split(whole.shape[0]))
             if spec.shard_dim is not None:
                 chunks = [
-                    block.chunk(size, spec.shard_dim) for block in whole.chunk(spec.blocks, spec.shard_dim)
+                    block.chunk(size, spec.shard_dim)
+                    for block in whole.chunk(spec.num_fused_parts, spec.shard_dim)
                 ]
                 shards = [torch.cat([c[rank] for c in chunks], spec.shard_dim) for rank in range(size)]
-            parameter.copy_(shards[tensor.rank if spec.shard_dim is not None else 0])
+            parameter.copy_(shards[tp_group.rank if spec.shard_dim is not None else 0])
     x = model_input(n_in)
     y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
@@ -130,9 +131,9 @@ def run_layer(case):
 
 def plain(case):
     make, function, n_in = CASES[case]
-    specs = {name: spec_of(p) for name, p in make(TensorGroup()).named_parameters()}
+    specs = {name: spec_of(p) for name, p in make(TPGroup()).named_parameters()}
     weights = {
-        name: perturbed(initial_values(spec, SEED, name, TensorGroup())).double().requires_grad_()
+        name: perturbed(initial_values(spec, SEED, name, TPGroup())).double().requires_grad_()
         for name, spec in specs.items()
     }
     x = model_input(n_in)
@@ -162,9 +163,9 @@ def test_a_parallel_layer_computes_what_its_plain_twin_does(case, size):
 
 def frozen_weights_and_inputs():
     size = dist.get_world_size()
-    tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tensor_group()
-    layer = ColumnParallelLinear(HIDDEN, INNER, tensor, init_std=0.3)
-    initialize_parameters(layer, SEED, tensor)
+    tp_group = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
+    layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
+    initialize_parameters(layer, SEED, tp_group)
     x = model_input(HIDDEN)
     layer.requires_grad_(False)
     layer(x).sum().backward()
@@ -185,7 +186,7 @@ def test_only_the_gradients_that_are_wanted_are_made():
 
 def test_biases_are_not_decayed_and_weights_are():
     for layer in (
-        ColumnParallelLinear(4, 8, TensorGroup(), init_std=1.0),
-        RowParallelLinear(4, 8, TensorGroup(), init_std=1.0),
+        ColumnParallelLinear(4, 8, TPGroup(), init_std=1.0),
+        RowParallelLinear(4, 8, TPGroup(), init_std=1.0),
     ):
         assert spec_of(layer.weight).weight_decay and not spec_of(layer.bias).weight_decay

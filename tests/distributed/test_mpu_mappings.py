@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import (
     copy_to_tensor_region,
     gather_from_tensor_region,
@@ -19,9 +19,9 @@ MAPPINGS = {
 }
 
 
-def tensor_group_of_layout(tensor, pipeline):
-    layout = ParallelLayout.create(dist.get_world_size(), tensor, pipeline, dist.get_rank())
-    group = layout.make_tensor_group()
+def tensor_group_of_layout(tp_group, pipeline):
+    layout = ParallelLayout.create(dist.get_world_size(), tp_group, pipeline, dist.get_rank())
+    group = layout.make_tp_group()
     members = torch.tensor([dist.get_rank()])
     dist.all_reduce(members, group=group.group)
     return group.rank, group.size, dist.get_process_group_ranks(group.group), members.item()
@@ -30,12 +30,12 @@ def tensor_group_of_layout(tensor, pipeline):
 def apply_mapping(name, xs, upstreams):
     """Output and gradient of one mapping; and whether it left its input and its upstream gradient alone."""
     world = ParallelLayout.create(dist.get_world_size(), dist.get_world_size(), 1, dist.get_rank())
-    tensor = world.make_tensor_group()
-    x = xs[tensor.rank].clone().requires_grad_()
-    upstream = upstreams[tensor.rank].clone()
-    y = MAPPINGS[name](x, tensor)
+    tp_group = world.make_tp_group()
+    x = xs[tp_group.rank].clone().requires_grad_()
+    upstream = upstreams[tp_group.rank].clone()
+    y = MAPPINGS[name](x, tp_group)
     y.backward(upstream)
-    untouched = torch.equal(x, xs[tensor.rank]) and torch.equal(upstream, upstreams[tensor.rank])
+    untouched = torch.equal(x, xs[tp_group.rank]) and torch.equal(upstream, upstreams[tp_group.rank])
     return y.detach(), x.grad, untouched
 
 
@@ -44,20 +44,20 @@ def parts(*shape, size, seed):
     return [torch.randn(*shape, generator=generator) for _ in range(size)]
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (4, 2), (2, 1)])
-def test_tensor_groups_are_neighbouring_ranks(tensor, pipeline):
+@pytest.mark.parametrize(("tp_group", "pipeline"), [(2, 2), (4, 2), (2, 1)])
+def test_tensor_groups_are_neighbouring_ranks(tp_group, pipeline):
     for rank, (place, size, members, total) in enumerate(
-        run_world(8, tensor_group_of_layout, tensor, pipeline)
+        run_world(8, tensor_group_of_layout, tp_group, pipeline)
     ):
-        first = rank - rank % tensor
-        assert (place, size, members) == (rank % tensor, tensor, list(range(first, first + tensor)))
+        first = rank - rank % tp_group
+        assert (place, size, members) == (rank % tp_group, tp_group, list(range(first, first + tp_group)))
         assert total == sum(members)
 
 
 @pytest.mark.parametrize("name", MAPPINGS)
 def test_in_a_group_of_one_the_argument_itself_comes_back(name):
     x = torch.randn(3, 4)
-    assert MAPPINGS[name](x, TensorGroup()) is x
+    assert MAPPINGS[name](x, TPGroup()) is x
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -15,9 +15,9 @@ from megatron.checkpoint.native import (
     TrainingState,
     find_checkpoint,
     load_checkpoint,
+    restore_or_init,
     save_checkpoint,
-    settle_on_checkpoint,
-    start_from,
+    select_valid_checkpoint,
 )
 from megatron.config import ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY
@@ -31,10 +31,10 @@ from tests.distributed.layouts import (
     build_engine,
     build_model,
     config_of,
+    gathered_params,
     relative_errors,
     train,
     weights_of,
-    whole_weights,
 )
 from tests.distributed.pool import run_world
 
@@ -283,7 +283,7 @@ def settle(row, folder):
     # Rank 0 alone searches.
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT) if dist.get_rank() == 0 else None
     try:
-        settled = settle_on_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
+        settled = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
     except ConfigError as error:
         return str(error)
     return settled.state.iteration, settled.passed_over
@@ -323,9 +323,11 @@ def go_on(row, folder, steps, keep_last):
     """Starts from what is in the folder, and saves at the given steps."""
     options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
     config = config_of(row, checkpoint=options)
-    checkpoint = settle_on_checkpoint(find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT)
+    checkpoint = select_valid_checkpoint(
+        find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT
+    )
     engine = build_engine(config)
-    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    start = restore_or_init(engine, checkpoint, FINGERPRINT, lambda text: None)
     for step in steps:
         save_checkpoint(engine, folder, state_after(step), VOCAB, EOD, FINGERPRINT)
     return start.iteration
@@ -408,7 +410,7 @@ def test_whole_weights_of_a_new_checkpoint_are_those_of_one_process(tmp_path):
 
 def test_whole_weights_of_a_trained_checkpoint_are_its_shards_put_together(tmp_path):
     row = Row(tp=2, pp=2, micro_batch=4)
-    expected = whole_weights(run_world(row.world_size, save_trained, row, tmp_path, 2))
+    expected = gathered_params(run_world(row.world_size, save_trained, row, tmp_path, 2))
     ((fresh, loaded),) = run_world(1, whole_weights_from, tmp_path)
     word_embedding = "tied_modules.embed.word_embeddings.weight"
     assert loaded[word_embedding].shape == (104, 32) and not loaded[word_embedding][VOCAB:].any()

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint
 from megatron.checkpoint.source import open_source
 from megatron.checkpoint.universal import convert
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
@@ -42,7 +42,7 @@ class Piece:
 
     spec: ParameterSpec
     stage: int
-    tensor_rank: int
+    tp_rank: int
     first: int
     values: dict[str, torch.Tensor]
 
@@ -57,7 +57,7 @@ def pieces_of(engine):
                 values[key] = moment.clone()
             first = max(flat.start - parameter.flat_offset, 0)
             name, spec = optimizer.names[parameter], spec_of(parameter)
-            pieces[name] = Piece(spec, layout.pipeline_stage, layout.tensor_rank, first, values)
+            pieces[name] = Piece(spec, layout.pipeline_stage, layout.tp_rank, first, values)
     return pieces
 
 
@@ -68,15 +68,17 @@ def wholes(ranks):
         pieces = [rank[name] for rank in ranks if name in rank]
         stage = min(piece.stage for piece in pieces)
         # Copies of other replicas fall on the same key.
-        by_place = {(piece.tensor_rank, piece.first): piece for piece in pieces if piece.stage == stage}
-        spec, size = pieces[0].spec, 1 + max(tensor_rank for tensor_rank, _ in by_place)
+        by_place = {(piece.tp_rank, piece.first): piece for piece in pieces if piece.stage == stage}
+        spec, size = pieces[0].spec, 1 + max(tp_rank for tp_rank, _ in by_place)
         for kind in pieces[0].values:
             shards = [
                 torch.cat([by_place[place].values[kind] for place in sorted(by_place) if place[0] == rank])
                 for rank in range(size)
             ]
-            shape = local_shape(spec, TensorGroup(0, size))
-            result[name, kind] = merge_shards(spec, [shard.view(shape) for shard in shards])[: spec.used_rows]
+            shape = local_shape(spec, TPGroup(0, size))
+            result[name, kind] = merge_shards(spec, [shard.view(shape) for shard in shards])[
+                : spec.num_valid_rows
+            ]
     return result
 
 

@@ -11,8 +11,8 @@ from megatron.checkpoint.native import (
     FolderTakenError,
     SaveError,
     find_checkpoint,
+    restore_or_init,
     save_checkpoint,
-    start_from,
 )
 from megatron.checkpoint.owner import Owner, acquire
 from megatron.config import ConfigError
@@ -143,7 +143,7 @@ def save_good_then_unequal(folder):
     """Copies are equal in the first two checkpoints, and differ from then on."""
     options = {"keep_last": 1, "save": str(folder), "load": str(folder)}
     engine = build_engine(config_of(Row(tp=2), checkpoint=options))
-    start_from(engine, None, FINGERPRINT, lambda text: None)
+    restore_or_init(engine, None, FINGERPRINT, lambda text: None)
     train(engine, range(1))
     (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
     place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
@@ -151,8 +151,8 @@ def save_good_then_unequal(folder):
         if step == 3:
             flat.master.data[place] += 1e-3 * engine.global_rank
         assert save(engine, folder, step) is None
-    checkpoints = native.RunCheckpoints(engine, VOCAB, EOD, FINGERPRINT)
-    back = checkpoints.go_back()
+    checkpoints = native.CheckpointManager(engine, VOCAB, EOD, FINGERPRINT)
+    back = checkpoints.rollback()
     # What is saved now descends from the good one.
     return back.folder.name, save(engine, folder, 5)
 

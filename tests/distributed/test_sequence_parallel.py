@@ -6,8 +6,8 @@ import torch
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mappings import (
     gather_from_tensor_region,
+    reduce_scatter_to_sequence_region,
     scatter_to_tensor_region,
-    sum_and_scatter_sequence,
 )
 from tests.distributed.layouts import (
     FP32_BOUND,
@@ -127,10 +127,10 @@ def linear_pair(layout_size, rank_inputs):
     from megatron.mpu.parameters import initialize_parameters
 
     layout = ParallelLayout.create(dist.get_world_size(), layout_size, 1, dist.get_rank())
-    tensor = layout.make_tensor_group()
+    tensor = layout.make_tp_group()
     cut = layout_size > 1
-    column = ColumnParallelLinear(6, 8, tensor, init_std=0.5, cut_sequence=cut)
-    row = RowParallelLinear(8, 6, tensor, init_std=0.5, cut_sequence=cut)
+    column = ColumnParallelLinear(6, 8, tensor, init_std=0.5, sequence_parallel=cut)
+    row = RowParallelLinear(8, 6, tensor, init_std=0.5, sequence_parallel=cut)
     for number, layer in enumerate((column, row)):
         initialize_parameters(layer, number, tensor)
     whole = rank_inputs.clone().requires_grad_()
@@ -155,9 +155,9 @@ def test_a_column_and_a_row_parallel_layer_on_a_cut_sequence_equal_plain_ones():
 def cut_a_sequence_that_cannot_be():
     from megatron.mpu.layout import ParallelLayout
 
-    tensor = ParallelLayout.create(2, 2, 1, 0).make_tensor_group()
+    tensor = ParallelLayout.create(2, 2, 1, 0).make_tp_group()
     messages = []
-    for cut in (scatter_to_tensor_region, sum_and_scatter_sequence):
+    for cut in (scatter_to_tensor_region, reduce_scatter_to_sequence_region):
         try:
             cut(torch.zeros(3, 3), tensor)
         except ValueError as error:

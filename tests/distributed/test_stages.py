@@ -50,7 +50,7 @@ def evaluation(engine, num_micro_batches):
     """Mean loss on micro-batches of one sample, a number of them that no training step has."""
     import torch
 
-    data, rank = engine.layout.data, engine.layout.data_rank
+    data, rank = engine.layout.dp_size, engine.layout.dp_rank
     tokens = sample_tokens(9000, num_micro_batches)
 
     def micro_batches():
@@ -106,12 +106,12 @@ def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
 
 
 def times_and_bounds(row, parallel, changes):
+    from megatron.planner.layer_times import find_layer_times
     from megatron.planner.stages import plan_stages
-    from megatron.training.layer_times import find_layer_times
 
     config = config_of(row, parallel={"partition_method": "profile", **parallel}, **changes)
     layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
-    times = find_layer_times(config, layout, layout.make_tensor_group(), VOCAB, EOD)
+    times = find_layer_times(config, layout, layout.make_tp_group(), VOCAB, EOD)
     return times, plan_stages(config, VOCAB, times).bounds
 
 

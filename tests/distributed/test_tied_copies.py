@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
-from megatron.training.invariants import broken_invariants
+from megatron.training.stability.invariants import broken_invariants
 from tests.distributed.layouts import RATE, SEQ, Row, build_engine, config_of, sample_tokens
 from tests.distributed.pool import run_world
 
@@ -28,17 +28,17 @@ def sums_in_another_order():
     of an all-reduce's sum depends on the group's ranks and on the length of the buffer."""
     real = dist.all_reduce
 
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    def all_reduce(tp_group, op=dist.ReduceOp.SUM, group=None, async_op=False):
         size = dist.get_world_size(group)
-        if op != dist.ReduceOp.SUM or async_op or not tensor.is_floating_point() or size < 3:
-            return real(tensor, op=op, group=group, async_op=async_op)
-        parts = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(parts, tensor, group=group)
-        random.Random(f"{dist.get_process_group_ranks(group)} {tensor.numel()}").shuffle(parts)
+        if op != dist.ReduceOp.SUM or async_op or not tp_group.is_floating_point() or size < 3:
+            return real(tp_group, op=op, group=group, async_op=async_op)
+        parts = [torch.empty_like(tp_group) for _ in range(size)]
+        dist.all_gather(parts, tp_group, group=group)
+        random.Random(f"{dist.get_process_group_ranks(group)} {tp_group.numel()}").shuffle(parts)
         total = parts[0]
         for part in parts[1:]:
             total += part
-        tensor.copy_(total)
+        tp_group.copy_(total)
 
     dist.all_reduce = all_reduce
     try:
@@ -55,8 +55,8 @@ def copies_after(row, changes, steps, other_order):
     engine = build_engine(config_of(row, **{**changes, "model": model, "batch": batch}))
 
     def micro_batches(step):
-        size, data_rank = row.micro_batch, engine.layout.data_rank
-        for first in range(data_rank * size, batch_size, row.dp * size):
+        size, dp_rank = row.micro_batch, engine.layout.dp_rank
+        for first in range(dp_rank * size, batch_size, row.dp * size):
             tokens = sample_tokens(step * batch_size + first, size)
             yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(size, SEQ))
 
@@ -114,13 +114,13 @@ def test_tied_copies_and_replicas_stay_equal_on_every_layout(case):
 def gradients_after_reduction(values):
     """Of a parameter that both tensor ranks hold whole, and of one that they share."""
     rank = dist.get_rank()
-    tensor = TensorGroup(rank, 2, dist.group.WORLD)
-    whole = new_parameter(ParameterSpec((2,)), tensor)
-    part = new_parameter(ParameterSpec((4,), shard_dim=0), tensor)
+    tp_group = TPGroup(rank, 2, dist.group.WORLD)
+    whole = new_parameter(ParameterSpec((2,)), tp_group)
+    part = new_parameter(ParameterSpec((4,), shard_dim=0), tp_group)
     flat = FlatGroup({"params": [whole, part]}, 1, 0)
     whole.main_grad.copy_(torch.tensor(values[rank]))
     part.main_grad.fill_(rank + 1.0)
-    GradientReduction([flat], None, [], tensor).run()
+    GradientReduction([flat], None, [], tp_group).run()
     return whole.main_grad.tolist(), part.main_grad.tolist()
 
 
@@ -137,11 +137,11 @@ def test_a_gradient_that_only_a_later_tensor_rank_finds_bad_is_bad_on_all():
 
 
 def three_holders():
-    tensor = TensorGroup()
-    parameter = new_parameter(ParameterSpec((2,)), tensor)
+    tp_group = TPGroup()
+    parameter = new_parameter(ParameterSpec((2,)), tp_group)
     with pytest.raises(ValueError, match="on 3 stages: expected 2"):
         GradientReduction(
-            [FlatGroup({"params": [parameter]}, 1, 0)], None, [(parameter, dist.group.WORLD)], tensor
+            [FlatGroup({"params": [parameter]}, 1, 0)], None, [(parameter, dist.group.WORLD)], tp_group
         )
 
 
@@ -156,9 +156,9 @@ def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
     values, factors = torch.randn(101, generator=generator), torch.randn(10, 101, generator=generator)
 
     def stepped(parameters_before):
-        tensor = TensorGroup()
-        others = [new_parameter(ParameterSpec((size,)), tensor) for size in parameters_before]
-        own = new_parameter(ParameterSpec((101,)), tensor)
+        tp_group = TPGroup()
+        others = [new_parameter(ParameterSpec((size,)), tp_group) for size in parameters_before]
+        own = new_parameter(ParameterSpec((101,)), tp_group)
         own.data.copy_(values)
         flat = FlatGroup({"params": [*others, own]}, 1, 0)
         optimizer = {
@@ -167,7 +167,7 @@ def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
         }[kind]()
         for factor in factors:
             own.main_grad.copy_(factor)
-            flat.give_gradient_to_master(1.0)
+            flat.set_master_grad(1.0)
             optimizer.step()
         moments = [v for v in optimizer.state[flat.master].values() if v.dim()]
         start, length = flat.fragment(own)

@@ -183,9 +183,9 @@ def drifted_and_stepped(row, trouble):
     with torch.no_grad():
         for flat in engine.optimizer.flat:
             for parameter, start, length in flat.fragments():
-                if parameter is norm and engine.layout.tensor_rank == 1:
+                if parameter is norm and engine.layout.tp_rank == 1:
                     flat.master[start : start + length] += 0.5
-        engine.optimizer._spread_weights()
+        engine.optimizer._all_gather_params()
     before = norm.detach().clone()
     trainer.step(state)
     return before, norm.detach().clone(), trainer.metrics.steps

@@ -13,13 +13,13 @@ import torch
 
 from megatron.checkpoint.folders import describe_start
 from megatron.checkpoint.manifest import describe_file, seal
-from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint, start_from
+from megatron.checkpoint.native import find_checkpoint, load_checkpoint, restore_or_init, save_checkpoint
 from megatron.checkpoint.source import open_source
 from megatron.checkpoint.universal import convert, write_parameter
 from megatron.checkpoint.universal_reading import UniversalParameters, find_universal
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from tests.distributed.layouts import (
     EOD,
     FP32_BOUND,
@@ -110,9 +110,11 @@ def test_a_parameter_may_be_written_by_itself(tmp_path):
     converted(source, tmp_path / "whole")
     written = UniversalParameters(find_universal(tmp_path / "whole"))
     for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
-        values, moments, others = written.read(name, spec, TensorGroup())
-        rows = (spec.used_rows or spec.whole_shape[0], *spec.whole_shape[1:])
-        whole = {key: flat.view(spec.whole_shape)[: rows[0]] for key, flat in {"": values, **moments}.items()}
+        values, moments, others = written.read(name, spec, TPGroup())
+        rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
+        whole = {
+            key: flat.view(spec.global_shape)[: rows[0]] for key, flat in {"": values, **moments}.items()
+        }
         write_parameter(tmp_path / "parts", name, spec, (whole.pop(""), whole, others))
         for path in (tmp_path / "parts" / "zero" / name).iterdir():
             assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()
@@ -160,15 +162,15 @@ def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
     assert_resumes_everywhere(tmp_path, changes, ["tp2 pp2"])
 
 
-def load_as_deepspeed(folder, tensor_rank):
+def load_as_deepspeed(folder, tp_rank):
     """Names of the parameters of which its loader takes other numbers than ours, of a rank of two."""
     from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 
     parameters, wrong = UniversalParameters(find_universal(folder)), []
     specs = model_specs(config_of(Row(tp=2), **GATED), VOCAB, EOD)
     for name, spec in specs.items():
-        values, moments, _ = parameters.read(name, spec, TensorGroup(tensor_rank, 2))
-        shape = list(spec.whole_shape)
+        values, moments, _ = parameters.read(name, spec, TPGroup(tp_rank, 2))
+        shape = list(spec.global_shape)
         if spec.shard_dim is not None:
             shape[spec.shard_dim] //= 2
         parameter, target = torch.nn.Parameter(torch.zeros(shape)), torch.zeros(values.numel())
@@ -177,7 +179,7 @@ def load_as_deepspeed(folder, tensor_rank):
             get_hp_fragment=lambda target=target: target,
         )
         enable_universal_checkpoint([parameter])
-        step = parameter.load_hp_checkpoint_state(str(folder / "zero" / name), tensor_rank, 2)
+        step = parameter.load_hp_checkpoint_state(str(folder / "zero" / name), tp_rank, 2)
         loaded = {"": target, **parameter._hp_mapping.optim_fragment}
         if step != STEPS_BEFORE or not is_equal(loaded, {"": values, **moments}):
             wrong.append(name)
@@ -186,8 +188,8 @@ def load_as_deepspeed(folder, tensor_rank):
 
 def test_deepspeeds_own_loader_reads_it(tmp_path):
     converted(saved(tmp_path, Row(tp=2, zero=1), GATED), tmp_path / "universal")
-    for tensor_rank in (0, 1):
-        assert run_world(1, load_as_deepspeed, tmp_path / "universal", tensor_rank) == [[]]
+    for tp_rank in (0, 1):
+        assert run_world(1, load_as_deepspeed, tmp_path / "universal", tp_rank) == [[]]
 
 
 def test_a_native_checkpoint_of_another_program_is_converted(tmp_path):
@@ -340,7 +342,7 @@ def start_and_save(row, load, save, step):
     config = config_of(row, checkpoint=options)
     engine = build_engine(config)
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
-    start = start_from(engine, checkpoint, FINGERPRINT, lambda text: None)
+    start = restore_or_init(engine, checkpoint, FINGERPRINT, lambda text: None)
     save_checkpoint(engine, save, state_after(step), VOCAB, EOD, FINGERPRINT)
     return start.iteration
 
@@ -360,9 +362,9 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
     with pytest.raises(ConfigError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
-        parameters.read(name, model_specs(changed, VOCAB, EOD)[name], TensorGroup())
+        parameters.read(name, model_specs(changed, VOCAB, EOD)[name], TPGroup())
     with pytest.raises(ConfigError, match=r"shape \(128, 32\), expected \(129, 32\)"):
-        parameters.read(WORDS, model_specs(changed, 129, EOD)[WORDS], TensorGroup())
+        parameters.read(WORDS, model_specs(changed, 129, EOD)[WORDS], TPGroup())
 
 
 def reseal(folder, run, *changed):
@@ -395,7 +397,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
             open_source(path.parent)
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            _, moments, _ = UniversalParameters(find(blooms)).read("8.bias", spec, TensorGroup())
+            _, moments, _ = UniversalParameters(find(blooms)).read("8.bias", spec, TPGroup())
             dict(moments)
     assert not harm.exists()
 

@@ -13,19 +13,19 @@ from deepspeed.runtime.pipe import schedule
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.workarounds import initialize_vector_math
 from megatron.model import gpt_model
-from megatron.model.single_process import WholeGPT
-from megatron.mpu.layout import ParallelLayout, TensorGroup
-from megatron.training import layer_times
+from megatron.model.single_process import GPTModel
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.planner import layer_times
 from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.distributed.pool import run_world
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 JOIN = """
-from megatron.training.processes import join_world, leave_world
+from megatron.cluster.processes import init_distributed, destroy_distributed
 from tests.distributed.layouts import EOD, VOCAB, Row, config_of
-join_world(config_of(Row()))
-leave_world()
+init_distributed(config_of(Row()))
+destroy_distributed()
 """
 
 
@@ -78,10 +78,10 @@ def test_a_stage_may_receive_fp32_and_send_bf16():
 
 USES_OF_THE_MODEL = {
     "training": lambda config: gpt_model.GPTModelPipe(
-        config, ParallelLayout(1, 1, 1), TensorGroup(), VOCAB, EOD, [0, 11]
+        config, ParallelLayout(1, 1, 1), TPGroup(), VOCAB, EOD, [0, 11]
     ),
-    "tools": lambda config: WholeGPT(config, VOCAB, EOD),
-    "layer times": lambda config: layer_times._measure(config, TensorGroup(), VOCAB, EOD),
+    "tools": lambda config: GPTModel(config, VOCAB, EOD),
+    "layer times": lambda config: layer_times._measure(config, TPGroup(), VOCAB, EOD),
 }
 
 

@@ -15,6 +15,7 @@ from megatron.checkpoint.native import load_checkpoint, save_checkpoint
 from megatron.checkpoint.weights import LayerFiles
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
+from megatron.optimizer.flat_group import ALIGNMENT
 from tests.distributed.layouts import (
     EOD,
     FP32_BOUND,
@@ -24,11 +25,11 @@ from tests.distributed.layouts import (
     Row,
     build_engine,
     config_of,
+    gathered_params,
     micro_batches,
     relative_errors,
     train,
     weights_of,
-    whole_weights,
 )
 from tests.distributed.pool import run_world
 from tests.distributed.test_optimizer import (
@@ -108,7 +109,7 @@ def test_16_bits_follow_the_fp32_loss(precision, zero):
 def test_the_norm_counts_every_parameter_once(zero):
     row = Row(tp=2, dp=2, zero=zero, micro_batch=2)
     ranks = run_world(4, initial_weights_and_first_norm, row, "fp32")
-    expected = plain_norm(whole_weights([weights for weights, _ in ranks]))
+    expected = plain_norm(gathered_params([weights for weights, _ in ranks]))
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * 4
 
 
@@ -219,7 +220,7 @@ def test_a_layer_is_whole_only_while_it_is_worked_on(zero, recompute):
         assert forward == {name: (names if zero == 2 else [name], []) for name in names}
         assert backward == {name: (names if zero == 2 else [name], [name]) for name in names}
         # A partition is padded to the alignment: two groups of four layers.
-        assert parameters / 4 <= held <= parameters / 4 + 8 * 2
+        assert parameters / 4 <= held <= parameters / 4 + 8 * ALIGNMENT
 
 
 def engine_is_collected(row):
@@ -279,17 +280,17 @@ def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
 def test_the_layer_files_hold_the_weights(precision, tmp_path):
     row = Row(tp=2, dp=2, zero=3, micro_batch=2, precision=precision)
     ranks = run_world(4, save_midway, row, tmp_path, {})
-    expected = whole_weights([weights for weights, _ in ranks])
+    expected = gathered_params([weights for weights, _ in ranks])
     specs = ranks[0][0].specs
     found = dict(LayerFiles(tmp_path / "global_step3").all_wholes(specs))
     assert found.keys() == expected.keys() and WORD_EMBEDDING in found
     for name, whole in found.items():
-        used = specs[name].used_rows
+        used = specs[name].num_valid_rows
         assert torch.equal(whole[:used], expected[name][:used]), name
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     assert {whole.dtype for whole in found.values()} == {dtype}
     size = sum(path.stat().st_size for path in (tmp_path / "global_step3").glob("layer_*"))
-    weights = sum(math.prod(spec.whole_shape) for spec in specs.values()) * dtype.itemsize
+    weights = sum(math.prod(spec.global_shape) for spec in specs.values()) * dtype.itemsize
     assert size < 2 * weights + 100_000, "a file holds its layer, not the buffer that the layer is a view of"
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.checkpoint.native import RunCheckpoints, TrainingState
+from megatron.checkpoint.native import CheckpointManager, TrainingState
+from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.rank_reports import RankReport
 from megatron.config import BatchSchedule, Config
-from megatron.training.failures import RunStopped
-from megatron.training.reports import RankReport
-from megatron.training.train import Trainer
+from megatron.training.trainer import Trainer
 from tests.distributed.layouts import EOD, GLOBAL_BATCH, RATE, VOCAB, build_engine, micro_batches
 
 STEPS = 10
@@ -60,7 +60,7 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
     data = SimpleNamespace(train=SimpleNamespace(micro_batches=read), valid=None)
     length = SimpleNamespace(iterations=steps)
     rates = SimpleNamespace(rate=lambda progress: RATE)
-    checkpoints = RunCheckpoints(engine, VOCAB, EOD, {})
+    checkpoints = CheckpointManager(engine, VOCAB, EOD, {})
     batches = BatchSchedule.from_config(config.batch)
     return Trainer(config, engine, data, length, batches, rates, Log(), NoWatchdog(), checkpoints)
 

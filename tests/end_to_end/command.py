@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.log_lines import ParsedLine, parse_log_line
+from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 
 ROOT = Path(__file__).resolve().parents[2]
 # Far above what any of these runs takes: a run that hangs fails, a slow machine does not.

@@ -97,12 +97,12 @@ def test_other_stages_print_the_run_of_one_process(
 
 def test_dualpipev_prints_the_run_of_1f1b_and_the_stages_of_each_rank(data: list[str]) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2"]
-    plain, in_v = (
+    plain, is_v_schedule = (
         pretrain([*flags, "--pipeline-schedule", schedule], processes=2) for schedule in ("1f1b", "dualpipev")
     )
-    assert plain.exit_code == in_v.exit_code == 0, in_v.stderr
-    assert_same_run(in_v, plain)
-    held = re.findall(r"^ +(\d)  +[\d.]+  +(\d)  +[\d-]+ ", in_v.stdout, re.MULTILINE)
+    assert plain.exit_code == is_v_schedule.exit_code == 0, is_v_schedule.stderr
+    assert_same_run(is_v_schedule, plain)
+    held = re.findall(r"^ +(\d)  +[\d.]+  +(\d)  +[\d-]+ ", is_v_schedule.stdout, re.MULTILINE)
     assert held == [("0", "0"), ("1", "1"), ("1", "2"), ("0", "3")]
 
 

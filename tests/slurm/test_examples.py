@@ -179,18 +179,18 @@ def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[
 
 PROBE = """\
 import os, sys, time
-from megatron.training.failures import exit_code, told_once
-from megatron.training.reports import RankReport
+from megatron.cluster.exit_codes import exit_code, exit_on_error
+from megatron.cluster.rank_reports import RankReport
 
 report = RankReport.from_environment()
 print(f"rank {report.rank}: restart {os.environ.get('SLURM_RESTART_COUNT', 0)}", flush=True)
-with told_once(report):
+with exit_on_error(report):
     if "--fail" in sys.argv:
         raise ValueError("broken")
     report.reach(1)
 while not report.asked_to_leave():
     time.sleep(0.1)
-sys.exit(exit_code(report, to_be_continued=True))
+sys.exit(exit_code(report, should_requeue=True))
 """
 
 

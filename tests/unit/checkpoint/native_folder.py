@@ -15,7 +15,7 @@ from megatron.checkpoint.native import TrainingState, layout_record
 from megatron.checkpoint.reshape import spec_record
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import shard_of
 from tests.distributed.layouts import EOD, VOCAB
 
@@ -29,7 +29,7 @@ def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     wholes = {}
     for name, spec in model_specs(config, VOCAB, EOD).items():
-        shape = (spec.used_rows or spec.whole_shape[0], *spec.whole_shape[1:])
+        shape = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
         wholes[name] = spec.init_value + 0.15 * torch.randn(shape, generator=generator)
     return wholes
 
@@ -70,28 +70,28 @@ def write_native(
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
     parallel = config.parallel
-    tensor = parallel.tensor_model_parallel_size
+    tp_group = parallel.tensor_model_parallel_size
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[config.precision.name]
     layers: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     records: dict[str, dict] = {}
-    masters: list[dict[str, torch.Tensor]] = [{} for _ in range(tensor)]
+    masters: list[dict[str, torch.Tensor]] = [{} for _ in range(tp_group)]
     for name, spec in model_specs(config, VOCAB, EOD).items():
         whole = wholes[name]
-        if spec.used_rows is not None:
-            padding = padded_vocab_size(VOCAB, config.model, tensor) - VOCAB
+        if spec.num_valid_rows is not None:
+            padding = padded_vocab_size(VOCAB, config.model, tp_group) - VOCAB
             whole = torch.nn.functional.pad(whole, (0, 0, 0, padding), value=PADDING)
-            spec = replace(spec, whole_shape=tuple(whole.shape))
+            spec = replace(spec, global_shape=tuple(whole.shape))
         records[name] = spec_record(spec)
         layer, short = (1, name.removeprefix(EMBED)) if name.startswith(EMBED) else name.split(".", 1)
-        for rank in range(tensor):
-            shard = shard_of(spec, whole, TensorGroup(rank, tensor))
+        for rank in range(tp_group):
+            shard = shard_of(spec, whole, TPGroup(rank, tp_group))
             masters[rank][name] = shard
             layers.setdefault((int(layer), rank), {})[short] = shard.to(dtype).clone()
     for (layer, rank), state in layers.items():
         torch.save(state, path / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
-    for rank in range(tensor * parallel.pipeline_model_parallel_size):
+    for rank in range(tp_group * parallel.pipeline_model_parallel_size):
         replicas = parallel.data_parallel_size if parallel.zero_stage else 1
-        states = optimizer_states(masters[rank] if rank < tensor else {}, replicas)
+        states = optimizer_states(masters[rank] if rank < tp_group else {}, replicas)
         zero = parallel.zero_stage > 0
         torch.save({} if zero else {"optimizer": states[0]}, path / f"mp_rank_{rank:02d}_model_states.pt")
         for replica, state in enumerate(states if zero else []):
@@ -99,7 +99,7 @@ def write_native(
             torch.save({"optimizer_state_dict": state}, file)
     specs = model_specs(config, VOCAB, EOD)
     digests = {
-        name: f"{fragment_digests(specs[name], TensorGroup(), 0, {'': whole.reshape(-1)})['']:016x}"
+        name: f"{fragment_digests(specs[name], TPGroup(), 0, {'': whole.reshape(-1)})['']:016x}"
         for name, whole in wholes.items()
     }
     run = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.digests import CHUNK, fragment_digests
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, shard_of
 
 WORD = 1 << 64
@@ -12,18 +12,18 @@ SPECS = {
     "replicated": ParameterSpec((24, 10)),
     "columns": ParameterSpec((24, 10), shard_dim=0),
     "rows": ParameterSpec((10, 24), shard_dim=1),
-    "gated": ParameterSpec((24, 10), shard_dim=0, blocks=3),
+    "gated": ParameterSpec((24, 10), shard_dim=0, num_fused_parts=3),
     "bias": ParameterSpec((24,), shard_dim=0),
     "longer than a chunk": ParameterSpec((256, CHUNK // 128 + 3), shard_dim=0),
 }
 
 
 def digest(spec, whole):
-    return fragment_digests(spec, TensorGroup(), 0, {"fp32": whole.reshape(-1)})["fp32"]
+    return fragment_digests(spec, TPGroup(), 0, {"fp32": whole.reshape(-1)})["fp32"]
 
 
 def values(spec, seed=0):
-    return torch.randn(spec.whole_shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(spec.global_shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -33,18 +33,18 @@ def test_the_parts_of_all_ranks_add_up_to_the_digest_of_the_whole(spec, ranks):
     expected = digest(spec, whole)
     total = 0
     for rank in range(ranks if spec.shard_dim is not None else 1):
-        tensor = TensorGroup(rank, ranks)
-        shard = shard_of(spec, whole, tensor).reshape(-1)
+        tp_group = TPGroup(rank, ranks)
+        shard = shard_of(spec, whole, tp_group).reshape(-1)
         cut = shard.numel() // 3  # as a ZeRO partition's end would
         for start, part in ((0, shard[:cut]), (cut, shard[cut:])):
-            total += fragment_digests(spec, tensor, start, {"fp32": part})["fp32"]
+            total += fragment_digests(spec, tp_group, start, {"fp32": part})["fp32"]
     assert total % WORD == expected
 
 
 @pytest.mark.parametrize("padded_rows", [104, 112, 128])
 def test_padding_of_the_vocabulary_counts_nothing(padded_rows):
-    used = ParameterSpec((101, 8), shard_dim=0, used_rows=101)
-    padded = ParameterSpec((padded_rows, 8), shard_dim=0, used_rows=101)
+    used = ParameterSpec((101, 8), shard_dim=0, num_valid_rows=101)
+    padded = ParameterSpec((padded_rows, 8), shard_dim=0, num_valid_rows=101)
     whole = torch.full((padded_rows, 8), 7.0)
     whole[:101] = values(used)
     assert digest(padded, whole) == digest(used, whole[:101])
@@ -54,7 +54,7 @@ def test_all_kinds_are_digested_in_one_go():
     spec = SPECS["rows"]
     weights, moments = values(spec), values(spec, seed=1)
     both = {"fp32": weights.reshape(-1), "exp_avg": moments.reshape(-1)}
-    assert fragment_digests(spec, TensorGroup(), 0, both) == {
+    assert fragment_digests(spec, TPGroup(), 0, both) == {
         "fp32": digest(spec, weights),
         "exp_avg": digest(spec, moments),
     }

@@ -22,10 +22,10 @@ from megatron.checkpoint.states import open_states
 from megatron.checkpoint.tables import overview_text
 from megatron.checkpoint.universal import convert
 from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign, find_universal
-from megatron.checkpoint.weights import whole_weights
+from megatron.checkpoint.weights import gathered_params
 from megatron.config import Config
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from tests.distributed.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import save_theirs
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -93,7 +93,7 @@ def read_all(folder: Path) -> None:
     for name in states.names:
         for kind in states.kinds(name):
             states.read(name, kind).sum()
-    for _, weight in whole_weights(folder, model_specs(CONFIG, VOCAB, EOD)):
+    for _, weight in gathered_params(folder, model_specs(CONFIG, VOCAB, EOD)):
         weight.sum()
 
 
@@ -142,7 +142,7 @@ def read_foreign(folder: Path, config: Config) -> None:
     parameters = UniversalParameters(checkpoint)
     assert parameters.loss_scaler is None and parameters.kept_by
     for name, spec in model_specs(config, VOCAB, None).items():
-        _, moments, _ = parameters.read(name, spec, TensorGroup(1, 2))
+        _, moments, _ = parameters.read(name, spec, TPGroup(1, 2))
         dict(moments)
 
 

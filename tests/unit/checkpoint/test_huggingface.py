@@ -21,7 +21,7 @@ from megatron.checkpoint.huggingface_import import read_hugging_face
 from megatron.checkpoint.manifest import describe_file, seal
 from megatron.checkpoint.weights import load_whole_weights
 from megatron.config import ConfigError, ModelConfig
-from megatron.model.single_process import WholeGPT
+from megatron.model.single_process import GPTModel
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.distributed.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
@@ -51,7 +51,7 @@ def write(folder, row, model, **changes):
 
 @torch.no_grad()
 def our_logits(checkpoint, tokens=TOKENS):
-    model = WholeGPT(checkpoint.config, VOCAB, EOD)
+    model = GPTModel(checkpoint.config, VOCAB, EOD)
     load_whole_weights(model, checkpoint.folder)
     return model.eval()(tokens)
 

@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface_import import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.weights import load_whole_weights
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
-from megatron.model.single_process import WholeGPT
+from megatron.model.single_process import GPTModel
 from tests.distributed.layouts import SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, save_theirs, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -55,7 +55,7 @@ def save_tokenizer(folder):
 
 @torch.no_grad()
 def our_logits(checkpoint, tokens=TOKENS):
-    model = WholeGPT(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
     load_whole_weights(model, checkpoint.folder)
     return model.eval()(tokens)
 

@@ -1,12 +1,12 @@
 """The patterns that tell how shards form a whole: one for each parameter, and none for nothing."""
 
 import re
-from dataclasses import asdict
 
 import pytest
 from deepspeed.checkpoint import constants
 
 from megatron.checkpoint import rules
+from megatron.checkpoint.reshape import spec_record
 from megatron.checkpoint.rules import Rule, check_rules, derive_info, foreign_rule, matching
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
@@ -22,7 +22,8 @@ VARIANTS = {
 
 def records_of(**model):
     return {
-        name: asdict(spec) for name, spec in model_specs(config_of(Row(), model=model), VOCAB, EOD).items()
+        name: spec_record(spec)
+        for name, spec in model_specs(config_of(Row(), model=model), VOCAB, EOD).items()
     }
 
 
@@ -83,9 +84,9 @@ def test_rules_that_do_not_fit_are_refused_by_name(change, words):
 
 
 def test_a_parameter_that_no_rule_can_merge_is_refused_by_name():
-    spec = ParameterSpec((12, 8), shard_dim=0, blocks=3)
+    spec = ParameterSpec((12, 8), shard_dim=0, num_fused_parts=3)
     with pytest.raises(ValueError, match=r"^3\.x\.weight is cut along dimension 0 in 3 blocks"):
-        derive_info({"3.x.weight": asdict(spec)}, VOCAB)
+        derive_info({"3.x.weight": spec_record(spec)}, VOCAB)
 
 
 def test_other_programs_list_no_columns_and_no_anchors():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.pickles import Inert
+from megatron.checkpoint.pickles import Stub
 from megatron.checkpoint.torch_files import load_file, read_file, write_plain, write_tensor
 from megatron.config import ConfigError
 
@@ -85,12 +85,12 @@ def test_objects_of_the_family_are_kept_without_their_classes(tmp_path, their_en
     }
     torch.save(content, tmp_path / "f")
     read = read_file(tmp_path / "f")
-    assert isinstance(read["args"], Inert) and read["args"].origin == "argparse.Namespace"
+    assert isinstance(read["args"], Stub) and read["args"].origin == "argparse.Namespace"
     assert read["args"].lr == 6e-5
     position = read["args"].position_embedding_type
     assert (position.origin, position.made_from) == ("megatron.enums.PositionEmbeddingType", (3,))
     assert read["random_rng_state"] == random.getstate() and read["param_shapes"] == (2, 3)
-    assert isinstance(read["scalar"], Inert)
+    assert isinstance(read["scalar"], Stub)
 
 
 @pytest.mark.parametrize("where", ["alone", "in a dict", "in args", "as a tensor's hook"])
@@ -189,7 +189,7 @@ def test_a_part_lies_within_its_tensor(tmp_path):
     write_tensor(tmp_path / "f", (4,), [np.ones(4, np.float32)])
     tensor = read_file(tmp_path / "f")
     assert tensor.part(1, 3).begin == tensor.begin + 4 and tensor.part(4, 0).numel == 0
-    for start, length in ((-1, 2), (2, 3), (3, -1), (0.0, 1), (Inert("x"), 1)):
+    for start, length in ((-1, 2), (2, 3), (3, -1), (0.0, 1), (Stub("x"), 1)):
         with pytest.raises(ConfigError, match="elements from .* it is damaged"):
             tensor.part(start, length)
 

@@ -6,7 +6,7 @@ import torch
 from megatron.model.gpt_model import CrossEntropy
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from tests.distributed.layouts import (
     EOD,
     FP32_BOUND,
@@ -148,7 +148,7 @@ def losses_with_masks(row, masked=True):
     size, layout = row.micro_batch, engine.layout
     history = []
     for _ in range(3):
-        starts = range(layout.data_rank * size, GLOBAL_BATCH, layout.data * size)
+        starts = range(layout.dp_rank * size, GLOBAL_BATCH, layout.dp_size * size)
         batches = [
             (tokens[i : i + size], (labels[i : i + size], mask[i : i + size].contiguous())) for i in starts
         ]
@@ -178,7 +178,7 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
     logits = torch.randn(3, 5, 104, generator=generator)
     labels = torch.randint(0, VOCAB, (3, 5), generator=generator)
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
-    loss = CrossEntropy(TensorGroup(), VOCAB)(logits.clone(), (labels, mask))
+    loss = CrossEntropy(TPGroup(), VOCAB)(logits.clone(), (labels, mask))
     per_sample = []
     for sample in range(3):
         losses = [
@@ -207,7 +207,7 @@ def outputs_after_a_step(row, training):
     model = engine.module.eval()
     with torch.no_grad():
         logits = model(TOKENS)
-        with model.loss_follows():
+        with model.fused_head_loss():
             outputs = model(TOKENS)
     batches = iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))])
     loss, returned = engine.eval_batch(batches, return_logits=True, num_micro_batches=1)

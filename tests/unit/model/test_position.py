@@ -12,8 +12,8 @@ from megatron.model.position import (
     AttentionMasks,
     RotaryEmbedding,
     alibi_slopes,
-    document_segments,
-    positions_within_segments,
+    document_ids_of,
+    positions_within_documents,
 )
 from tests.distributed.layouts import EOD, Row
 from tests.distributed.pool import run_world
@@ -24,16 +24,16 @@ ROTARY_DIM = 8
 
 def test_the_end_token_belongs_to_the_document_that_it_ends():
     tokens = torch.tensor([[5, 6, EOD, 7, EOD, EOD, 8, 9], [EOD, 1, 2, 3, 4, 5, 6, EOD]])
-    segments = document_segments(tokens, EOD)
+    segments = document_ids_of(tokens, EOD)
     assert segments.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
-    positions = positions_within_segments(segments)
+    positions = positions_within_documents(segments)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_a_sample_without_an_end_token_is_one_document():
-    segments = document_segments(random_tokens(3, 10), EOD)
+    segments = document_ids_of(random_tokens(3, 10), EOD)
     assert not segments.any()
-    assert positions_within_segments(segments).tolist() == [list(range(10))] * 3
+    assert positions_within_documents(segments).tolist() == [list(range(10))] * 3
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 64])

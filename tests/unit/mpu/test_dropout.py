@@ -1,31 +1,33 @@
 import pytest
 import torch
 
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.random import DropoutStream, dropout
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG, dropout
 
-ONE = TensorGroup()
+ONE = TPGroup()
 
 
 def stream(*samples, seed=1234):
-    result = DropoutStream(seed)
+    result = DropoutRNG(seed)
     result.samples = samples
     return result
 
 
 def kept(shape, p, dropout_stream, salt="3.hidden", **kwargs):
-    return dropout(torch.ones(shape), p, dropout_stream, salt, tensor=ONE, **{"batch_dim": 0, **kwargs}) != 0
+    return (
+        dropout(torch.ones(shape), p, dropout_stream, salt, tp_group=ONE, **{"batch_dim": 0, **kwargs}) != 0
+    )
 
 
 def test_without_dropout_the_argument_itself_comes_back():
     x = torch.randn(2, 3)
-    assert dropout(x, 0.0, DropoutStream(1), "a", batch_dim=0, tensor=ONE) is x
+    assert dropout(x, 0.0, DropoutRNG(1), "a", batch_dim=0, tp_group=ONE) is x
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_wanted_part_is_dropped_in_every_row_and_column_and_the_rest_scaled(p):
     x = torch.rand(4, 256, 512) + 1
-    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tensor=ONE)
+    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
     keep = y != 0
     torch.testing.assert_close(y[keep], x[keep] / (1 - p))
     dropped = (~keep).double()
@@ -91,7 +93,7 @@ def test_the_place_of_the_batch_does_not_matter():
 def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
     shape = (2, 8, 12, 20)
     x = torch.rand(shape) + 1
-    whole = dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tensor=ONE)
+    whole = dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tp_group=ONE)
     parts = [
         dropout(
             part,
@@ -100,7 +102,7 @@ def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
             "a",
             batch_dim=0,
             shard_dim=shard_dim,
-            tensor=TensorGroup(rank=rank, size=size),
+            tp_group=TPGroup(rank=rank, size=size),
         )
         for rank, part in enumerate(x.chunk(size, shard_dim))
     ]
@@ -110,7 +112,7 @@ def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
 def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
     x = torch.rand(2, 8, 12) + 1
     first, second = (
-        dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tensor=TensorGroup(rank=rank, size=2))
+        dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tp_group=TPGroup(rank=rank, size=2))
         for rank in (0, 1)
     )
     assert torch.equal(first, second)
@@ -119,7 +121,7 @@ def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_gradient_has_the_mask_and_scale_of_the_output(dtype):
     x = (torch.rand(2, 5, 300) + 1).to(dtype).requires_grad_()
-    y = dropout(x, 0.25, stream(1, 2), "a", batch_dim=0, tensor=ONE)
+    y = dropout(x, 0.25, stream(1, 2), "a", batch_dim=0, tp_group=ONE)
     upstream = torch.randn(2, 5, 300).to(dtype)
     y.backward(upstream)
     assert y.dtype == x.grad.dtype == dtype
@@ -140,7 +142,7 @@ def test_recomputation_finds_the_samples_of_its_forward_pass():
     before = kept((2, 4, 64), 0.5, dropout_stream)
     samples = dropout_stream.samples
     dropout_stream.samples = (3, 4)
-    with dropout_stream.samples_in_use(samples):
+    with dropout_stream.use_samples(samples):
         assert torch.equal(kept((2, 4, 64), 0.5, dropout_stream), before)
     assert dropout_stream.samples == (3, 4)
 
@@ -158,7 +160,7 @@ def test_what_cannot_be_meant_is_refused():
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_what_is_kept_is_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
     x = (torch.rand(4, 512, 512, generator=torch.Generator().manual_seed(4)) + 1).to(dtype).requires_grad_()
-    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tensor=ONE)
+    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
     gradient = (torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) + 1).to(dtype)
     y.backward(gradient)
     keep = y.detach() != 0
@@ -174,5 +176,5 @@ def test_what_is_kept_is_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
 
 def test_a_large_fp16_value_that_is_dropped_is_zero_and_no_nan():
     x = torch.full((1, 64, 64), 65000.0, dtype=torch.float16)
-    y = dropout(x, 0.5, stream(1), "a", batch_dim=0, tensor=ONE)
+    y = dropout(x, 0.5, stream(1), "a", batch_dim=0, tp_group=ONE)
     assert set(y.unique().tolist()) == {0.0, float("inf")}

@@ -1,17 +1,17 @@
 import pytest
 
 from megatron.config import ConfigError
-from megatron.mpu.layout import ParallelLayout, TensorGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tensor", "pipeline"), [(1, 1, 1), (8, 2, 2), (8, 1, 4), (12, 3, 2), (16, 2, 1), (6, 6, 1)]
+    ("world_size", "tp_size", "pp_size"), [(1, 1, 1), (8, 2, 2), (8, 1, 4), (12, 3, 2), (16, 2, 1), (6, 6, 1)]
 )
-def test_coordinates_are_those_of_deepspeeds_topology(world_size, tensor, pipeline):
+def test_coordinates_are_those_of_deepspeeds_topology(world_size, tp_size, pp_size):
     for rank in range(world_size):
-        layout = ParallelLayout.create(world_size, tensor, pipeline, rank)
+        layout = ParallelLayout.create(world_size, tp_size, pp_size, rank)
         coordinate = layout.topology.get_coord(rank)
-        assert (layout.pipeline_stage, layout.data_rank, layout.tensor_rank) == (
+        assert (layout.pipeline_stage, layout.dp_rank, layout.tp_rank) == (
             coordinate.pipe,
             coordinate.data,
             coordinate.model,
@@ -21,7 +21,7 @@ def test_coordinates_are_those_of_deepspeeds_topology(world_size, tensor, pipeli
 
 def test_processes_that_cannot_be_divided_are_refused_with_numbers_and_flags():
     with pytest.raises(ConfigError) as error:
-        ParallelLayout.create(10, tensor=4, pipeline=2)
+        ParallelLayout.create(10, tp_size=4, pp_size=2)
     for part in ("10", "8", "--tensor-model-parallel-size (4)", "--pipeline-model-parallel-size (2)"):
         assert part in str(error.value)
 
@@ -41,4 +41,4 @@ def test_impossible_degrees_are_refused(arguments, flag):
 
 
 def test_a_tensor_group_of_one_needs_no_process_group():
-    assert ParallelLayout.create(4, 1, 2, 3).make_tensor_group() == TensorGroup(rank=0, size=1, group=None)
+    assert ParallelLayout.create(4, 1, 2, 3).make_tp_group() == TPGroup(rank=0, size=1, group=None)

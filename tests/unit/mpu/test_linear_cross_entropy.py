@@ -10,9 +10,9 @@ from benchmarks.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
 from benchmarks.tracked_memory import TrackedMemory
 from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 
-ONE = TensorGroup()
+ONE = TPGroup()
 BATCH, SEQ, HIDDEN, ROWS = 3, 17, 24, 96
 GENERATOR = torch.Generator().manual_seed(8)
 # Relative errors of losses and gradients, as norms.

@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.mpu.layout import TensorGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import (
     ParameterSpec,
     initial_values,
     initialize_parameters,
-    is_counted_here,
+    is_norm_owner,
     local_slices,
     merge_shards,
     new_parameter,
@@ -15,41 +15,41 @@ from megatron.mpu.parameters import (
     spec_of,
 )
 
-ONE = TensorGroup()
+ONE = TPGroup()
 SPECS = [
     ParameterSpec((256, 40), shard_dim=0, init_std=0.02),
     ParameterSpec((200, 24), shard_dim=0, init_std=0.02),  # shards end within a stream of 64 rows
     ParameterSpec((24, 200), shard_dim=1, init_std=0.5),
-    ParameterSpec((400, 24), shard_dim=0, blocks=2, init_std=0.02),
-    ParameterSpec((24, 400), shard_dim=1, blocks=2, init_std=0.02),
-    ParameterSpec((256, 40), shard_dim=0, init_std=0.02, used_rows=131),
-    ParameterSpec((400,), shard_dim=0, blocks=2, init_std=1.0),
+    ParameterSpec((400, 24), shard_dim=0, num_fused_parts=2, init_std=0.02),
+    ParameterSpec((24, 400), shard_dim=1, num_fused_parts=2, init_std=0.02),
+    ParameterSpec((256, 40), shard_dim=0, init_std=0.02, num_valid_rows=131),
+    ParameterSpec((400,), shard_dim=0, num_fused_parts=2, init_std=1.0),
     ParameterSpec((96, 40), init_std=0.02),
     ParameterSpec((96,), init_value=1.0),
 ]
 
 
 def ranks(size):
-    return [TensorGroup(rank=rank, size=size) for rank in range(size)]
+    return [TPGroup(rank=rank, size=size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_tensor_degree_starts_from_the_same_whole(spec, size):
     whole = initial_values(spec, 1234, "3.mlp.weight", ONE)
-    assert whole.shape == spec.whole_shape
-    shards = [initial_values(spec, 1234, "3.mlp.weight", tensor) for tensor in ranks(size)]
-    for tensor, shard in zip(ranks(size), shards, strict=True):
-        assert torch.equal(shard, shard_of(spec, whole, tensor))
+    assert whole.shape == spec.global_shape
+    shards = [initial_values(spec, 1234, "3.mlp.weight", tp_group) for tp_group in ranks(size)]
+    for tp_group, shard in zip(ranks(size), shards, strict=True):
+        assert torch.equal(shard, shard_of(spec, whole, tp_group))
     assert torch.equal(merge_shards(spec, shards), whole)
 
 
 def test_blocks_are_cut_each_for_itself():
-    spec = ParameterSpec((8, 1), shard_dim=0, blocks=2)
+    spec = ParameterSpec((8, 1), shard_dim=0, num_fused_parts=2)
     whole = torch.arange(8.0).unsqueeze(1)
-    shards = [shard_of(spec, whole, tensor).flatten().tolist() for tensor in ranks(2)]
+    shards = [shard_of(spec, whole, tp_group).flatten().tolist() for tp_group in ranks(2)]
     assert shards == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert local_slices(spec, TensorGroup(rank=1, size=2)) == (slice(2, 4), slice(6, 8))
+    assert local_slices(spec, TPGroup(rank=1, size=2)) == (slice(2, 4), slice(6, 8))
 
 
 def test_values_have_the_wanted_distribution():
@@ -72,8 +72,8 @@ def test_seed_and_name_matter_and_nothing_else_does():
 
 
 def test_the_padding_of_the_vocabulary_holds_zeros_and_changes_no_other_row():
-    small = initial_values(ParameterSpec((160, 24), 0, init_std=1.0, used_rows=131), 1, "embedding", ONE)
-    large = initial_values(ParameterSpec((512, 24), 0, init_std=1.0, used_rows=131), 1, "embedding", ONE)
+    small = initial_values(ParameterSpec((160, 24), 0, init_std=1.0, num_valid_rows=131), 1, "embedding", ONE)
+    large = initial_values(ParameterSpec((512, 24), 0, init_std=1.0, num_valid_rows=131), 1, "embedding", ONE)
     assert torch.equal(small[:131], large[:131])
     assert small[:131].abs().min() > 0
     assert small[131:].abs().max() == 0 and large[131:].abs().max() == 0
@@ -90,9 +90,9 @@ def test_a_module_is_filled_by_dotted_names_and_rounded_to_its_type():
 
 
 def test_a_parameter_knows_its_spec_and_is_marked_for_deepspeed():
-    cut = new_parameter(SPECS[0], TensorGroup(rank=1, size=4))
+    cut = new_parameter(SPECS[0], TPGroup(rank=1, size=4))
     assert cut.shape == (64, 40) and spec_of(cut) is SPECS[0] and cut.tensor_model_parallel is True
-    whole = new_parameter(SPECS[-1], TensorGroup(rank=1, size=4))
+    whole = new_parameter(SPECS[-1], TPGroup(rank=1, size=4))
     assert whole.shape == (96,) and not hasattr(whole, "tensor_model_parallel")
     with pytest.raises(ValueError, match="no ParameterSpec"):
         spec_of(nn.Parameter(torch.zeros(3)))
@@ -102,8 +102,8 @@ def test_each_parameter_is_counted_once():
     first, second = ranks(2)
     cut, replicated, tied = (new_parameter(spec, first) for spec in (SPECS[0], SPECS[-1], SPECS[0]))
     tied.ds_pipe_replicated = True
-    assert [is_counted_here(parameter, first) for parameter in (cut, replicated, tied)] == [True, True, False]
-    assert [is_counted_here(parameter, second) for parameter in (cut, replicated, tied)] == [
+    assert [is_norm_owner(parameter, first) for parameter in (cut, replicated, tied)] == [True, True, False]
+    assert [is_norm_owner(parameter, second) for parameter in (cut, replicated, tied)] == [
         True,
         False,
         False,
@@ -112,6 +112,6 @@ def test_each_parameter_is_counted_once():
 
 def test_what_cannot_be_cut_evenly_is_refused():
     with pytest.raises(ValueError, match="cannot be cut"):
-        new_parameter(ParameterSpec((12, 4), shard_dim=0, blocks=2), TensorGroup(rank=0, size=4))
-    with pytest.raises(ValueError, match="used_rows"):
-        initial_values(ParameterSpec((12, 4), shard_dim=1, used_rows=3), 1, "a", ONE)
+        new_parameter(ParameterSpec((12, 4), shard_dim=0, num_fused_parts=2), TPGroup(rank=0, size=4))
+    with pytest.raises(ValueError, match="num_valid_rows"):
+        initial_values(ParameterSpec((12, 4), shard_dim=1, num_valid_rows=3), 1, "a", ONE)

@@ -13,9 +13,9 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.quantized import kernels
 
 
-def parameter(*shape, weight_decay=True, rate_factor=1.0):
+def parameter(*shape, weight_decay=True, lr_mult=1.0):
     made = nn.Parameter(torch.ones(shape))
-    made.spec = ParameterSpec(whole_shape=shape, weight_decay=weight_decay, rate_factor=rate_factor)
+    made.spec = ParameterSpec(global_shape=shape, weight_decay=weight_decay, lr_mult=lr_mult)
     return made
 
 
@@ -42,9 +42,9 @@ def test_a_stage_with_only_the_embedding_still_has_both_groups():
 
 
 def test_parameters_with_another_rate_have_groups_of_their_own():
-    slow = ("slow.weight", parameter(4, 4, rate_factor=0.25))
-    groups = parameter_groups([*named(), slow], 0.1, rate_factor=0.25)
-    assert [(g["names"], g["rate_factor"], g["weight_decay"]) for g in groups if g["names"]] == [
+    slow = ("slow.weight", parameter(4, 4, lr_mult=0.25))
+    groups = parameter_groups([*named(), slow], 0.1, lr_mult=0.25)
+    assert [(g["names"], g["lr_mult"], g["weight_decay"]) for g in groups if g["names"]] == [
         (["slow.weight"], 0.25, 0.4),
         (["embedding.weight", "dense.weight"], 1.0, 0.1),
         (["norm.weight", "dense.bias"], 1.0, 0.0),
@@ -87,7 +87,7 @@ def test_with_8_bits_large_matrices_are_a_group_before_the_others():
 
 def test_bits_are_decided_by_the_whole_parameter_and_not_by_the_shard():
     made = nn.Parameter(torch.ones(16, 64))
-    made.spec = ParameterSpec(whole_shape=(64, 64), shard_dim=0)
+    made.spec = ParameterSpec(global_shape=(64, 64), shard_dim=0)
     quantized, *_ = parameter_groups([("3.dense.weight", made)], 0.1, eight_bit=True)
     assert quantized["names"] == ["3.dense.weight"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
-from megatron.pipeline.methods import LayerTable, cut_layers
+from megatron.pipeline.methods import LayerTable, partition_layers
 from megatron.pipeline.uneven import partition_by_stage, partition_v
 
 LAYER = "ParallelTransformerLayerPipe"
@@ -36,10 +36,12 @@ def table(layers, casts=False, seconds=None):
     )
 
 
-def cut(method, layers, stages, casts=False, seconds=None, micro_batches=8, in_v=False):
-    chunks = 2 * stages if in_v else stages
+def cut(method, layers, stages, casts=False, seconds=None, micro_batches=8, is_v_schedule=False):
+    chunks = 2 * stages if is_v_schedule else stages
     live = [min(micro_batches, chunks - stage) for stage in range(chunks)]
-    return cut_layers(parse_partition_method(method), table(layers, casts, seconds), stages, live, in_v)
+    return partition_layers(
+        parse_partition_method(method), table(layers, casts, seconds), stages, live, is_v_schedule
+    )
 
 
 def bounds(method, layers, stages, **options):
@@ -202,4 +204,4 @@ def test_partition_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers(
 def test_an_unknown_method_is_an_error_from_code_too(kind):
     method = replace(parse_partition_method("type:transformer"), kind=kind)
     with pytest.raises(ConfigError, match=f"--partition-method is '{kind}': expected one of uniform"):
-        cut_layers(method, table(4), 2, [2, 1])
+        partition_layers(method, table(4), 2, [2, 1])

@@ -10,8 +10,8 @@ from megatron.config import read_command_line
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
 from megatron.mpu.layers import parallel_logits
-from megatron.mpu.layout import TensorGroup
-from megatron.mpu.random import DropoutStream
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG
 from megatron.planner.flops import head_flops, transformer_layer_flops
 from megatron.planner.memory import head_activation_bytes, transformer_layer_activation_bytes
 from megatron.planner.stages import layer_table
@@ -29,9 +29,9 @@ def config_of(words):
 
 
 def make_layer(config):
-    stream = DropoutStream(0)
+    stream = DropoutRNG(0)
     stream.samples = tuple(range(BATCH))
-    layer = ParallelTransformerLayerPipe(LayerContext(config, TensorGroup(), stream), 3)
+    layer = ParallelTransformerLayerPipe(LayerContext(config, TPGroup(), stream), 3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.02)
@@ -80,11 +80,11 @@ def test_activation_bytes_are_those_that_autograd_keeps(dropout, options):
     config = config_of(f"{dropout} {options}")
     kept = {}
 
-    def note(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+    def note(tp_group):
+        kept[tp_group.untyped_storage().data_ptr()] = tp_group
+        return tp_group
 
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors_hooks(note, lambda tp_group: tp_group):
         layer, output = run(config)
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     measured = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in weights)
@@ -135,12 +135,12 @@ def test_the_heads_activation_bytes_are_those_that_its_loss_keeps(loss, precisio
     hidden = torch.randn(BATCH, SEQ, HIDDEN).to(dtype).requires_grad_()
     weight = torch.randn(512, HIDDEN).to(dtype).requires_grad_()
     labels = (torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.ones(BATCH, SEQ))
-    entropy = CrossEntropy(TensorGroup(), 512)
+    entropy = CrossEntropy(TPGroup(), 512)
     with TrackedMemory() as tracked:
         if loss == "fused":
-            result = entropy.of_hidden(hidden, weight, labels)
+            result = entropy.from_hidden(hidden, weight, labels)
         else:
-            result = entropy(parallel_logits(hidden, weight, TensorGroup()).float(), labels)
+            result = entropy(parallel_logits(hidden, weight, TPGroup()).float(), labels)
     assert result.requires_grad
     measured = tracked.live + hidden.numel() * hidden.element_size()
     assert head_activation_bytes(config, 512) == pytest.approx(measured, rel=0.12)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.log_lines import IntervalSummary, format_training_line, format_validation_lines
+from megatron.training.logging.log_lines import IntervalSummary, format_training_line, format_validation_lines
 from tools import job_report
 
 # Of Megatron-LM of 2021, behind the prefix of a launcher, without rates.

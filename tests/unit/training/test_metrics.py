@@ -10,8 +10,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config import ConfigError, LoggingConfig
-from megatron.training.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord, parse_log_line
-from megatron.training.writers import TensorBoardWriter, WandbWriter
+from megatron.training.logging.metrics import (
+    MetricsLogger,
+    StepRecord,
+    Throughput,
+    ValidationRecord,
+    parse_log_line,
+)
+from megatron.training.logging.writers import TensorBoardWriter, WandbWriter
 
 THROUGHPUT = Throughput(
     flops_per_sample=lambda seq_length: 3e12 * seq_length / 512, world_size=4, data_parallel_size=2

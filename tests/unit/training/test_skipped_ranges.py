@@ -7,7 +7,7 @@ import pytest
 from megatron.checkpoint.folders import TrainingState
 from megatron.config import BatchSchedule, parse_args
 from megatron.config.parsing.curriculum import LengthCurriculum
-from megatron.training.skipped_ranges import passed_over, range_to_skip
+from megatron.training.stability.skipped_ranges import advance_state, range_to_skip
 from tests.unit.config.command_lines import SMALL
 
 FLAGS = [*SMALL, "--skip-train-iteration-range", "3-5", "1-1", "6-7", "19-40"]
@@ -40,7 +40,7 @@ def run_from(state):
             state = counted(state)
             taken.append(state.iteration)
         else:
-            state = passed_over(state, found[1], CONFIG, BATCHES)
+            state = advance_state(state, found[1], CONFIG, BATCHES)
             skipped.append(found)
         states.append(state)
     return taken, skipped, states

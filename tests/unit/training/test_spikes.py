@@ -7,14 +7,14 @@ import pytest
 
 from megatron.checkpoint.folders import TrainingState
 from megatron.config import StabilityConfig
-from megatron.training.spikes import SpikeWatch
+from megatron.training.stability.spikes import SpikeDetector
 
 START = TrainingState()
 
 
 def watch_over(policy, steps, state=START):
     """Findings, refusals and the last state of (loss, grad norm) pairs with a window of 3."""
-    watch = SpikeWatch(
+    watch = SpikeDetector(
         StabilityConfig(
             spike_policy=policy, spike_window=3, spike_loss_factor=1.5, spike_grad_norm_factor=4.0
         )
@@ -22,9 +22,9 @@ def watch_over(policy, steps, state=START):
     findings, refusals = [], []
     for loss, norm in steps:
         watch.begin(state)
-        refusals.append(watch.refuses(loss, norm))
+        refusals.append(watch.should_skip(loss, norm))
         findings.append(watch.finding)
-        state = watch.remember(TrainingState(state.iteration + 1), taken=not refusals[-1])
+        state = watch.update_window(TrainingState(state.iteration + 1), taken=not refusals[-1])
     return findings, refusals, state
 
 
@@ -63,8 +63,8 @@ def test_a_resumed_watch_finds_what_an_uninterrupted_one_does(interrupted_after)
 
 
 def test_a_step_that_was_not_looked_at_leaves_the_window():
-    watch = SpikeWatch(StabilityConfig(spike_policy="skip", spike_window=3))
+    watch = SpikeDetector(StabilityConfig(spike_policy="skip", spike_window=3))
     before = TrainingState(5, recent_losses=(1.0, 2.0), recent_grad_norms=(1.0, 1.0))
     watch.begin(before)
-    after = watch.remember(TrainingState(6), taken=False)
+    after = watch.update_window(TrainingState(6), taken=False)
     assert (after.iteration, after.recent_losses, watch.finding) == (6, (1.0, 2.0), "")

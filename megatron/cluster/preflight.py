@@ -1,0 +1,208 @@
+"""Before a run of several processes: are the nodes alike, do they see the same files, do messages pass?
+
+Seconds, against hours after which one node of many would spoil the run. What differs is told in one table
+that names the nodes; what is well, in one sentence. A process alone has nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.cluster.launch import node_name
+from megatron.cluster.rank_reports import FOLDER_VARIABLE
+from megatron.config import Config, ConfigError
+from megatron.data.gpt_dataset import missing_index_files
+from megatron.text_table import format_table
+from megatron.training.data import RunLength
+
+# A network file system may show a new file to other nodes only after a while.
+_LONGEST_WAIT_FOR_FILE_S = 10.0
+# Of a GPU's memory, how much less than on the others may be free: somebody else's process takes more.
+_FREE_MEMORY_SHARE = 0.9
+_MESSAGE_BYTES = {"cpu": 2**22, "gpu": 2**27}
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank found. versions: by name. free_share: of its device's memory, None on a CPU. unseen:
+    see `check_folders`. reduced_bytes_per_s: see `_measure_all_reduce`."""
+
+    rank: int
+    node: str
+    versions: Mapping[str, str]
+    data: str
+    free_share: float | None
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    reduced_bytes_per_s: float = 0.0
+
+
+def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength) -> list[str]:
+    """One sentence for the log on nodes that are all right; none with --no-preflight or for a process alone.
+
+    fingerprint: of the data as this rank sees it. Collective: the processes have met. Raises ConfigError, on
+    every rank, with the table of what differs between nodes.
+    """
+    if config.training.no_preflight or dist.get_world_size() == 1:
+        return []
+    started = time.monotonic()
+    own = RankFacts(
+        dist.get_rank(),
+        node_name(os.environ),
+        _versions(),
+        str(sorted(fingerprint.items())),
+        _free_share(),
+        check_folders(
+            _folders(config), dist.get_rank(), config.parallel.local_rank == 0, _token(), dist.barrier
+        ),
+        _measure_all_reduce(),
+    )
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, asdict(own))
+    facts = [RankFacts(**entry) for entry in gathered]
+    if differences := find_differences(facts):
+        raise ConfigError(
+            "the nodes are not alike (--no-preflight starts nevertheless):\n" + table(differences)
+        )
+    samples = length.samples_per_split(config)
+    missing = missing_index_files(config.data, config.model.seq_length, config.training.seed, samples)
+    seconds = time.monotonic() - started
+    return [f"{describe(facts)}; {len(missing)} index files to be made; {seconds:.1f} s (--no-preflight)"]
+
+
+def describe(facts: Sequence[RankFacts]) -> str:
+    """Equal nodes in a sentence."""
+    nodes = {fact.node for fact in facts}
+    versions = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
+    slowest = min(facts, key=lambda fact: fact.reduced_bytes_per_s)
+    free = [fact.free_share for fact in facts if fact.free_share is not None]
+    return (
+        f"preflight: {len(nodes)} node(s), {len(facts)} processes, {versions}"
+        + (f", {min(free):.0%} of device memory free" if free else "")
+        + f"; all-reduce {slowest.reduced_bytes_per_s / 1e9:.2f} GB/s per node, least on {slowest.node}"
+    )
+
+
+def find_differences(facts: Sequence[RankFacts]) -> list[tuple[str, str, str]]:
+    """(node, what, found) for everything that is not as on most nodes."""
+    rows: dict[tuple[str, str, str], None] = {}
+    names = dict.fromkeys(name for fact in facts for name in fact.versions)
+    for name in names:
+        values = {fact.rank: fact.versions.get(name, "missing") for fact in facts}
+        usual, _ = Counter(values.values()).most_common(1)[0]
+        for fact in facts:
+            if values[fact.rank] != usual:
+                rows[fact.node, name, f"{values[fact.rank]}, elsewhere {usual}"] = None
+    usual_data, _ = Counter(fact.data for fact in facts).most_common(1)[0]
+    most_free = max((fact.free_share for fact in facts if fact.free_share is not None), default=0.0)
+    for fact in facts:
+        if fact.data != usual_data:
+            rows[fact.node, "--data-path", "other data than elsewhere"] = None
+        if fact.free_share is not None and fact.free_share < _FREE_MEMORY_SHARE * most_free:
+            text = f"{fact.free_share:.0%} of the device of rank {fact.rank} free, elsewhere {most_free:.0%}"
+            rows[fact.node, "memory", text] = None
+        for what, problem in fact.unseen.items():
+            rows[fact.node, what, problem] = None
+    return list(rows)
+
+
+def table(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Aligned, with a heading."""
+    return textwrap.indent(format_table([("node", "what", "found"), *rows], left_align=(0, 1, 2)), "  ")
+
+
+def check_folders(
+    folders: Mapping[str, str], rank: int, leads_node: bool, token: str, barrier: Callable[[], object]
+) -> dict[str, str]:
+    """What is wrong, on this node, with folders that all nodes have to share: by their names, as '--save'.
+
+    The first rank of each node leaves a file in each, and looks for that of rank 0. token: the same on all
+    ranks, and another for each run. Collective, by `barrier`.
+    """
+    problems = {}
+    own = {name: Path(folder) / f".preflight-{token}-{rank}" for name, folder in folders.items()}
+    marks = {name: Path(folder) / f".preflight-{token}-0" for name, folder in folders.items()}
+    for name, path in own.items() if leads_node else ():
+        try:
+            path.touch()
+        except OSError as error:
+            problems[name] = f"{folders[name]} cannot be written ({error.strerror})"
+    barrier()
+    if leads_node:
+        for name, path in marks.items():
+            if name not in problems and not _appears(path):
+                problems[name] = (
+                    f"{folders[name]} is not the folder that rank 0 sees: no file of its is there"
+                )
+    barrier()
+    for path in own.values():
+        with suppress(OSError):
+            path.unlink()
+    return problems
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _LONGEST_WAIT_FOR_FILE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _token() -> str:
+    token = [f"{os.getpid()}-{time.time_ns()}"]
+    dist.broadcast_object_list(token)
+    return token[0]
+
+
+def _folders(config: Config) -> dict[str, str]:
+    folders = {"--save": config.checkpoint.save, FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
+    return {name: folder for name, folder in folders.items() if folder}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"Python": platform.python_version(), **{n: version(n) for n in ("torch", "deepspeed")}}
+    if torch.cuda.is_available():
+        versions["device"] = torch.cuda.get_device_name()
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def _free_share() -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return free / total
+
+
+def _measure_all_reduce() -> float:
+    """Bytes per second that each node sends, and receives, while all ranks add up one tensor: in a ring every
+    rank passes on 2 (n - 1) / n of it, and one rank per node does so to the next node. Collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    kind = "cpu" if accelerator.device_name() == "cpu" else "gpu"
+    message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=accelerator.current_device_name())
+    seconds = 0.0
+    for _ in range(2):  # the first one makes the connections
+        dist.barrier()
+        accelerator.synchronize()
+        started = time.perf_counter()
+        dist.all_reduce(message)
+        accelerator.synchronize()
+        seconds = time.perf_counter() - started
+    ranks = dist.get_world_size()
+    return 2 * (ranks - 1) / ranks * _MESSAGE_BYTES[kind] / seconds

@@ -1,0 +1,206 @@
+"""`--partition-method profile`: how long each kind of layer takes, measured with the run's own shapes.
+
+The tensor-parallel group of the first stage and first replica measures; everyone gets its figures, so all
+ranks cut alike. `--partition-profile FILE` keeps them: equal runs need not measure, and a dry run can cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.checkpoint.manifest import write_atomically
+from megatron.config import Config, ConfigError
+from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.config.vocab import padded_vocab_size
+from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
+from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.random import DropoutRNG
+from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER
+from megatron.planner.flops import recomputes_scores
+from megatron.planner.stages import layer_kinds
+
+WARM_UP, REPEATS = 2, 7
+
+
+def is_measured(config: Config) -> bool:
+    """The layers' times are found once the processes have met: rank 0 reads or all measure."""
+    method = parse_partition_method(config.parallel.partition_method)
+    return method.kind == "profile" and not config.training.dry_run
+
+
+def find_layer_times(
+    config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int, eod: int | None
+) -> dict[str, float]:
+    """Seconds per kind of layer, the same on all ranks: from --partition-profile if rank 0 finds it, else
+    measured and written there. Collective."""
+    found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is not None:
+        return found[0]
+    measured: list[dict[str, float]] = [{}]
+    if layout.pipeline_stage == 0 and layout.dp_rank == 0:
+        measured = [_measure(config, tp_group, vocab_size, eod)]
+    dist.broadcast_object_list(measured, src=0)
+    path = config.parallel.partition_profile
+    if path is not None and layout.rank == 0:
+        profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
+        write_atomically(Path(path), json.dumps(profile, indent=2) + "\n")
+    return measured[0]
+
+
+def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
+    """Seconds per kind of layer from --partition-profile; None without one.
+
+    Raises ConfigError for a damaged file, and for one that was measured with other shapes.
+    """
+    path = config.parallel.partition_profile
+    if path is None or not Path(path).exists():
+        return None
+    try:
+        profile = json.loads(Path(path).read_text())
+        measured_for = dict(profile["measured_for"])
+        seconds = dict(profile["seconds"])
+        if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
+            raise ValueError("a time is no number of at least 0")
+        if not any(seconds.values()):
+            raise ValueError("all times are 0")
+        now = _shapes(config, vocab_size)
+        if missing := now.keys() - measured_for.keys():
+            raise ValueError(f"it does not tell its {', '.join(sorted(missing))}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--partition-profile {path} cannot be read ({error}): delete it, and the next run writes it anew"
+        ) from error
+    if config.training.dry_run:
+        del now["device"]  # a laptop plans for the cluster
+    differing = [
+        f"{key} was {measured_for.get(key)}, is {now[key]}"
+        for key in now
+        if measured_for.get(key) != now[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"--partition-profile {path} was measured for another run ({'; '.join(differing)}): give another "
+            "file name, and the run measures"
+        )
+    return seconds
+
+
+def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
+    """What the times depend on: not the numbers of layers and stages."""
+    settings = config.to_dict()
+    tensor_size = config.parallel.tensor_model_parallel_size
+    elsewhere = ("num_layers", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")
+    no_matter = ("layernorm_epsilon", "init_method_std", "max_position_embeddings")
+    device = get_accelerator().device_name()
+    return {
+        **{key: value for key, value in settings["model"].items() if key not in elsewhere + no_matter},
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+        "use_apex": config.optimizer.use_apex,
+        "padded_vocab_size": padded_vocab_size(vocab_size, config.model, tensor_size),
+        "micro_batch_size": config.batch.micro_batch_size,
+        "tensor_model_parallel_size": tensor_size,
+        "precision": config.precision.name,
+        "fp32_residual_connection": config.precision.fp32_residual_connection,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "compile": config.training.compile,
+        "recomputes_layers": config.training.recomputes_layers,
+        "recomputes_scores": recomputes_scores(config),
+        "loss_implementation": config.training.loss_implementation,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+    }
+
+
+def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None) -> dict[str, float]:
+    stream = DropoutRNG(config.training.seed)
+    stream.samples = tuple(range(config.batch.micro_batch_size))
+    context = LayerContext(config, tp_group, stream)
+    layers = pipeline_layers(context, vocab_size, eod)
+    device = torch.device(get_accelerator().current_device_name())
+    shape = (config.batch.micro_batch_size, config.model.seq_length)
+    tokens = torch.randint(0, vocab_size, shape, device=device)
+    seconds: dict[str, float] = {}
+    payload: Any = tokens
+    loss, labels = CrossEntropy(tp_group, vocab_size), (tokens, torch.ones(shape, device=device))
+    head = f"{EMBEDDING}@last"
+    fused = config.training.loss_implementation == "fused"
+    for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
+        if kind in seconds:
+            continue  # alike in shape: what it would pass on is like what it was given
+        if fused and head in seconds:
+            seconds[kind] = 0.0  # the step that is head and loss does its work
+            continue
+        if fused and kind == head:
+            function = _build(
+                layer, config, device, lambda m, x: loss.from_hidden(x, m.word_embeddings.weight, labels)
+            )
+        else:
+            function = _build(layer, config, device)
+        if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:
+            function = _recomputed(function)
+        seconds[kind], payload = _time(function, payload)
+    if not fused:
+        seconds[head] += _time(lambda logits: loss(logits, labels), payload)[0]
+    return seconds
+
+
+def _build(
+    layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
+) -> Callable:
+    """The layer with small random weights; an exact start would take time and change nothing.
+
+    forward: what is done with the layer's module and its input, if not what the layer says.
+    """
+    if not isinstance(layer, LayerSpec):
+        return layer
+    module = layer.build().to(device=device, dtype=PARAMETER_DTYPES[config.precision.name])
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=config.model.init_method_std)
+    if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
+        module.compile(dynamic=False)
+    if forward is None and isinstance(layer, TiedLayerSpec):
+        forward = layer.forward_fn
+    return (lambda payload: forward(module, payload)) if forward else module
+
+
+def _recomputed(function: Callable) -> Callable:
+    return lambda payload: checkpoint(function, payload, use_reentrant=False, preserve_rng_state=False)
+
+
+def _time(function: Callable, payload: Any) -> tuple[float, Any]:
+    """Median seconds of a forward and backward pass, and the output, cut off from the graph."""
+    times = []
+    for turn in range(WARM_UP + REPEATS):
+        inputs = _detached(payload)
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        outputs = function(inputs)
+        hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if hidden.requires_grad:
+            hidden.backward(torch.ones_like(hidden))
+        get_accelerator().synchronize()
+        if turn >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times), _detached(outputs)
+
+
+def _detached(payload: Any) -> Any:
+    if isinstance(payload, tuple):
+        return tuple(_detached(part) for part in payload)
+    return payload.detach().requires_grad_(payload.is_floating_point())

@@ -1,0 +1,1 @@
+"""What a run prints and writes about itself: iteration lines, curves, memory, moments."""

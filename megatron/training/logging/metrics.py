@@ -1,0 +1,263 @@
+"""What a run shows of itself, all through one object: console lines, a progress bar, curves."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron.config import LoggingConfig
+from megatron.planner.flops import tflops_per_device
+from megatron.training.logging.log_lines import (
+    IntervalSummary,
+    format_training_line,
+    format_validation_lines,
+    parse_log_line,
+    perplexity,
+)
+from megatron.training.logging.writers import Position, Writer
+
+__all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "parse_log_line"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step; `loss` and `grad_norm` may be tensors, which are read when a line is due.
+
+    iteration, consumed_samples, consumed_tokens: with this step included. seq_length: tokens per sample.
+    loss: mean over the global batch. loss_scale: None without fp16. skipped: the weights were left unchanged,
+    by an fp16 overflow or a policy. seconds: wall time.
+    """
+
+    iteration: int
+    total_iterations: int
+    consumed_samples: int
+    consumed_tokens: int
+    learning_rate: float
+    global_batch_size: int
+    seq_length: int
+    loss: Tensor | float
+    grad_norm: Tensor | float | None
+    loss_scale: float | None
+    skipped: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One evaluation. loss: mean over all its samples. name: 'validation' or 'test'.
+
+    at: what the line says of the moment; '' stands for 'iteration N'.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+    name: str = "validation"
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns samples per second into the other rates.
+
+    flops_per_sample: `megatron.planner.flops.iteration_flops` of a batch of one sample of so many tokens.
+    has_curriculum: steps differ in their tokens per sample, so lines tell them.
+    """
+
+    flops_per_sample: Callable[[int], float]
+    world_size: int
+    data_parallel_size: int
+    has_curriculum: bool = False
+
+
+class MetricsLogger:
+    """Logs steps and evaluations on one rank; on the others (enabled=False) every method returns at once.
+
+    A line comes every `log_interval` steps, at the last iteration, and at `close` for what came since. Only
+    then are tensors read, so the steps between are not synchronised.
+    """
+
+    def __init__(
+        self,
+        logging: LoggingConfig,
+        throughput: Throughput,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        writers: Sequence[Writer] = (),
+    ) -> None:
+        """stream: where lines go, stdout if not given; the progress bar is there too, if it is a terminal.
+        writers: where curves go. With --log-path lines go to the end of that file too."""
+        self._logging = logging
+        self._throughput = throughput
+        self._enabled = enabled
+        self._stream = sys.stdout if stream is None else stream
+        self._pending: list[tuple[float, StepRecord]] = []
+        self._bar: tqdm | None = None
+        self._last_loss: float | None = None
+        self._writers = list(writers) if enabled else []
+        self._log = open(logging.log_path, "a") if enabled and logging.log_path else None
+
+    def log_step(self, record: StepRecord) -> None:
+        """Takes one step in; prints and writes those since the last line if a line is due."""
+        if not self._enabled:
+            return
+        self._pending.append((time.time(), record))
+        if record.iteration % self._logging.log_interval == 0 or record.iteration == record.total_iterations:
+            self._flush()
+        self._move_bar(record)
+
+    def log_validation(self, record: ValidationRecord) -> None:
+        """Prints and writes one evaluation."""
+        if not self._enabled:
+            return
+        at = record.at or f"iteration {record.iteration}"
+        self.print("\n".join(format_validation_lines(record.name, at, record.loss)))
+        prefix = "lm-loss-validation" if record.name == "validation" else f"lm-loss-validation/{record.name}"
+        values = {"lm loss validation": record.loss}
+        if self._logging.log_validation_ppl_to_tensorboard:
+            values["lm loss validation ppl"] = perplexity(record.loss)
+        self._write({f"{prefix}/{name}": value for name, value in values.items()}, record, time.time())
+        self._flush_writers()
+
+    def print(self, text: str) -> None:
+        """Prints other text, above the progress bar if there is one."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+        if self._log is not None:
+            self._log.write(text + "\n")
+            self._log.flush()
+
+    def close(self) -> None:
+        """Prints and writes what is left, and ends the bar and the event file. Closing twice does no harm."""
+        if self._pending:
+            self._flush()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _flush(self) -> None:
+        records = [record for _, record in self._pending]
+        losses = _read([record.loss for record in records])
+        summary = self._summarise(records, losses)
+        self._last_loss = summary.lm_loss
+        self.print(format_training_line(summary))
+        if self._writers:
+            norms = _read([math.nan if r.grad_norm is None else r.grad_norm for r in records])
+            for (when, record), loss, norm in zip(self._pending, losses, norms, strict=True):
+                self._write_step(record, loss, norm, when)
+            if self._logging.log_timers_to_tensorboard:
+                self._write_throughput(summary, records[-1])
+            self._flush_writers()
+        self._pending.clear()
+
+    def _summarise(self, records: Sequence[StepRecord], losses: Sequence[float]) -> IntervalSummary:
+        last = records[-1]
+        seconds = max(sum(record.seconds for record in records), 1e-9)
+        samples = sum(record.global_batch_size for record in records)
+        tokens = sum(record.global_batch_size * record.seq_length for record in records)
+        flops = sum(
+            record.global_batch_size * self._throughput.flops_per_sample(record.seq_length)
+            for record in records
+        )
+        counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
+        return IntervalSummary(
+            iteration=last.iteration,
+            total_iterations=last.total_iterations,
+            consumed_samples=last.consumed_samples,
+            consumed_tokens=last.consumed_tokens,
+            seconds_per_iteration=seconds / len(records),
+            learning_rate=last.learning_rate,
+            global_batch_size=last.global_batch_size,
+            seq_length=last.seq_length if self._throughput.has_curriculum else None,
+            lm_loss=sum(counted) / len(counted) if counted else None,
+            loss_scale=last.loss_scale,
+            grad_norm=None if last.grad_norm is None else float(last.grad_norm),
+            skipped=sum(record.skipped for record in records),
+            not_finite=sum(not math.isfinite(loss) for loss in losses),
+            samples_per_second=samples / seconds,
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=tflops_per_device(flops, seconds, self._throughput.world_size),
+        )
+
+    def _move_bar(self, record: StepRecord) -> None:
+        if not self._stream.isatty():
+            return
+        if self._bar is None:
+            self._bar = tqdm(
+                total=record.total_iterations,
+                initial=record.iteration - 1,
+                file=self._stream,
+                desc="training",
+                unit="step",
+                dynamic_ncols=True,
+                leave=False,
+            )
+        tokens = record.global_batch_size * record.seq_length
+        parts = [f"{tokens / max(record.seconds, 1e-9):,.0f} tokens/s"]
+        if self._last_loss is not None:
+            parts.insert(0, f"loss {self._last_loss:.4f}")
+        self._bar.set_postfix_str(", ".join(parts), refresh=False)
+        self._bar.update(record.iteration - self._bar.n)  # not 1 behind iterations that were skipped
+
+    def _write_step(self, record: StepRecord, loss: float, grad_norm: float, when: float) -> None:
+        values = {"learning-rate/learning-rate": record.learning_rate}
+        if self._logging.log_batch_size_to_tensorboard:
+            values["batch-size/batch-size"] = record.global_batch_size
+        if self._throughput.has_curriculum:
+            values["curriculum_seqlen"] = record.seq_length
+        if record.loss_scale is not None:
+            values["loss-scale/loss-scale"] = record.loss_scale
+        if not record.skipped:  # a skipped step has neither a loss nor a norm worth a point
+            values["lm-loss-training/lm loss"] = loss
+            if record.grad_norm is not None:
+                values["grad-norm/grad-norm"] = grad_norm
+        self._write(values, record, when)
+
+    def _write_throughput(self, summary: IntervalSummary, last: StepRecord) -> None:
+        replicas = self._throughput.data_parallel_size
+        values = {
+            "iteration-time": summary.seconds_per_iteration,
+            "samples per second": summary.samples_per_second,
+            "samples per second per replica": summary.samples_per_second / replicas,
+            "tokens per second": summary.tokens_per_second,
+            "tokens per second per replica": summary.tokens_per_second / replicas,
+            "TFLOPs per gpu (estimated)": summary.tflops_per_device,
+        }
+        self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())
+
+    def _write(self, values: Mapping[str, float], record: StepRecord | ValidationRecord, when: float) -> None:
+        place = Position(record.iteration, record.consumed_samples, record.consumed_tokens, when)
+        for writer in self._writers:
+            writer.write(values, place)
+
+    def _flush_writers(self) -> None:
+        for writer in self._writers:
+            writer.flush()
+
+
+def _read(values: Sequence[Tensor | float]) -> list[float]:
+    """The values as floats, with one transfer for all tensors among them."""
+    tensors = [value.detach().reshape(()).float() for value in values if isinstance(value, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]

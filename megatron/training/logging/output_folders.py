@@ -1,0 +1,43 @@
+"""What a run writes to, tried before it starts: hours later would be late to learn of it."""
+
+import importlib.util
+import os
+
+from megatron.cluster.processes import is_main_process
+from megatron.config import Config, ConfigError
+
+
+def make_output_folders(config: Config) -> None:
+    """Makes the folders of --save and, on rank 0, of what that rank writes; ConfigError if one cannot be
+    written, or if --wandb-project has no wandb."""
+    if config.checkpoint.save:
+        _make_writable("--save", config.checkpoint.save)
+    if not is_main_process():
+        return
+    logging, parallel = config.logging, config.parallel
+    if logging.tensorboard_dir:
+        _make_writable("--tensorboard-dir", logging.tensorboard_dir)
+    for option, file in (
+        ("--log-path", logging.log_path),
+        ("--partition-profile", parallel.partition_profile),
+    ):
+        if file:
+            _make_writable(option, os.path.dirname(file) or ".")
+            if os.path.isdir(file):
+                raise ConfigError(f"{option} {file} is a folder: give a file")
+    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or leave "
+            "the flag out"
+        )
+
+
+def _make_writable(option: str, folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {folder} cannot be made ({error.strerror}): give a folder that can"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} cannot be written by this user: give a folder that can")

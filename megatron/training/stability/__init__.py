@@ -1,0 +1,1 @@
+"""Bad data, spikes, skipped steps, and copies that must stay equal."""

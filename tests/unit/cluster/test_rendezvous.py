@@ -1,0 +1,129 @@
+"""Processes meet when all have come with the same flags, and otherwise each says why they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from megatron.cluster import rendezvous
+from megatron.cluster.exit_codes import RunStopped, SharedConfigError
+from megatron.cluster.rendezvous import Address, meet
+from megatron.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+
+
+def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:
+    return Config(
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            seq_length=32,
+            max_position_embeddings=32,
+        ),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=4),
+        schedule=ScheduleConfig(lr=lr),
+        training=TrainingConfig(seed=seed),
+        parallel=ParallelConfig(start_timeout=timeout),
+    )
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a store that a launcher has started."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+
+
+def outcomes(port: int, configs: list[Config], world_size: int) -> list[Exception | str]:
+    """What becomes of ranks 0, 1, ..., each in a thread of its own: its error, or what rank 0 wrote."""
+
+    def rank(number: int) -> Exception | str:
+        try:
+            store = meet(Address(number, world_size, "127.0.0.1", port, False, True), configs[number])
+            if number == 0:
+                store.set("greeting", "hello")
+            return store.get("greeting").decode()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(configs)) as threads:
+        return list(threads.map(rank, range(len(configs))))
+
+
+def test_ranks_with_the_same_flags_get_one_store(port: int) -> None:
+    assert outcomes(port, [config()] * 3, 3) == ["hello"] * 3
+
+
+def test_the_place_on_the_machine_is_no_difference(port: int) -> None:
+    first = config()
+    other = dataclasses.replace(first, parallel=dataclasses.replace(first.parallel, local_rank=1))
+    assert outcomes(port, [first, other], 2) == ["hello"] * 2
+
+
+def test_every_rank_learns_which_flags_differ_and_where(port: int) -> None:
+    found = outcomes(port, [config(), config(), config(lr=5e-3, seed=7)], 3)
+    (sentence,) = {str(error) for error in found}
+    assert all(isinstance(error, SharedConfigError) for error in found)
+    assert "--lr is 0.001 on rank 0 and 0.005" in sentence and "--seed is 1234 on rank 0 and 7" in sentence
+    assert "on rank 2" in sentence
+
+
+def test_ranks_that_do_not_come_are_named_on_every_rank_that_came(port: int) -> None:
+    found = outcomes(port, [config(timeout=0.5)] * 2, 4)
+    assert all(isinstance(error, RunStopped) for error in found)
+    assert {str(error) for error in found} == {str(found[0])}
+    assert "2 of 4 processes" in str(found[0]) and "(rank 2, 3)" in str(found[0])
+
+
+def test_a_line_says_which_ranks_are_awaited(port: int, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL_S", 0.1)
+    outcomes(port, [config(timeout=1.0)], 2)
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line == f"waiting for 1 of 2 processes at 127.0.0.1:{port} (rank 1)"
+
+
+def unused_port() -> socket.socket:
+    """A port that nobody else can take, and that does not listen."""
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    return taken
+
+
+def test_a_rank_that_finds_nobody_says_where_it_looked() -> None:
+    with unused_port() as taken:
+        address = Address(1, 2, "127.0.0.1", taken.getsockname()[1], False, True)
+        with pytest.raises(RunStopped, match=f"rank 1 found nobody at {address}"):
+            meet(address, config(timeout=0.2))
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port} cannot be used"):
+            meet(Address(0, 2, "127.0.0.1", port, True, True), config())
+
+
+def test_a_host_that_does_not_resolve_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT_S", 0.0)
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match="MASTER_ADDR is no-such-node, a name that .* cannot resolve"):
+        meet(Address(0, 2, "no-such-node", 29500, True, True), config())
