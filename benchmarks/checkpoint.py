@@ -166,7 +166,7 @@ def run_worker(layers: int, layout_name: str) -> None:
 
     import torch
 
-    from megatron.checkpoint.native import TrainingState, save_checkpoint
+    from megatron.checkpoint.manager import TrainingState, save_checkpoint
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
@@ -198,7 +198,7 @@ class Loader:
     """One rank that opens the checkpoint in a folder."""
 
     def __init__(self, engine: "GPTEngine", folder: Path) -> None:
-        from megatron.checkpoint.folders import find_latest
+        from megatron.checkpoint.discovery import find_latest
 
         self.engine = engine
         self.folder = folder
@@ -207,9 +207,9 @@ class Loader:
 
     def do(self, work: str) -> None:
         """'read', 'load', 'prove' or 'check'."""
-        from megatron.checkpoint.certificate import check_certificate
-        from megatron.checkpoint.digests import DigestsAsRead
-        from megatron.checkpoint.manifest import first_damaged
+        from megatron.checkpoint.integrity.manifest import first_damaged
+        from megatron.checkpoint.verification.digests import DigestsAsRead
+        from megatron.checkpoint.verification.record import check_certificate
 
         if work == "read":
             self.read()
@@ -234,7 +234,7 @@ class Loader:
 
     def load(self) -> None:
         """Restores values and moments, and notes how the memory grew."""
-        from megatron.checkpoint.reshape import SavedParameters
+        from megatron.checkpoint.reshard import SavedParameters
 
         optimizer = self.engine.optimizer
         optimizer.optimizer.state.clear()

@@ -123,8 +123,8 @@ def start_and_be_killed(
 ) -> None:
     """Resumes, then trains and saves step by step; rank `victim` dies `instant` seconds after it began one
     of the `saves` saves. Rank 0 writes into the journal what it did. Inside `run_world`."""
-    from megatron.checkpoint.folders import TrainingState
-    from megatron.checkpoint.native import (
+    from megatron.checkpoint.discovery import TrainingState
+    from megatron.checkpoint.manager import (
         find_checkpoint,
         restore_or_init,
         save_checkpoint,

@@ -28,7 +28,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.folders import Checkpoint
+    from megatron.checkpoint.discovery import Checkpoint
 
 # By the flag that gives the input, those that act in its direction only.
 ONE_WAY = {
@@ -122,13 +122,13 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     """Writes the folder for Hugging Face; returns remarks."""
-    from megatron.checkpoint.huggingface import FAMILIES
-    from megatron.checkpoint.huggingface_export import (
+    from megatron.checkpoint.convert.huggingface.exporter import (
         family_of,
         remarks,
         verification,
         write_hugging_face,
     )
+    from megatron.checkpoint.convert.huggingface.layout import FAMILIES
     from megatron.checkpoint.reading import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
@@ -152,7 +152,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Makes the universal checkpoint; returns remarks."""
-    from megatron.checkpoint.huggingface_import import (
+    from megatron.checkpoint.convert.huggingface.importer import (
         has_tokenizer,
         read_hugging_face,
         start_flags,

@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.checkpoint.damage import damaged_files
-from megatron.checkpoint.source import Source, open_source
-from megatron.checkpoint.universal import convert
+from megatron.checkpoint.convert.source import Source, open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.integrity.damage import damaged_files
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 

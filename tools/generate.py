@@ -24,7 +24,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.folders import Checkpoint
+    from megatron.checkpoint.discovery import Checkpoint
     from megatron.model.generation import Sampling
     from megatron.model.single_process import GPTModel
     from megatron.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ def run(argv: Sequence[str] | None) -> None:
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())
-    from megatron.checkpoint.damage import check_weights
+    from megatron.checkpoint.integrity.damage import check_weights
     from megatron.checkpoint.reading import find_tokenizer, read_checkpoint
 
     sampling = read_sampling(arguments)

@@ -46,8 +46,8 @@ def build_parser() -> ToolParser:
 
 def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
     """Prints what is in `folder`; returns whether all is well."""
-    from megatron.checkpoint.inspect import inspect_folder
-    from megatron.checkpoint.tables import overview_text
+    from megatron.checkpoint.report.inspect import inspect_folder
+    from megatron.checkpoint.report.tables import overview_text
 
     overview = inspect_folder(folder, verify)
     _print(overview, as_json, overview_text)
@@ -56,9 +56,9 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
     """Prints how the two checkpoints differ."""
-    from megatron.checkpoint.compare import compare_checkpoints
     from megatron.checkpoint.reading import read_checkpoint
-    from megatron.checkpoint.tables import comparison_text
+    from megatron.checkpoint.report.compare import compare_checkpoints
+    from megatron.checkpoint.report.tables import comparison_text
 
     one, other = (read_checkpoint(folder, foreign=True) for folder in folders)
     comparison = compare_checkpoints(one, other)

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
-from megatron.checkpoint.folders import Checkpoint
+from megatron.checkpoint.discovery import Checkpoint
 from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule

@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.files import sync_file
-from megatron.checkpoint.folders import REPLACED, RUN_FILE, SAVING, open_checkpoint
-from megatron.checkpoint.identity import CHECKPOINT_NAME, LineageEntry, RunIdentity
-from megatron.checkpoint.latest import announce, point_to
+from megatron.checkpoint.discovery import REPLACED, RUN_FILE, SAVING, open_checkpoint
+from megatron.checkpoint.integrity.files import sync_file
+from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, RunIdentity
+from megatron.checkpoint.lineage.latest import announce, point_to
 from megatron.config import CheckpointConfig, ConfigError
 
 # A checkpoint of these names is a job's unfinished save: of one attempt, or as this repo wrote them before.

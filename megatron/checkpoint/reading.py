@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.compatibility import check_vocabulary
-from megatron.checkpoint.files import HostileFileError
-from megatron.checkpoint.folders import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
-from megatron.checkpoint.names import one_line
-from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
-from megatron.checkpoint.universal_reading import find_universal
+from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.discovery import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
+from megatron.checkpoint.formats.universal import find_universal
+from megatron.checkpoint.integrity.files import HostileFileError
+from megatron.checkpoint.integrity.names import one_line
 from megatron.config import Config, ConfigError
 from megatron.config.registries import TOKENIZERS
 from megatron.data.gpt_dataset import VOCABULARY_KEY

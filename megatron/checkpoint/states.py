@@ -11,11 +11,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import expecting_layout
-from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, Checkpoint, is_universal
-from megatron.checkpoint.optimizer_files import VALUES, OptimizerFiles
-from megatron.checkpoint.universal import MOMENT_FILES
-from megatron.checkpoint.universal_reading import check_parameters, read_whole
+from megatron.checkpoint.convert.to_universal import MOMENT_FILES
+from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE, Checkpoint, is_universal
+from megatron.checkpoint.formats.native import VALUES, OptimizerFiles
+from megatron.checkpoint.formats.universal import check_parameters, read_whole
+from megatron.checkpoint.integrity.files import expecting_layout
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.single_process import model_specs

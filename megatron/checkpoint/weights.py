@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.folders import PARAMETER_FOLDER, is_universal
-from megatron.checkpoint.names import check_parameter
-from megatron.checkpoint.torch_files import load_file
-from megatron.checkpoint.universal_reading import fits, read_whole
+from megatron.checkpoint.discovery import PARAMETER_FOLDER, is_universal
+from megatron.checkpoint.formats.torch_archive import load_file
+from megatron.checkpoint.formats.universal import fits, read_whole
+from megatron.checkpoint.integrity.names import check_parameter
 from megatron.config import ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
@@ -18,7 +18,7 @@ from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
-def gathered_params(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+def full_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter in a checkpoint's `folder`: a native one's layer files, in
     their type, or a universal one's values in fp32. Padding of the vocabulary is as it lies there.
 
@@ -114,7 +114,7 @@ def load_whole_weights(module: nn.Module, folder: Path) -> None:
     """
     parameters = dict(module.named_parameters())
     specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
-    for name, whole in gathered_params(folder, specs):
+    for name, whole in full_weights(folder, specs):
         _copy_rows(parameters[name], whole)
 
 

@@ -34,8 +34,8 @@ class GPTEngine(PatchedPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tp_group = tp_group
-        # A `megatron.checkpoint.identity.RunIdentity`: of the run that the next checkpoint belongs to. None
-        # until the first, and on other ranks than 0.
+        # The `RunIdentity` (checkpoint.lineage.identity) of the next checkpoint, on rank 0; None before the
+        # first one.
         self.checkpoint_identity: Any = None
         # For each of the stages of this rank, of which only dualpipev has a second.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
@@ -105,7 +105,7 @@ class GPTEngine(PatchedPipelineEngine):
 
         seq_length: tokens per sample of `micro_batches`, by default --seq-length. skips_non_finite: see
         `MixedPrecisionOptimizer`. skip_update_fn: given the mean loss and the grad norm, equal on all
-        ranks, returns whether to skip the update. Raises NonFiniteError on all ranks, before any weight moves.
+        ranks, returns whether to skip the update. Raises NonFiniteError on all ranks, before the update.
         """
         self._expect_length(seq_length or self.run_config.model.seq_length)
         self.optimizer.skips_non_finite = skips_non_finite

@@ -21,7 +21,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.checkpoint.manifest import write_atomically
+from megatron.checkpoint.integrity.manifest import write_atomically
 from megatron.config import Config, ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size

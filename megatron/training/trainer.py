@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.checkpoint.native import CheckpointManager, FolderTakenError, SaveError, TrainingState
+from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Watchdog
@@ -34,7 +34,7 @@ def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
 
 @dataclass
 class Trainer:
-    """The parts that the loop works with, each made in `pretrain_gpt.py`."""
+    """The parts that the loop works with, each made in `megatron.training.run`."""
 
     config: Config
     engine: GPTEngine

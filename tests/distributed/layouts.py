@@ -249,7 +249,7 @@ def weights_of(engine: GPTEngine) -> RankWeights:
         )
 
 
-def gathered_params(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
+def full_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
     """Whole parameters by name, of the first replica that has them; the vocabulary without its padding."""
     from megatron.mpu.parameters import merge_shards
 

@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from megatron.checkpoint.folders import find_latest
-from megatron.checkpoint.manifest import seal
-from megatron.checkpoint.native import (
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.manager import (
     TrainingState,
     find_checkpoint,
     load_checkpoint,
@@ -31,7 +31,7 @@ def save(row, folder):
 
 def start(row, folder):
     """What a resume prints, or why it stops; and the certificate that it would save at once."""
-    from megatron.checkpoint.certificate import certify
+    from megatron.checkpoint.verification.record import certify
 
     config = config_of(row, checkpoint={"load": str(folder)})
     engine = build_engine(config)

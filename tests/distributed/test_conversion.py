@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.source import identity, open_source
-from megatron.checkpoint.universal import convert
+from megatron.checkpoint.convert.source import identity, open_source
+from megatron.checkpoint.convert.to_universal import convert
 from megatron.config import ConfigError
 from tests.distributed.layouts import Row
 from tests.distributed.pool import run_world
@@ -158,7 +158,7 @@ def test_a_foreign_source_whose_files_have_changed_is_another(tmp_path):
 def test_a_conversion_that_was_killed_before_it_was_announced_is_finished(tmp_path, monkeypatch):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     (tmp_path / "latest_universal").write_text("an older one")
-    monkeypatch.setattr("megatron.checkpoint.universal._announce", lambda _: None)
+    monkeypatch.setattr("megatron.checkpoint.convert.to_universal._announce", lambda _: None)
     converted(source, target)
     monkeypatch.undo()
     other = saved(tmp_path / "other", Row(), {})
@@ -201,7 +201,7 @@ def test_the_tool_says_what_is_wrong_and_what_a_flag_does_not_do(tmp_path, capsy
     monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=1e5))
     assert "has 0.0 GB free and" in refused("--no_strict")
     monkeypatch.undo()
-    monkeypatch.setattr("megatron.checkpoint.universal._available_memory", lambda: 10**6)
+    monkeypatch.setattr("megatron.checkpoint.convert.to_universal._available_memory", lambda: 10**6)
     assert "4 workers need 8 MB of memory and 1 MB are available" in refused("--no_strict")
     monkeypatch.undo()
     ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder"])

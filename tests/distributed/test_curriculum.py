@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.checkpoint.native import TrainingState
+from megatron.checkpoint.manager import TrainingState
 from megatron.config.parsing.curriculum import LengthCurriculum
 from tests.distributed.layouts import (
     FP32_BOUND,

@@ -115,7 +115,7 @@ def stopped(row, changes):
         return state
 
     trainer.step = drifting
-    from megatron.checkpoint.native import TrainingState
+    from megatron.checkpoint.manager import TrainingState
 
     with pytest.raises(RunStopped) as caught:
         trainer.train(TrainingState())

@@ -17,7 +17,7 @@ from tests.distributed.layouts import (
     Row,
     build_engine,
     config_of,
-    gathered_params,
+    full_weights,
     global_batch,
     micro_batches,
     relative_errors,
@@ -101,7 +101,7 @@ def plain_norm(weights):
 def test_the_norm_counts_tied_and_replicated_parameters_once(layout):
     row = LAYOUTS[layout]
     ranks = run_world(row.world_size, initial_weights_and_first_norm, row, "fp32")
-    expected = plain_norm(gathered_params([weights for weights, _ in ranks]))
+    expected = plain_norm(full_weights([weights for weights, _ in ranks]))
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * row.world_size
 
 
@@ -110,7 +110,7 @@ def test_the_norm_counts_tied_and_replicated_parameters_once(layout):
 def test_the_norm_counts_once_in_16_bits_too(row, precision):
     ranks = run_world(row.world_size, initial_weights_and_first_norm, row, precision)
     expected = plain_norm(
-        {name: weight.double() for name, weight in gathered_params([w for w, _ in ranks]).items()}
+        {name: weight.double() for name, weight in full_weights([w for w, _ in ranks]).items()}
     )
     # A tied weight counted twice makes 1 part in 10 here; 16-bit rounding makes a few in 1000 with bf16.
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=5e-3)] * row.world_size
@@ -130,7 +130,7 @@ def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
     """A first step of SGD moves the weights by the learning rate times the clipped gradient."""
     row, clip = replace(LAYOUTS[layout], precision=precision), 0.25
     ranks = run_world(row.world_size, weights_before_and_after_a_clipped_step, row, clip)
-    before, after = (gathered_params([rank[i] for rank in ranks]) for i in (0, 1))
+    before, after = (full_weights([rank[i] for rank in ranks]) for i in (0, 1))
     assert all(norm > 2 * clip for _, _, norm in ranks)
     squares = [(after[name].double() - before[name].double()).square().sum().item() for name in before]
     length = math.sqrt(sum(squares))
@@ -225,7 +225,7 @@ def loop_over_overflows():
     """Skipped steps so far in the training state after each step, and what was logged of each."""
     from types import SimpleNamespace
 
-    from megatron.checkpoint.folders import TrainingState
+    from megatron.checkpoint.discovery import TrainingState
     from megatron.config import BatchSchedule
     from megatron.training.trainer import Trainer
 

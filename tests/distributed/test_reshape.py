@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, save_checkpoint
 from tests.distributed.layouts import (
     EOD,
     FP32_BOUND,

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.folders import find_latest
-from megatron.checkpoint.manifest import seal
-from megatron.checkpoint.native import (
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.manager import (
     SaveError,
     TrainingState,
     find_checkpoint,
@@ -31,7 +31,7 @@ from tests.distributed.layouts import (
     build_engine,
     build_model,
     config_of,
-    gathered_params,
+    full_weights,
     relative_errors,
     train,
     weights_of,
@@ -410,7 +410,7 @@ def test_whole_weights_of_a_new_checkpoint_are_those_of_one_process(tmp_path):
 
 def test_whole_weights_of_a_trained_checkpoint_are_its_shards_put_together(tmp_path):
     row = Row(tp=2, pp=2, micro_batch=4)
-    expected = gathered_params(run_world(row.world_size, save_trained, row, tmp_path, 2))
+    expected = full_weights(run_world(row.world_size, save_trained, row, tmp_path, 2))
     ((fresh, loaded),) = run_world(1, whole_weights_from, tmp_path)
     word_embedding = "tied_modules.embed.word_embeddings.weight"
     assert loaded[word_embedding].shape == (104, 32) and not loaded[word_embedding][VOCAB:].any()

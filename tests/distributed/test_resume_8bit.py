@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.native import find_checkpoint, load_checkpoint, save_checkpoint
-from megatron.checkpoint.source import open_source
-from megatron.checkpoint.universal import convert
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, save_checkpoint
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits

@@ -5,16 +5,17 @@ import os
 
 import pytest
 
-from megatron.checkpoint import native, start
-from megatron.checkpoint.folders import find_latest
-from megatron.checkpoint.native import (
+from megatron.checkpoint import manager as native
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.lineage import start
+from megatron.checkpoint.lineage.owner import Owner, acquire
+from megatron.checkpoint.manager import (
     FolderTakenError,
     SaveError,
     find_checkpoint,
     restore_or_init,
     save_checkpoint,
 )
-from megatron.checkpoint.owner import Owner, acquire
 from megatron.config import ConfigError
 from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.distributed.pool import run_world

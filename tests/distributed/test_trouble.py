@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.checkpoint.native import TrainingState
+from megatron.checkpoint.manager import TrainingState
 from tests.distributed.layouts import FP32_BOUND, GLOBAL_BATCH, SEQ, Row
 from tests.distributed.layouts import config_of as config_of_row
 from tests.distributed.pool import run_world

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.folders import describe_start
-from megatron.checkpoint.manifest import describe_file, seal
-from megatron.checkpoint.native import find_checkpoint, load_checkpoint, restore_or_init, save_checkpoint
-from megatron.checkpoint.source import open_source
-from megatron.checkpoint.universal import convert, write_parameter
-from megatron.checkpoint.universal_reading import UniversalParameters, find_universal
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert, write_parameter
+from megatron.checkpoint.discovery import describe_start
+from megatron.checkpoint.formats.universal import UniversalParameters, find_universal
+from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, restore_or_init, save_checkpoint
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
@@ -328,7 +328,7 @@ def test_a_folder_that_was_copied_in_part_is_refused_by_name(file, blooms):
 
 
 def test_a_smaller_vocabulary_is_refused_though_the_rows_would_suffice(blooms, monkeypatch):
-    monkeypatch.setattr("megatron.checkpoint.universal_reading._MOST_PADDING", 1)
+    monkeypatch.setattr("megatron.checkpoint.formats.universal._MOST_PADDING", 1)
     words = blooms / "global_step5_universal" / "zero" / WORDS / "fp32.pt"
     content = torch.load(words)
     torch.save({**content, "param": torch.zeros(2000, 32)}, words)

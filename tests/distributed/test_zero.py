@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
-from megatron.checkpoint.folders import find_latest
-from megatron.checkpoint.native import load_checkpoint, save_checkpoint
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.manager import load_checkpoint, save_checkpoint
 from megatron.checkpoint.weights import LayerFiles
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
@@ -25,7 +25,7 @@ from tests.distributed.layouts import (
     Row,
     build_engine,
     config_of,
-    gathered_params,
+    full_weights,
     micro_batches,
     relative_errors,
     train,
@@ -109,7 +109,7 @@ def test_16_bits_follow_the_fp32_loss(precision, zero):
 def test_the_norm_counts_every_parameter_once(zero):
     row = Row(tp=2, dp=2, zero=zero, micro_batch=2)
     ranks = run_world(4, initial_weights_and_first_norm, row, "fp32")
-    expected = plain_norm(gathered_params([weights for weights, _ in ranks]))
+    expected = plain_norm(full_weights([weights for weights, _ in ranks]))
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * 4
 
 
@@ -255,7 +255,7 @@ def save_midway(row, folder, changes):
 
 def open_midway(row, folder, changes):
     """The certificate of what was loaded, and the steps that follow."""
-    from megatron.checkpoint.certificate import certify
+    from megatron.checkpoint.verification.record import certify
 
     engine = build_engine(config_of(row, **changes))
     train(engine, [9])
@@ -280,7 +280,7 @@ def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
 def test_the_layer_files_hold_the_weights(precision, tmp_path):
     row = Row(tp=2, dp=2, zero=3, micro_batch=2, precision=precision)
     ranks = run_world(4, save_midway, row, tmp_path, {})
-    expected = gathered_params([weights for weights, _ in ranks])
+    expected = full_weights([weights for weights, _ in ranks])
     specs = ranks[0][0].specs
     found = dict(LayerFiles(tmp_path / "global_step3").all_wholes(specs))
     assert found.keys() == expected.keys() and WORD_EMBEDDING in found

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.checkpoint.native import CheckpointManager, TrainingState
+from megatron.checkpoint.manager import CheckpointManager, TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import BatchSchedule, Config

@@ -2,7 +2,7 @@
 
 Copies are: of the embedding on the first and the last stage; on tensor ranks, of parameters that are not cut;
 on replicas, of all weights, and of the optimizer's state where ZeRO does not share it out. They are compared
-by digest (see `megatron.checkpoint.digests`), so that nothing but digests travels.
+by digest (see `megatron.checkpoint.verification.digests`), so that nothing but digests travels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.verification.digests import fragment_digests
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer

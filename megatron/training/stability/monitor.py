@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from megatron.checkpoint.native import CheckpointManager, TrainingState
+from megatron.checkpoint.manager import CheckpointManager, TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import BatchSchedule, Config
 from megatron.engine.pipeline_engine import GPTEngine

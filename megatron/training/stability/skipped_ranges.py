@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.checkpoint.folders import TrainingState
+from megatron.checkpoint.discovery import TrainingState
 from megatron.config import BatchSchedule, Config
 
 

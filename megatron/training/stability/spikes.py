@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from megatron.checkpoint.folders import TrainingState
+from megatron.checkpoint.discovery import TrainingState
 from megatron.config import StabilityConfig
 
 
@@ -18,14 +18,14 @@ class SpikeDetector:
 
     def __init__(self, trouble: StabilityConfig) -> None:
         self._trouble = trouble
-        self.finding = ""
+        self.diagnosis = ""
         """In words, why the last step that was looked at is a spike; '' if it is none."""
         self._state = TrainingState()
         self._seen: tuple[float, float] | None = None
 
     def begin(self, state: TrainingState) -> None:
         """A step begins after `state`."""
-        self._state, self._seen, self.finding = state, None, ""
+        self._state, self._seen, self.diagnosis = state, None, ""
 
     def should_skip(self, loss: float, grad_norm: float) -> bool:
         """Whether the step's update is not to be made. loss, grad_norm: of the global batch."""
@@ -41,7 +41,7 @@ class SpikeDetector:
             usual = median(before)
             if value > factor * usual:
                 found.append(f"{name} {value:.4g} (median of {len(before)} steps: {usual:.4g})")
-        self.finding = " and ".join(found)
+        self.diagnosis = " and ".join(found)
         return bool(found) and trouble.spike_policy != "warn"
 
     def update_window(self, state: TrainingState, taken: bool) -> TrainingState:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.digests import fragment_digests
-from megatron.checkpoint.manifest import describe_file, seal
-from megatron.checkpoint.native import TrainingState, layout_record
-from megatron.checkpoint.reshape import spec_record
+from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.manager import TrainingState, layout_record
+from megatron.checkpoint.reshard import spec_record
+from megatron.checkpoint.verification.digests import fragment_digests
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.files import HostileFileError, read_json
-from megatron.checkpoint.folders import find_latest, open_checkpoint
-from megatron.checkpoint.manifest import seal
-from megatron.checkpoint.names import check_file, check_parameter, check_plain, read_name
-from megatron.checkpoint.patterns import check_pattern, matches
+from megatron.checkpoint.convert.patterns import check_pattern, matches
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.discovery import find_latest, open_checkpoint
+from megatron.checkpoint.formats.universal import find_universal
+from megatron.checkpoint.integrity.files import HostileFileError, read_json
+from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.integrity.names import check_file, check_parameter, check_plain, read_name
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.source import open_source
-from megatron.checkpoint.universal import convert
-from megatron.checkpoint.universal_reading import find_universal
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
 from tests.distributed.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native

@@ -12,17 +12,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from megatron.checkpoint.folders import find_latest
-from megatron.checkpoint.huggingface_import import read_hugging_face
-from megatron.checkpoint.inspect import inspect_folder
-from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.formats.universal import UniversalParameters, check_foreign, find_universal
+from megatron.checkpoint.integrity.manifest import seal
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.source import open_source
+from megatron.checkpoint.report.inspect import inspect_folder
+from megatron.checkpoint.report.tables import overview_text
 from megatron.checkpoint.states import open_states
-from megatron.checkpoint.tables import overview_text
-from megatron.checkpoint.universal import convert
-from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign, find_universal
-from megatron.checkpoint.weights import gathered_params
+from megatron.checkpoint.weights import full_weights
 from megatron.config import Config
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
@@ -93,7 +93,7 @@ def read_all(folder: Path) -> None:
     for name in states.names:
         for kind in states.kinds(name):
             states.read(name, kind).sum()
-    for _, weight in gathered_params(folder, model_specs(CONFIG, VOCAB, EOD)):
+    for _, weight in full_weights(folder, model_specs(CONFIG, VOCAB, EOD)):
         weight.sum()
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.files import HostileFileError
-from megatron.checkpoint.huggingface_import import read_hugging_face
+from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.distributed.layouts import VOCAB

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.files import HostileFileError
-from megatron.checkpoint.torch_files import load_file, read_file
+from megatron.checkpoint.formats.torch_archive import load_file, read_file
+from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.config import ConfigError
 from tests.unit.hostile import bounds, refusal
 

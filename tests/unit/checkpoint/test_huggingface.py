@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatron.checkpoint.folders import open_checkpoint
-from megatron.checkpoint.huggingface_export import (
+from megatron.checkpoint.convert.huggingface.exporter import (
     family_of,
     remarks,
     verification,
     write_hugging_face,
 )
-from megatron.checkpoint.huggingface_import import read_hugging_face
-from megatron.checkpoint.manifest import describe_file, seal
+from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.integrity.manifest import describe_file, seal
 from megatron.checkpoint.weights import load_whole_weights
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.single_process import GPTModel

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, GPTNeoXConfig
 
-from megatron.checkpoint.huggingface_import import read_hugging_face
+from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.weights import load_whole_weights
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line

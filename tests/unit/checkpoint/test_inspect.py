@@ -10,15 +10,15 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.checkpoint.compare import compare_checkpoints, different_settings
-from megatron.checkpoint.folders import open_checkpoint
-from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
-from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.convert.rules import derive_info
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.integrity.manifest import seal
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.rules import derive_info
-from megatron.checkpoint.source import open_source
-from megatron.checkpoint.tables import size_text
-from megatron.checkpoint.universal import convert
+from megatron.checkpoint.report.compare import compare_checkpoints, different_settings
+from megatron.checkpoint.report.inspect import inspect_checkpoint, inspect_folder
+from megatron.checkpoint.report.tables import size_text
 from megatron.config import ConfigError
 from tests.distributed.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from megatron.checkpoint.folders import TrainingState, describe_start, find_latest
-from megatron.checkpoint.manifest import seal
+from megatron.checkpoint.discovery import TrainingState, describe_start, find_latest
+from megatron.checkpoint.integrity.manifest import seal
 from megatron.config import ConfigError
 
 FILE = "layer_01-model_00-model_states.pt"

@@ -5,9 +5,9 @@ import re
 import pytest
 from deepspeed.checkpoint import constants
 
-from megatron.checkpoint import rules
-from megatron.checkpoint.reshape import spec_record
-from megatron.checkpoint.rules import Rule, check_rules, derive_info, foreign_rule, matching
+from megatron.checkpoint.convert import rules
+from megatron.checkpoint.convert.rules import Rule, check_rules, derive_info, foreign_rule, matching
+from megatron.checkpoint.reshard import spec_record
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec

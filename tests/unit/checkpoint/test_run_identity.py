@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import publishing
-from megatron.checkpoint.folders import TrainingState, describe_start, find_latest, open_checkpoint
-from megatron.checkpoint.identity import MAX_LINEAGE, LineageEntry, RunIdentity, lineage_record
-from megatron.checkpoint.latest import read_record
-from megatron.checkpoint.layout_files import missing_files
-from megatron.checkpoint.manifest import describe_file, seal
-from megatron.checkpoint.start import check_load, check_save, choose_checkpoint, identity_of_start
+from megatron.checkpoint.discovery import TrainingState, describe_start, find_latest, open_checkpoint
+from megatron.checkpoint.integrity.layout_files import missing_files
+from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity, lineage_record
+from megatron.checkpoint.lineage.latest import read_record
+from megatron.checkpoint.lineage.start import check_load, check_save, choose_checkpoint, identity_of_start
 from megatron.config import CheckpointConfig, ConfigError, TrainingConfig
 from tests.distributed.layouts import Row, config_of
 
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_read_is_nobodys_to_overwrite(tmp_path):
 
 
 def test_a_checkpoint_that_another_run_put_there_meanwhile_is_not_this_runs(tmp_path):
-    from megatron.checkpoint.start import owns_place
+    from megatron.checkpoint.lineage.start import owns_place
 
     run = Run(tmp_path, tmp_path).save(2)
     other = Run(tmp_path / "other", tmp_path / "other").save(4)
@@ -185,7 +185,7 @@ def test_a_kill_while_a_checkpoint_gets_its_name_leaves_the_newest_complete_one(
     where = {
         "rename": "megatron.checkpoint.publishing.os.rename",
         "latest": "megatron.checkpoint.publishing.point_to",
-        "record": "megatron.checkpoint.latest._write",
+        "record": "megatron.checkpoint.lineage.latest._write",
     }[at]
     entry = run.write(4)
     with monkeypatch.context() as patch, pytest.raises(Killed):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.pickles import Stub
-from megatron.checkpoint.torch_files import load_file, read_file, write_plain, write_tensor
+from megatron.checkpoint.formats.pickles import Stub
+from megatron.checkpoint.formats.torch_archive import load_file, read_file, write_plain, write_tensor
 from megatron.config import ConfigError
 
 
@@ -200,7 +200,7 @@ def test_a_compressed_or_huge_pickle_is_not_unpacked(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="data.pkl is compressed"):
         read_file(tmp_path / "f")
     write_plain(tmp_path / "f", list(range(1000)))
-    monkeypatch.setattr("megatron.checkpoint.torch_files._MAX_PICKLE_BYTES", 1000)
+    monkeypatch.setattr("megatron.checkpoint.formats.torch_archive._MAX_PICKLE_BYTES", 1000)
     with pytest.raises(ConfigError, match="its data.pkl has .* bytes, expected 1,000 at most"):
         read_file(tmp_path / "f")
 

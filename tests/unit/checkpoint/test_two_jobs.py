@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.checkpoint.owner import Owner, Timing, acquire, hold
+from megatron.checkpoint.lineage.owner import Owner, Timing, acquire, hold
 from megatron.config import ConfigError
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.checkpoint.folders import TrainingState
+from megatron.checkpoint.discovery import TrainingState
 from megatron.config import BatchSchedule, parse_args
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.training.stability.skipped_ranges import advance_state, range_to_skip

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron.checkpoint.folders import TrainingState
+from megatron.checkpoint.discovery import TrainingState
 from megatron.config import StabilityConfig
 from megatron.training.stability.spikes import SpikeDetector
 
@@ -23,7 +23,7 @@ def watch_over(policy, steps, state=START):
     for loss, norm in steps:
         watch.begin(state)
         refusals.append(watch.should_skip(loss, norm))
-        findings.append(watch.finding)
+        findings.append(watch.diagnosis)
         state = watch.update_window(TrainingState(state.iteration + 1), taken=not refusals[-1])
     return findings, refusals, state
 
@@ -67,4 +67,4 @@ def test_a_step_that_was_not_looked_at_leaves_the_window():
     before = TrainingState(5, recent_losses=(1.0, 2.0), recent_grad_norms=(1.0, 1.0))
     watch.begin(before)
     after = watch.update_window(TrainingState(6), taken=False)
-    assert (after.iteration, after.recent_losses, watch.finding) == (6, (1.0, 2.0), "")
+    assert (after.iteration, after.recent_losses, watch.diagnosis) == (6, (1.0, 2.0), "")

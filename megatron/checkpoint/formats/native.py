@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import expecting_layout
-from megatron.checkpoint.names import check_parameter
-from megatron.checkpoint.torch_files import StoredTensor, read_file
+from megatron.checkpoint.formats.torch_archive import StoredTensor, read_file
+from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.integrity.names import check_parameter
 from megatron.config.errors import ConfigError
 
 # The fp32 values of a parameter are asked for under this key, its moments under the optimizer's names.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folders import Checkpoint
-from megatron.checkpoint.optimizer_files import VALUES, OptimizerFiles
-from megatron.checkpoint.torch_files import StoredTensor
+from megatron.checkpoint.discovery import Checkpoint
+from megatron.checkpoint.formats.native import VALUES, OptimizerFiles
+from megatron.checkpoint.formats.torch_archive import StoredTensor
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import TPGroup

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import open_regular, sync_file
+from megatron.checkpoint.integrity.files import open_regular, sync_file
 
 # File name -> {"bytes": size, "sha256": digest in hex}.
 Files = dict[str, dict[str, Any]]

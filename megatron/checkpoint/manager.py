@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.certificate import Check, certify, check_certificate, table
 from megatron.checkpoint.compatibility import (
     check_copies,
     check_data,
@@ -29,8 +28,8 @@ from megatron.checkpoint.compatibility import (
     schedule_line,
     unequal_copies,
 )
-from megatron.checkpoint.digests import DigestsAsRead
-from megatron.checkpoint.folders import (
+from megatron.checkpoint.convert.rules import INFO_KEY, client_state, derive_info
+from megatron.checkpoint.discovery import (
     RUN_FILE,
     Checkpoint,
     TrainingState,
@@ -38,21 +37,22 @@ from megatron.checkpoint.folders import (
     is_universal,
     open_checkpoint,
 )
-from megatron.checkpoint.identity import LineageEntry, RunIdentity, lineage_record
-from megatron.checkpoint.layout_files import missing_files
-from megatron.checkpoint.manifest import describe_files, first_damaged, seal, write_atomically
-from megatron.checkpoint.owner import FolderOwner
-from megatron.checkpoint.publishing import clean_leftovers, is_in_place, publish, remove_old, saving_name
-from megatron.checkpoint.reshape import SavedParameters, spec_record
-from megatron.checkpoint.rules import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.start import (
+from megatron.checkpoint.formats.universal import UniversalParameters, check_foreign
+from megatron.checkpoint.integrity.layout_files import missing_files
+from megatron.checkpoint.integrity.manifest import describe_files, first_damaged, seal, write_atomically
+from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity, lineage_record
+from megatron.checkpoint.lineage.owner import FolderOwner
+from megatron.checkpoint.lineage.start import (
     check_save,
     choose_checkpoint,
     identity_of_start,
     owns_place,
     share_checkpoint,
 )
-from megatron.checkpoint.universal_reading import UniversalParameters, check_foreign
+from megatron.checkpoint.publishing import clean_leftovers, is_in_place, publish, remove_old, saving_name
+from megatron.checkpoint.reshard import SavedParameters, spec_record
+from megatron.checkpoint.verification.digests import DigestsAsRead
+from megatron.checkpoint.verification.record import Check, certify, check_certificate, table
 from megatron.config import Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of

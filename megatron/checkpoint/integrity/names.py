@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import HostileFileError, read_small
+from megatron.checkpoint.integrity.files import HostileFileError, read_small
 
 # A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.
 _MAX_LENGTH = 200

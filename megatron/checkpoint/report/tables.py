@@ -6,8 +6,8 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from megatron.checkpoint.compare import Comparison
-from megatron.checkpoint.inspect import Overview, ParameterRecord, Report, Summary
+from megatron.checkpoint.report.compare import Comparison
+from megatron.checkpoint.report.inspect import Overview, ParameterRecord, Report, Summary
 from megatron.text_table import format_table
 
 # Of run.json: what differs between any two checkpoints, a line per file or parameter.

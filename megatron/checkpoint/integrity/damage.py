@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
-from megatron.checkpoint.manifest import Files, describe_file
-from megatron.checkpoint.optimizer_files import VALUES
+from megatron.checkpoint.discovery import RUN_FILE, Checkpoint, is_universal
+from megatron.checkpoint.formats.native import VALUES
+from megatron.checkpoint.integrity.manifest import Files, describe_file
 from megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def compared_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
 def has_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Whether a whole fp32 tensor, with or without padding, is the one that the certificate tells of."""
     # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
-    from megatron.checkpoint.digests import fragment_digests
+    from megatron.checkpoint.verification.digests import fragment_digests
     from megatron.mpu.layout import TPGroup
 
     found = fragment_digests(spec, TPGroup(), 0, {"": whole.reshape(-1)})[""]

@@ -10,9 +10,9 @@ from math import prod
 
 import numpy as np
 
-from megatron.checkpoint.files import open_regular
-from megatron.checkpoint.rules import Merge, Rule
-from megatron.checkpoint.torch_files import StoredTensor
+from megatron.checkpoint.convert.rules import Merge, Rule
+from megatron.checkpoint.formats.torch_archive import StoredTensor
+from megatron.checkpoint.integrity.files import open_regular
 from megatron.config.errors import ConfigError
 
 # Of a parameter; beside it a worker holds as much again of its shards.

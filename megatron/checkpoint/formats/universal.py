@@ -22,8 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import expecting_layout
-from megatron.checkpoint.folders import (
+from megatron.checkpoint.convert.rules import INFO_KEY, VOCAB_SIZE_KEY, check_info
+from megatron.checkpoint.convert.to_universal import (
+    LATEST_UNIVERSAL_FILE,
+    LOSS_SCALE_KEY,
+    MOMENT_FILES,
+    OPTIMIZER_STATE_FILE,
+    STEP_FILE,
+)
+from megatron.checkpoint.discovery import (
     PARAMETER_FOLDER,
     RUN_FILE,
     Checkpoint,
@@ -32,19 +39,12 @@ from megatron.checkpoint.folders import (
     open_checkpoint,
     step_of,
 )
-from megatron.checkpoint.names import check_parameter, read_name, shown
-from megatron.checkpoint.optimizer_files import model_files
-from megatron.checkpoint.pickles import Stub
-from megatron.checkpoint.reshape import LazyTensors, ParameterState, recut
-from megatron.checkpoint.rules import INFO_KEY, VOCAB_SIZE_KEY, check_info
-from megatron.checkpoint.torch_files import load_file, read_file
-from megatron.checkpoint.universal import (
-    LATEST_UNIVERSAL_FILE,
-    LOSS_SCALE_KEY,
-    MOMENT_FILES,
-    OPTIMIZER_STATE_FILE,
-    STEP_FILE,
-)
+from megatron.checkpoint.formats.native import model_files
+from megatron.checkpoint.formats.pickles import Stub
+from megatron.checkpoint.formats.torch_archive import load_file, read_file
+from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.integrity.names import check_parameter, read_name, shown
+from megatron.checkpoint.reshard import LazyTensors, ParameterState, recut
 from megatron.config import Config, ConfigError
 from megatron.config.sections.model import MEGATRON_MODEL_ARGS
 from megatron.model.single_process import model_specs

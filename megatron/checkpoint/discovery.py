@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import read_json
-from megatron.checkpoint.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
-from megatron.checkpoint.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
-from megatron.checkpoint.layout_files import missing_files
-from megatron.checkpoint.manifest import first_misfit, is_sealed
-from megatron.checkpoint.names import check_run
+from megatron.checkpoint.integrity.files import read_json
+from megatron.checkpoint.integrity.layout_files import missing_files
+from megatron.checkpoint.integrity.manifest import first_misfit, is_sealed
+from megatron.checkpoint.integrity.names import check_run
+from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
+from megatron.checkpoint.lineage.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
 from megatron.config import Config, ConfigError
 
 RUN_FILE = "run.json"

@@ -11,8 +11,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from megatron.checkpoint.files import HostileFileError
-from megatron.checkpoint.names import shown
+from megatron.checkpoint.integrity.files import HostileFileError
+from megatron.checkpoint.integrity.names import shown
 
 _MAX_LENGTH = 300
 _TOKEN = re.compile(r"(?P<kind>\\[dw]|\\[^A-Za-z0-9]|\[0-9\]|[A-Za-z0-9_.-])(?P<repeat>[+*]?)")

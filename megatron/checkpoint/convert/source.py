@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import expecting_layout
-from megatron.checkpoint.folders import RUN_FILE, open_checkpoint
-from megatron.checkpoint.names import check_parameter, is_shape
-from megatron.checkpoint.optimizer_files import OptimizerFiles, model_files
-from megatron.checkpoint.rules import (
+from megatron.checkpoint.convert.rules import (
     INFO_KEY,
     VOCAB_SIZE_KEY,
     Merge,
@@ -25,7 +21,11 @@ from megatron.checkpoint.rules import (
     matching,
     unused_patterns,
 )
-from megatron.checkpoint.torch_files import read_file
+from megatron.checkpoint.discovery import RUN_FILE, open_checkpoint
+from megatron.checkpoint.formats.native import OptimizerFiles, model_files
+from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.integrity.names import check_parameter, is_shape
 from megatron.config.errors import ConfigError
 
 

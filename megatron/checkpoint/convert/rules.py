@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import HostileFileError
-from megatron.checkpoint.patterns import check_pattern, matches
+from megatron.checkpoint.convert.patterns import check_pattern, matches
+from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.sections.model import MEGATRON_MODEL_ARGS

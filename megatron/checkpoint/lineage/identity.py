@@ -38,7 +38,7 @@ class RunIdentity:
 
     lineage: its checkpoints so far, oldest first; the last one is the parent of the next. origin: the
     checkpoint outside --save, or the universal one, that the run began with. claimed: names in --save that
-    belong to the run although no id says so (see `megatron.checkpoint.start`). attempt: differs in each job.
+    belong to the run although no id says so (see `lineage.start`). attempt: differs in each job.
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))

@@ -32,17 +32,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.checkpoint.files import open_regular, read_small, rename_synced, sync_file, sync_tree
-from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE
-from megatron.checkpoint.manifest import seal, write_atomically
-from megatron.checkpoint.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
-from megatron.checkpoint.names import shown
-from megatron.checkpoint.optimizer_files import VALUES, model_files
-from megatron.checkpoint.pickles import Stub
-from megatron.checkpoint.reshape import spec_record
-from megatron.checkpoint.rules import Merge, rule_of
-from megatron.checkpoint.source import Source, identity
-from megatron.checkpoint.torch_files import StoredTensor, is_intact, read_file, write_plain, write_tensor
+from megatron.checkpoint.convert.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
+from megatron.checkpoint.convert.rules import Merge, rule_of
+from megatron.checkpoint.convert.source import Source, identity
+from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE
+from megatron.checkpoint.formats.native import VALUES, model_files
+from megatron.checkpoint.formats.pickles import Stub
+from megatron.checkpoint.formats.torch_archive import (
+    StoredTensor,
+    is_intact,
+    read_file,
+    write_plain,
+    write_tensor,
+)
+from megatron.checkpoint.integrity.files import open_regular, read_small, rename_synced, sync_file, sync_tree
+from megatron.checkpoint.integrity.manifest import seal, write_atomically
+from megatron.checkpoint.integrity.names import shown
+from megatron.checkpoint.reshard import spec_record
 from megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:

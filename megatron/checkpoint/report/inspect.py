@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.damage import compared_tensors, find_damage
-from megatron.checkpoint.files import HostileFileError
-from megatron.checkpoint.folders import (
+from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE, PARTIAL, SOURCE_FILE
+from megatron.checkpoint.discovery import (
     LATEST_FILE,
     PARAMETER_FOLDER,
     RUN_FILE,
@@ -29,13 +28,14 @@ from megatron.checkpoint.folders import (
     open_checkpoint,
     step_of,
 )
-from megatron.checkpoint.manifest import Files, first_misfit
-from megatron.checkpoint.names import read_name
-from megatron.checkpoint.optimizer_files import VALUES
+from megatron.checkpoint.formats.native import VALUES
+from megatron.checkpoint.formats.universal import find_universal
+from megatron.checkpoint.integrity.damage import compared_tensors, find_damage
+from megatron.checkpoint.integrity.files import HostileFileError
+from megatron.checkpoint.integrity.manifest import Files, first_misfit
+from megatron.checkpoint.integrity.names import read_name
 from megatron.checkpoint.reading import check_run_file
 from megatron.checkpoint.states import UniversalStates, specs_of
-from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE, PARTIAL, SOURCE_FILE
-from megatron.checkpoint.universal_reading import find_universal
 from megatron.checkpoint.weights import LayerFiles
 from megatron.config import ConfigError
 from megatron.config.sections.model import model_summary

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.digests import DigestsAsRead, StateDigests, digest_state
-from megatron.checkpoint.folders import Checkpoint
+from megatron.checkpoint.discovery import Checkpoint
+from megatron.checkpoint.verification.digests import DigestsAsRead, StateDigests, digest_state
 from megatron.config import Config, ConfigError
 from megatron.data.loader import MicroBatch
 from megatron.engine.pipeline_engine import GPTEngine

@@ -23,9 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.files import HostileFileError, open_regular
-from megatron.checkpoint.names import is_plain, one_line, shown
-from megatron.checkpoint.pickles import (
+from megatron.checkpoint.formats.pickles import (
     Function,
     HostilePickle,
     InertType,
@@ -33,6 +31,8 @@ from megatron.checkpoint.pickles import (
     check_key,
     read_pickle,
 )
+from megatron.checkpoint.integrity.files import HostileFileError, open_regular
+from megatron.checkpoint.integrity.names import is_plain, one_line, shown
 from megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.checkpoint.damage import check_weights, compared_tensors, has_digest
-from megatron.checkpoint.files import rename_synced, sync_tree
-from megatron.checkpoint.folders import RUN_FILE, Checkpoint, is_universal
-from megatron.checkpoint.huggingface import FAMILIES, Family
-from megatron.checkpoint.optimizer_files import VALUES
+from megatron.checkpoint.convert.huggingface.layout import FAMILIES, Family
+from megatron.checkpoint.discovery import RUN_FILE, Checkpoint, is_universal
+from megatron.checkpoint.formats.native import VALUES
+from megatron.checkpoint.integrity.damage import check_weights, compared_tensors, has_digest
+from megatron.checkpoint.integrity.files import rename_synced, sync_tree
 from megatron.checkpoint.states import open_states, specs_of
-from megatron.checkpoint.weights import gathered_params
+from megatron.checkpoint.weights import full_weights
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.fields import changes_model, flag_of, option_name
 from megatron.model.gpt_model import PARAMETER_DTYPES
@@ -188,7 +188,7 @@ def _our_weights(checkpoint: Checkpoint, precision: str, verify: bool) -> Iterat
     if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
         if verify:
             check_weights(checkpoint)
-        yield from gathered_params(checkpoint.folder, specs)
+        yield from full_weights(checkpoint.folder, specs)
         return
     states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {}) if verify else {}
     for name, spec in specs.items():

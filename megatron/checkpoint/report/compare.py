@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.folders import Checkpoint
+from megatron.checkpoint.discovery import Checkpoint
 from megatron.checkpoint.states import open_states, specs_of
 
 ABSENT = "absent"

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.folders import (
+from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE
+from megatron.checkpoint.discovery import (
     Checkpoint,
     find_latest,
     is_universal,
@@ -20,10 +21,9 @@ from megatron.checkpoint.folders import (
     place_of,
     step_of,
 )
-from megatron.checkpoint.identity import RunIdentity
-from megatron.checkpoint.latest import LatestRecord, read_latest, read_record
-from megatron.checkpoint.universal import LATEST_UNIVERSAL_FILE
-from megatron.checkpoint.universal_reading import find_universal
+from megatron.checkpoint.formats.universal import find_universal
+from megatron.checkpoint.lineage.identity import RunIdentity
+from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.config import CheckpointConfig, Config, ConfigError
 
 # Between the attempts to open what rank 0 has found: a network file system may show it to other nodes only

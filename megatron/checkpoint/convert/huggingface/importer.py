@@ -20,16 +20,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import torch_files
-from megatron.checkpoint.files import HostileFileError, expecting_layout, open_regular, read_json, sync_file
-from megatron.checkpoint.folders import PARAMETER_FOLDER, RUN_FILE, TrainingState
-from megatron.checkpoint.huggingface import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
-from megatron.checkpoint.manifest import seal, write_atomically
-from megatron.checkpoint.names import check_plain, is_plain, one_line, shown
-from megatron.checkpoint.native import layout_record
+from megatron.checkpoint.convert.huggingface.layout import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
+from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, put_in_place, write_parameter
+from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE, TrainingState
+from megatron.checkpoint.formats import torch_archive as torch_files
+from megatron.checkpoint.integrity.files import (
+    HostileFileError,
+    expecting_layout,
+    open_regular,
+    read_json,
+    sync_file,
+)
+from megatron.checkpoint.integrity.manifest import seal, write_atomically
+from megatron.checkpoint.integrity.names import check_plain, is_plain, one_line, shown
+from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.reading import tokenizer_settings
-from megatron.checkpoint.reshape import spec_record
-from megatron.checkpoint.universal import PARTIAL, check_space, put_in_place, write_parameter
+from megatron.checkpoint.reshard import spec_record
 from megatron.config import (
     BatchConfig,
     Config,

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import HostileFileError, read_json, read_small
-from megatron.checkpoint.identity import (
+from megatron.checkpoint.integrity.files import HostileFileError, read_json, read_small
+from megatron.checkpoint.integrity.manifest import is_sealed, seal, write_atomically
+from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LineageEntry,
     RunIdentity,
@@ -24,7 +25,6 @@ from megatron.checkpoint.identity import (
     parse_lineage,
     parse_run_id,
 )
-from megatron.checkpoint.manifest import is_sealed, seal, write_atomically
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"

@@ -1,0 +1,1 @@
+"""From one format to another: universal checkpoints and Hugging Face."""

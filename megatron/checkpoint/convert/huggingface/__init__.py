@@ -1,0 +1,1 @@
+"""BLOOM and GPT-2 from and to Hugging Face transformers."""

@@ -1,0 +1,1 @@
+"""Readers of the formats on disk: one module per format."""
