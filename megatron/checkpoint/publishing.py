@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,8 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     final = folder / entry.name
     replaced = final.with_name(f"{final.name}{REPLACED}")
     if final.exists():
-        if entry.name not in {before.name for before in identity.lineage}:
+        own = (before for before in identity.lineage if before.name == entry.name)
+        if not any(is_in_place(folder, before) for before in own):
             _LOG.warning("%s of another branch or run is replaced", final)
         _remove(replaced)
         os.rename(final, replaced)
@@ -116,6 +118,8 @@ def _remove(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()  # what it points to is somebody's elsewhere
     elif folder.exists():
-        # First what makes it look complete: the rest takes time, in which the job may be killed.
-        (folder / RUN_FILE).unlink(missing_ok=True)
+        if not _UNFINISHED.fullmatch(folder.name):
+            # The rest takes time, in which the job may be killed: `clean_leftovers` then finds it.
+            name = folder.name.removesuffix(REPLACED)
+            folder = folder.rename(folder.with_name(f"{SAVING}{name}.{secrets.token_hex(4)}"))
         shutil.rmtree(folder)

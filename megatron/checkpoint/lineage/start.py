@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.discovery import (
+    RUN_FILE,
     Checkpoint,
     find_latest,
     is_universal,
@@ -133,8 +134,9 @@ def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
 
 
 def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) -> frozenset[str]:
-    """Names in --save that belong to a run although no run id says so: those that cannot be read and that
-    the run's own files name, and those from before run ids that descend from the same names."""
+    """Names in --save that belong to the run that resumes there although no run id says so: those that were
+    never finished, those that cannot be read and that the run's own files name, and those from before run
+    ids that descend from the same names."""
     told = {read_latest(save)}
     if record is not None:
         told |= {entry.name for entry in (*record.lineage, record.upcoming) if entry is not None}
@@ -143,7 +145,7 @@ def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) ->
     for name, path in native_names(save).items():
         run = _run_of(path)
         if run is None:
-            belongs = name in told
+            belongs = name in told or not (path / RUN_FILE).exists()
         else:
             names = {name, *(entry if isinstance(entry, str) else "" for entry in run.get("lineage", []))}
             belongs = "run_id" not in run and bool(names & old_names)

@@ -131,6 +131,13 @@ def test_a_folder_that_cannot_be_read_is_nobodys_to_overwrite(tmp_path):
         Run(tmp_path)
 
 
+def test_a_folder_that_was_never_finished_does_not_hinder_a_resume_and_is_replaced(tmp_path):
+    Run(tmp_path, tmp_path).save(2)
+    (tmp_path / "global_step4").mkdir()
+    run = Run(tmp_path, tmp_path).save(4)
+    assert run.started_from == "global_step2" and Run(tmp_path, tmp_path).started_from == "global_step4"
+
+
 def test_a_checkpoint_that_another_run_put_there_meanwhile_is_not_this_runs(tmp_path):
     from megatron.checkpoint.lineage.start import owns_place
 
@@ -367,6 +374,21 @@ def test_a_cleanup_that_fails_does_not_fail_the_save(tmp_path, monkeypatch, capl
     assert find_latest(tmp_path).folder.name == "global_step2"
     for name in ("saving-global_step9", "global_step1.replaced", "global_step1"):
         assert re.search(rf"{name}\S* cannot be (removed|deleted): .*not empty", caplog.text)
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_what_the_next_save_removes(tmp_path, monkeypatch):
+    run = Run(tmp_path, tmp_path, keep_last=1).save(1)
+
+    def die(path):
+        (path / FILE).unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(publishing.shutil, "rmtree", die)
+        run.save(2)
+    assert steps_in(tmp_path) == [2] and len(list(tmp_path.glob("saving-*"))) == 1
+    Run(tmp_path, tmp_path).save(3)
+    assert steps_in(tmp_path) == [2, 3] and not list(tmp_path.glob("saving-*"))
 
 
 def test_leftovers_are_removed_before_the_save_and_conversions_are_not(tmp_path):
