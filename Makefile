@@ -1,6 +1,6 @@
 # make train   set up, then train a small GPT on this machine's CPU and show what came of it
 # make test    set up, then run the tests that every change must pass
-# make test-all  the full matrix too, which takes hours on two cores
+# make test-all  set up, then run the full matrix too (more than an hour on two cores)
 # make setup   only make the virtual environment .venv
 # make lint    set up, then format check, lint and types
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -22,19 +23,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slice",
         metavar="K/N",
-        help="of the tests that are selected only every Nth, from the Kth on, in an order by hash",
+        help="run only the tests of slice K out of N, by a hash of their names",
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one slice of the tests. Any N slices K = 0 .. N - 1 together are all tests, and a test's slice
-    does not depend on which others there are."""
+    """Marks the rows outside the gate, then keeps one slice of the tests.
+
+    The N slices K = 0 .. N - 1 together are all tests. The slice of a test does not depend on other tests.
+    """
+    _mark_rows_outside_the_gate(items)
     if config.option.slice is None:
         return
     wanted, count = map(int, config.option.slice.split("/"))
     chosen = {item for item in items if zlib.crc32(item.nodeid.encode()) % count == wanted % count}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
+    """Of a test with `gate(rows=N)`, N parameter rows stay in the gate: evenly spaced, the first included. The
+    others get the mark `full`."""
+    rows = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("gate") is not None:
+            rows[item.nodeid.partition("[")[0]].append(item)
+    for all_rows in rows.values():
+        count = all_rows[0].get_closest_marker("gate").kwargs["rows"]
+        kept = {index * len(all_rows) // count for index in range(count)}
+        for index, item in enumerate(all_rows):
+            if index not in kept:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
    copies drift apart. Here the stages come last. tests/distributed/test_tied_copies.py
 14. torch 2.13 on CPUs: the first `torch.exp` of a process, if several threads run it, has relative errors of
    1e-4 in half of its rows, in a few of 100 processes: the threads race to initialize MKL's vector math.
+   Seen with `exp`; the other functions of that library that models use are initialized with it.
    tests/distributed/test_workarounds.py
 """
 
@@ -61,9 +62,11 @@ def disable_shm_comm_jit() -> None:
 
 
 def initialize_vector_math() -> None:
-    """Entry 14. One element is the work of one thread. To be called before anything computes; a second call
-    costs a microsecond."""
-    torch.exp(torch.zeros(1, device="cpu"))
+    """Entry 14. One element is computed by one thread. To be called before anything else computes; a second
+    call costs some microseconds."""
+    one = torch.ones(1, device="cpu")
+    for function in (torch.exp, torch.log, torch.sin, torch.cos, torch.tanh, torch.erf):
+        function(one)
 
 
 class PatchedPipelineEngine(PipelineEngine):

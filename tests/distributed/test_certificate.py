@@ -48,6 +48,7 @@ def certificate_in(folder):
     return json.loads((folder / "global_step2" / "run.json").read_text())["certificate"]
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2, dp=2, zero=1), Row(pp=4), Row(tp=4, zero=1)], ids=str)
 def test_a_certificate_does_not_depend_on_the_layout(row, tmp_path):
     run_world(4, save, Row(tp=2, dp=2, zero=1), tmp_path)

@@ -56,6 +56,7 @@ def test_the_reference_run_learns_and_some_of_its_steps_are_clipped():
     assert min(norms) < CLIP < max(norms)
 
 
+@pytest.mark.gate(rows=8)
 @pytest.mark.parametrize("row", covering_rows(), ids=str)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(row):
     for history in run_world(row.world_size, train_layout, row, timeout=TIMEOUT_S):
@@ -63,6 +64,7 @@ def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(row):
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("row", low_precision_rows(), ids=str)
 def test_bf16_and_fp16_follow_the_fp32_loss(row):
     for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S):
@@ -82,6 +84,7 @@ def loss_rows():
     ]
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", loss_rows(), ids=str)
 def test_the_plain_loss_trains_as_the_fused_one_does(row):
     plain = {"training": {"loss_implementation": "plain"}}
@@ -108,6 +111,7 @@ def dropout_reference(row):
     return run_world(1, train_with, row, SHORT, {"model": DROPOUT})[0]
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", dropout_rows(), ids=str)
 def test_dropout_does_not_depend_on_the_layout(row):
     expected = dropout_reference(row.reference)

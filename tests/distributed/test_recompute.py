@@ -94,6 +94,7 @@ def history_and_parts(row, changes):
     return sizes, history + train(engine, range(1, STEPS))
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     ("row", "flags", "changes"),
     [

@@ -52,6 +52,7 @@ def train_with_changes(row, steps, changes):
     return train(build_engine(config_of(row, **changes)), range(steps))
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("saver", SHAPES)
 def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
     """The vocabulary of 101 is padded to 104, 112 and 128 rows on 1, 2 and 4 tensor ranks."""
@@ -67,6 +68,7 @@ def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
 def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(pipeline, tmp_path):
     """BigScience saw 1.9439 on 12 stages and 2.0429 on 72, for one checkpoint."""
@@ -77,6 +79,7 @@ def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(p
     assert history[0][0] == pytest.approx(uninterrupted(changes)[0][0], rel=1e-6)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")])
 def test_a_resume_may_change_the_precision(before, after, tmp_path):
     save_row, row = Row(tp=2, zero=1, precision=before), Row(pp=2, precision=after)

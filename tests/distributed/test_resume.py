@@ -90,6 +90,7 @@ def resume_and_go_on(row, optimizer, folder):
     return checkpoint.state, outcome(engine, range(3, 6))
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize(
     "optimizer, precision, zero",
     [("adam", precision, zero) for precision in ("fp32", "bf16", "fp16") for zero in (0, 1)]
@@ -138,6 +139,7 @@ def resume_with(row, parallel, folder):
     return train(engine, range(3, 6))
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("zero, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (0, "fp16")])
 @pytest.mark.parametrize("stages", OTHER_STAGES)
 @pytest.mark.parametrize("back", [False, True])

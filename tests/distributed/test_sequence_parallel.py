@@ -42,6 +42,7 @@ def run_history(row, changes):
     return history_of(row, **changes)
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize(
     "row",
     [

@@ -89,6 +89,7 @@ def check(row, parallel, clip=1.0, dropout=0.0):
         assert losses == pytest.approx(expected_losses, rel=FP32_BOUND if exact else 2e-3)
 
 
+@pytest.mark.gate(rows=5)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("stages", STAGES)
 def test_stages_of_any_content_train_as_one_process_does(stages, zero):
@@ -98,6 +99,7 @@ def test_stages_of_any_content_train_as_one_process_does(stages, zero):
     )
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("stages", ["embedding alone, head alone", "empty stages beside the ends"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
@@ -129,6 +131,7 @@ def test_all_ranks_cut_by_the_same_measured_times(schedule):
     assert all(first < last for first, last in pairwise(bounds))
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "stages", ["embedding alone, head alone", "an empty stage in the middle", "final norm alone"]
@@ -139,6 +142,7 @@ def test_stages_of_any_content_in_16_bits(stages, precision):
     check(row, {"partition_method": method}, clip=0.0)
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("stages", V_STAGES)
 def test_dualpipev_trains_as_one_process_does(stages, zero):
@@ -147,6 +151,7 @@ def test_dualpipev_trains_as_one_process_does(stages, zero):
     check(Row(pp=ranks, dp=2 if ranks == 2 else 1, zero=zero), parallel, dropout=0.1)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row",
     [

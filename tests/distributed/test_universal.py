@@ -63,6 +63,7 @@ def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     changes = {**GATED, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
@@ -146,6 +147,7 @@ def is_equal(one, other):
     return one == other
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("changes", [GATED, BLOOM], ids=["gated", "bloom"])
 def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
     source = saved(tmp_path, Row(tp=2, pp=2, zero=1), changes)

@@ -84,6 +84,7 @@ def reference(row):
     return run_world(1, history_of, row, STEPS, {})[0]
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
@@ -96,6 +97,7 @@ def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_16_bits_follow_the_fp32_loss(precision, zero):
@@ -132,6 +134,7 @@ def test_every_rank_names_the_bad_gradient(zero):
     assert unchanged and f"rank 1 (stage 0, tensor rank 0, data rank 1): {name} (and 0 more)" in message
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_8_bit_moments_train_as_with_zero_1(zero):
     row = Row(tp=2, dp=2, micro_batch=4)
@@ -144,6 +147,7 @@ def test_8_bit_moments_train_as_with_zero_1(zero):
 # --- the host's memory ---
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "row",
     [
@@ -263,6 +267,7 @@ def open_midway(row, folder, changes):
     return certify(engine, VOCAB), train(engine, range(3, 6))
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
     row = SAVERS[saver]

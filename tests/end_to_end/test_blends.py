@@ -32,6 +32,7 @@ def weighted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
     ]
 
 
+@pytest.mark.full
 def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
     weighted: list[str], tmp_path: Path
 ) -> None:

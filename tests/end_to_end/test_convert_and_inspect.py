@@ -90,6 +90,7 @@ def first_loss(flags: list[str], theirs: Path) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).item()
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("kind", ["bloom", "gpt2"])
 def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     kind: str, corpus: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -126,6 +127,7 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
         assert history[0] == pytest.approx(expected, rel=1e-6), name
 
 
+@pytest.mark.full
 def test_a_native_checkpoint_has_the_same_loss_after_the_way_over_hugging_face(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

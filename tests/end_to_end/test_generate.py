@@ -125,6 +125,7 @@ def output(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_text_is_the_argmax_of_a_plain_gpt(
     name: str, train: Callable[[str], Trained], capsys: pytest.CaptureFixture[str]

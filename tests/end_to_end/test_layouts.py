@@ -78,6 +78,7 @@ def test_tensor_and_pipeline_parallel_through_launch_print_the_run_of_one_proces
     assert_same_run(four, single)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
@@ -95,6 +96,7 @@ def test_other_stages_print_the_run_of_one_process(
     assert_same_run(run, single)
 
 
+@pytest.mark.full
 def test_dualpipev_prints_the_run_of_1f1b_and_the_stages_of_each_rank(data: list[str]) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2"]
     plain, is_v_schedule = (
@@ -106,6 +108,7 @@ def test_dualpipev_prints_the_run_of_1f1b_and_the_stages_of_each_rank(data: list
     assert held == [("0", "0"), ("1", "1"), ("1", "2"), ("0", "3")]
 
 
+@pytest.mark.full
 def test_measured_times_are_kept_and_read_again(data: list[str], tmp_path: Path) -> None:
     times = tmp_path / "folder" / "times.json"
     method = ["--partition-method", "profile", "--partition-profile", str(times)]
@@ -126,6 +129,7 @@ def test_measured_times_are_kept_and_read_again(data: list[str], tmp_path: Path)
     assert other.exit_code == 2 and "micro_batch_size was 1, is 2" in other.stderr
 
 
+@pytest.mark.full
 def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process(
     single: Run, data: list[str], tmp_path: Path
 ) -> None:

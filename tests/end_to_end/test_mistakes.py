@@ -69,6 +69,7 @@ def absent_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[
     return ["--load", str(folder / "none"), "--eval-only"], ("--load", "does not exist: --eval-only needs")
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "mistake",
     [truncated, absent, indivisible, contradiction, unwritable_checkpoints, absent_checkpoints],

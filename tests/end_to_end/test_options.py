@@ -21,6 +21,7 @@ def fp32(data: list[str]) -> Run:
     return pretrain([*FLAGS, *data])
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "precision", [["--bf16", "--zero-stage", "1"], ["--fp16", "--initial-loss-scale", "1024"]]
 )
@@ -48,6 +49,7 @@ def test_a_loss_scale_that_overflows_skips_steps_and_halves(data: list[str]) -> 
     assert skips[0] == 1 and 0 in skips
 
 
+@pytest.mark.full
 def test_document_boundaries_change_the_loss_alike_on_every_layout(data: list[str], fp32: Run) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, *DOCUMENTS, "--reset-position-ids"]
     split = pretrain([*flags, *data, "--tensor-model-parallel-size", "2"], processes=2)
@@ -59,6 +61,7 @@ def test_document_boundaries_change_the_loss_alike_on_every_layout(data: list[st
     assert max(abs(a["lm_loss"] - b) for a, b in zip(without.steps, losses, strict=True)) > 1e-4
 
 
+@pytest.mark.full
 def test_tokens_end_a_run_and_no_train_evaluates_what_it_saved(data: list[str], tmp_path: Path) -> None:
     checkpoints = ["--save", str(tmp_path), "--load", str(tmp_path)]
     flags = [
@@ -97,6 +100,7 @@ def test_8_bit_adam_tells_whose_moments_have_8_bits_and_resumes(data: list[str],
     assert "moments, as" not in resumed.stdout
 
 
+@pytest.mark.full
 def test_zero_3_with_offload_has_the_losses_of_one_process_and_opens_elsewhere(
     data: list[str], fp32: Run, tmp_path: Path
 ) -> None:

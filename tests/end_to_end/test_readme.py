@@ -132,6 +132,7 @@ def test_the_quickstart_trains_resumes_samples_and_plots(quickstart: str, copy: 
     assert "def read(self, size=-1):" in quickstart.partition("6/6")[2]
 
 
+@pytest.mark.full
 def test_a_second_quickstart_makes_nothing_twice_and_goes_on(quickstart: str, copy: Path) -> None:
     files = [copy / "runs" / "quickstart" / name for name in ("text.jsonl", "tokens_text_document.bin")]
     before = [file.stat().st_mtime_ns for file in files]
@@ -167,6 +168,7 @@ def test_a_176b_run_is_planned(copy: Path) -> None:
     assert "384 processes = tensor 4 x pipeline 12 x data 8" in printed
 
 
+@pytest.mark.full
 def test_a_cluster_of_one_node_trains(corpus: Path, data: list[str], copy: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2"]
     printed = run(

@@ -60,6 +60,7 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     return [left, killed, switched, signalled, finished], checkpoints
 
 
+@pytest.mark.gate(rows=1)
 def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
     interrupted: tuple[list[Run], Path], data: list[str]
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_run_that_is_cut_short_saves_and_says_so_by_its_code(data: list[str], 
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
 
 
+@pytest.mark.gate(rows=1)
 def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path], data: list[str]) -> None:
     """Saved by PP 2 with ZeRO-1; two tensor ranks without ZeRO see the same losses."""
     runs, checkpoints = interrupted
@@ -138,6 +140,7 @@ def test_a_truncated_file_is_named_and_the_checkpoint_before_taken(
     assert run.steps[-1] == interrupted[0][-1].steps[-1]
 
 
+@pytest.mark.full
 def test_kills_at_random_instants_of_saving_lose_nothing_that_was_complete(
     data: list[str], tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ FLAGS = (
 ).split()
 
 
+@pytest.mark.full
 def test_trouble_is_the_same_in_one_go_and_interrupted_on_another_layout(
     data: list[str], tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
     )
 
 
+@pytest.mark.full
 def test_104b_goes_on_after_all_that_befalls_it(
     submit: Submit, places: dict[str, object], tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def losses(log: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^ iteration +(\d+)/.*lm loss: (\S+)", log, re.M)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "layers", "cut"),
     [
@@ -143,16 +145,19 @@ def test_a_large_vocabulary(
     assert f"--partition-method {cut}" in first.log()
 
 
+@pytest.mark.full
 def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
     train_leave_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
 
 
+@pytest.mark.full
 def test_a_curriculum(submit: Submit, places: dict[str, object]) -> None:
     variables = {**TINY, **places, "CURRICULUM_START": 8, "CURRICULUM_STEPS": 4}
     tokens = {"TRAIN_TOKENS": 10_000, "LR_DECAY_TOKENS": 10_000, "TRAIN_SAMPLES": 4 * STEPS}
     train_leave_and_resume(submit, "tr8b-104B-cl.slurm", **{**variables, **tokens})
 
 
+@pytest.mark.full
 def test_a_sweep_times_each_method(submit: Submit, places: dict[str, object], tmp_path: Path) -> None:
     variables = {**TINY, **places, "METHODS": "type:transformer memory", "STEPS": 2}
     job = submit("sweep-partition.slurm", options=("--array=0-1%1",), **variables)
@@ -162,6 +167,7 @@ def test_a_sweep_times_each_method(submit: Submit, places: dict[str, object], tm
     assert not list(tmp_path.glob("runs/**/global_step*"))
 
 
+@pytest.mark.full
 def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[str], tmp_path: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2", "--train-iters", "2"]
     run = subprocess.run(
@@ -240,6 +246,7 @@ STUBS = {
 }
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     ("script", "nodes", "words", "layout"),
     [

@@ -117,6 +117,7 @@ def gradients(row, training):
     return loss, norm, kept
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layers_together", [1, 2, 3])
 @pytest.mark.parametrize("positions", ["absolute", "alibi"])
