@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
-    """Of a test with `gate(rows=N)`, N parameter rows stay in the gate: evenly spaced, the first included. The
-    others get the mark `full`."""
+    """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, the first included. The
+    other rows get the mark `full`."""
     rows = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gate") is not None:

@@ -375,7 +375,10 @@ class MixedPrecisionOptimizer:
                 packed_moments = {key: flat.packed(moment) for key, moment in moments.items()}
                 base["state"][index] = {**base["state"][index], **packed_moments}
             mappings.append(addresses)
-            masters.append(flat.packed(flat.master.detach()))
+            master = flat.packed(flat.master.detach())
+            # torch.save writes the whole storage of a view, which in fp32 are the weights of all partitions.
+            is_view_of_weights = flat.shares_master and self.partition_count > 1
+            masters.append(master.clone() if is_view_of_weights else master)
         return {
             "clip_grad": self.clip_grad,
             "base_optimizer_state": base,

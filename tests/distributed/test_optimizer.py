@@ -370,6 +370,20 @@ def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
         assert held == pytest.approx(parameters, abs=2 * ALIGNMENT)
 
 
+def bytes_of_saved_state(row):
+    """What torch.save writes of the optimizer state: the storages of its tensors, each of them once."""
+    state = build_engine(config_of(row)).optimizer.state_dict()
+    masters = state["single_partition_of_fp32_groups"]
+    storages = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in masters}
+    return sum(storages.values()), sum(master.nbytes for master in masters)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_saves_its_own_partition_of_the_master_weights(precision):
+    for written, own in run_world(2, bytes_of_saved_state, Row(dp=2, zero=1, precision=precision)):
+        assert own <= written <= 1.1 * own
+
+
 def train_a_little(row):
     return train_layout(row, 5, model=TWO_LAYERS)
 
