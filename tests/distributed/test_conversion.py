@@ -45,7 +45,7 @@ def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
 
 KILLED = """
 import itertools, os, signal, sys
-from megatron.checkpoint import universal
+from megatron.checkpoint.convert import to_universal as universal
 
 # Worker threads share the counter: each number is given out once, so exactly one of them sees the last.
 blocks, numbers, last = universal.whole_blocks, itertools.count(1), int(sys.argv.pop())

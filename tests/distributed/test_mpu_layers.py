@@ -48,7 +48,7 @@ class GatedMlp(nn.Module):
 
     def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()
-        self.columns = ColumnParallelLinear(HIDDEN, 2 * INNER, tp_group, init_std=0.3, blocks=2)
+        self.columns = ColumnParallelLinear(HIDDEN, 2 * INNER, tp_group, init_std=0.3, num_fused_parts=2)
         self.rows = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3, bias=False)
 
     def forward(self, x):

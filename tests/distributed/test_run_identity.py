@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron.checkpoint import manager as native
+from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
@@ -83,7 +83,7 @@ def save_and_lose_the_folder(folder):
     outcomes = []
     for when in ("never", "before", "during"):
         owner = acquire(folder, Owner.of_this_process("n1"), print) if rank_0 else None
-        described = native.describe_files
+        described = manager.describe_files
 
         def lose_it(path, described=described):
             files = described(path)
@@ -93,17 +93,17 @@ def save_and_lose_the_folder(folder):
 
         if when == "before" and rank_0:
             take_over(folder)
-        native.describe_files = lose_it if when == "during" else described
+        manager.describe_files = lose_it if when == "during" else described
         outcomes.append(save(engine, folder, 1 + len(outcomes), owner))
-        native.describe_files = described
+        manager.describe_files = described
         if rank_0:
             for file in folder.glob("owner-*"):
                 file.unlink()
-    native.describe_files = lambda path: {
+    manager.describe_files = lambda path: {
         n: f for n, f in described(path).items() if "mp_rank_00_model" not in n
     }
     outcomes.append(save(engine, folder, 9))
-    native.describe_files = described
+    manager.describe_files = described
     return outcomes
 
 
@@ -152,7 +152,7 @@ def save_good_then_unequal(folder):
         if step == 3:
             flat.master.data[place] += 1e-3 * engine.global_rank
         assert save(engine, folder, step) is None
-    checkpoints = native.CheckpointManager(engine, VOCAB, EOD, FINGERPRINT)
+    checkpoints = manager.CheckpointManager(engine, VOCAB, EOD, FINGERPRINT)
     back = checkpoints.rollback()
     # What is saved now descends from the good one.
     return back.folder.name, save(engine, folder, 5)
