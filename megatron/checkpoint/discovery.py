@@ -138,7 +138,11 @@ def _line_of(
     """Names of the run's checkpoints with their digests (None: any), in the order in which they are tried,
     and in words why the first is not simply the one that `latest` names."""
     record = read_record(folder)
-    if record is not None and latest in (None, record.latest, record.upcoming and record.upcoming.name):
+    # The program writes `latest` before its record. A newer `latest` was edited, or the job was killed
+    # between the two: in both cases it names the right checkpoint.
+    is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)
+    recorded = None if record is None else (None, record.latest, record.upcoming and record.upcoming.name)
+    if record is not None and recorded is not None and latest in recorded and not is_newer:
         entries = [*record.lineage]
         if record.upcoming is not None and _digest_of(folder, record.upcoming) == record.upcoming.sha256:
             entries.append(record.upcoming)
@@ -157,13 +161,22 @@ def _line_of(
     reason = ""
     if record is not None:
         newest = (record.upcoming or record.lineage[-1]).name if record.lineage or record.upcoming else "none"
-        reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
+        if latest != newest:
+            reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
     own = _described(place_of(folder, latest))
     if own is not None:
         return {latest: None} | _newest_first(_lineage_of(own, _all_described(folder, names))), reason
     before = {name: path for name, path in names.items() if step_of(name) < step_of(latest)}
     rest = _newest_first(record.lineage) if record is not None else _only_line(folder, before)
     return {latest: None} | rest, reason
+
+
+def _is_newer(file: Path, other: Path) -> bool:
+    """Whether a file was written after another one of the same folder. Both times are of one file system."""
+    try:
+        return file.stat().st_mtime_ns > other.stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ def find_checkpoint(
     learning-rate schedule, unless flags say that the latter are meant, and for a --save folder that belongs
     to another run. damaged: paths of checkpoints to pass over, and why.
     """
-    checkpoint = choose_checkpoint(config.checkpoint, damaged)
+    # An evaluation is of the checkpoint that is given, not of what was saved since.
+    options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
+    checkpoint = choose_checkpoint(options, damaged)
     if checkpoint is None and config.checkpoint.load and config.training.no_train:
         raise ConfigError(
             f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
@@ -313,7 +315,7 @@ def _delete_old(engine: GPTEngine, folder: Path, name: str, unequal: list[str]) 
             protected = newest_of_this_run(engine, folder, with_unequal_copies=False)
     if engine.checkpoint_identity is not None:
         kept = protected.folder.name if protected is not None else None
-        remove_old(folder, engine.checkpoint_identity.lineage, options, kept)
+        remove_old(folder, engine.checkpoint_identity, options, kept)
 
 
 def _parameter_records(engine: GPTEngine) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.discovery import REPLACED, RUN_FILE, SAVING, open_checkpoint
@@ -64,8 +63,13 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
         own = (before for before in identity.lineage if before.name == entry.name)
         if not any(is_in_place(folder, before) for before in own):
             _LOG.warning("%s of another branch or run is replaced", final)
-        _remove(replaced)
-        os.rename(final, replaced)
+        if _is_unknown(final):
+            kept = final.with_name(f"unknown-{final.name}.{secrets.token_hex(4)}")
+            _LOG.warning("%s has no %s, so nothing says whose it is: it is kept as %s", final, RUN_FILE, kept)
+            os.rename(final, kept)
+        else:
+            _remove(replaced)
+            os.rename(final, replaced)
     os.rename(saving, final)
     sync_file(folder)
     identity = identity.after(entry)
@@ -77,18 +81,22 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     return identity
 
 
-def remove_old(
-    folder: Path, lineage: Sequence[LineageEntry], options: CheckpointConfig, protected: str | None
-) -> None:
-    """Deletes what --keep-last does not keep. lineage: of this run, oldest first, the new checkpoint last.
+def _is_unknown(folder: Path) -> bool:
+    """Whether it holds files and no `run.json`: another program's checkpoint, or what is left of one."""
+    return not (folder / RUN_FILE).exists() and any(folder.iterdir())
 
-    protected: a name that stays in any case. Only checkpoints of the lineage are deleted, which is known by
-    the digest of their `run.json`. A failure is logged.
+
+def remove_old(folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:
+    """Deletes what --keep-last does not keep. identity: with the new checkpoint at the end of its lineage.
+
+    protected: a name that stays in any case. Only checkpoints that this run saved are deleted: the lineage
+    also has those of the run that it began from. The digest of `run.json` identifies them. A failure is
+    logged.
     """
     if options.keep_last is None:
         return
     interval, kept = options.save_retain_interval, 0
-    for entry in reversed(lineage):
+    for entry in reversed([entry for entry in identity.lineage if identity.saved(entry)]):
         path = folder / entry.name
         if kept < options.keep_last:
             kept += is_in_place(folder, entry)

@@ -57,6 +57,10 @@ class RunIdentity:
         position = [entry.name for entry in self.lineage].index(name)
         return replace(self, lineage=self.lineage[: position + 1])
 
+    def saved(self, entry: LineageEntry) -> bool:
+        """Whether this run saved the checkpoint of its lineage, and not a run that it began from."""
+        return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.claimed)
+
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
         """Whether the checkpoint `name` in --save belongs to this run. run: its `run.json`, None if that
         cannot be read."""

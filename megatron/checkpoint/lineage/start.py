@@ -39,7 +39,7 @@ def check_load(config: Config) -> None:
         return
     if config.training.no_train:
         raise ConfigError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
-    if save is None or not _is_same(load, save):
+    if save is None or not (_is_same(load, save) or _continuation(config.checkpoint, None)):
         raise ConfigError(
             f"--load {load} does not exist: give a folder that does; for a fresh start leave it out, or give "
             "--load and --save the same folder"
@@ -52,8 +52,17 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     if config.load is None:
         return None
     load = Path(config.load)
-    given = find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
-    if given is None or config.save is None or is_universal(Path(config.save)):
+    try:
+        given = find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
+    except ConfigError as error:
+        # The run may have saved its own checkpoints since, and not need the first one any more.
+        continued = _continuation(config, damaged)
+        if continued is None:
+            raise
+        return replace(continued, passed_over="; ".join(filter(None, (str(error), continued.passed_over))))
+    if given is None:
+        return _continuation(config, damaged)
+    if config.save is None or is_universal(Path(config.save)):
         return given
     if not config.universal_checkpoint and _is_same(load, config.save):
         return given
@@ -61,10 +70,26 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         own = find_latest(config.save, damaged)
     except ConfigError as error:  # none of them is complete: the given one is
         return replace(given, passed_over="; ".join(filter(None, (given.passed_over, str(error)))))
-    if own is None or not _began_with(own.run.get("origin"), given, config):
+    if own is None or not began_with(own.run.get("origin"), given, config):
         return given
     reason = f"this run has saved it since it started from {given.folder}"
     return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
+
+
+def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    """What the run that began at --load has saved in another folder, --save, by the path that its origin
+    records; None if there is no such checkpoint."""
+    if config.load is None or config.save is None or _is_same(config.load, config.save):
+        return None
+    try:
+        own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
+    except ConfigError:
+        return None
+    origin = None if own is None else own.run.get("origin")
+    path = origin.get("path") if isinstance(origin, dict) else None
+    if not isinstance(path, str):
+        return None
+    return own if os.path.realpath(config.load) in (path, os.path.dirname(path)) else None
 
 
 def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -82,17 +107,20 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
         "folder": checkpoint.folder.name,
         "iteration": checkpoint.state.iteration,
         "sha256": checkpoint.run.get("sha256"),
+        "path": os.path.realpath(checkpoint.folder),
     }
 
 
-def _began_with(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
+def began_with(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
     """Whether a run with this origin began with the given checkpoint, or, where --load is the folder of a run
     that has gone on since, with an earlier one of that run."""
     if not isinstance(origin, dict):
         return False
-    digest = origin.get("sha256")
-    if digest is None or digest == given.run.get("sha256"):
-        return origin == origin_record(given)
+    digest, now = origin.get("sha256"), origin_record(given)
+    if digest is None or digest == now["sha256"]:
+        # Without a digest, as in other programs' universal checkpoints, the path tells two of one name apart.
+        keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
+        return all(origin.get(key) == now[key] for key in keys)
     if config.universal_checkpoint or _is_same(given.folder, config.load):
         return False
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
@@ -119,7 +147,7 @@ def identity_of_start(checkpoint: Checkpoint | None, config: CheckpointConfig) -
             origin = checkpoint.run.get("origin")
         claimed = _claimed(save, lineage, record if record and record.run_id == run_id else None)
         return RunIdentity(run_id, lineage, origin, claimed)
-    if record is not None and _began_with(record.origin, checkpoint, config):
+    if record is not None and began_with(record.origin, checkpoint, config):
         # This run has been here, and all that it saved is damaged.
         return RunIdentity(record.run_id, lineage, origin, _claimed(save, lineage, record))
     return RunIdentity(lineage=lineage, origin=origin)

@@ -2,18 +2,34 @@
 
 import dataclasses
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import publishing
-from megatron.checkpoint.discovery import TrainingState, describe_start, find_latest, open_checkpoint
+from megatron.checkpoint import manager, publishing
+from megatron.checkpoint.discovery import (
+    Checkpoint,
+    TrainingState,
+    describe_start,
+    find_latest,
+    open_checkpoint,
+)
 from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.lineage import latest as latest_module
 from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity, lineage_record
 from megatron.checkpoint.lineage.latest import read_record
-from megatron.checkpoint.lineage.start import check_load, check_save, choose_checkpoint, identity_of_start
+from megatron.checkpoint.lineage.start import (
+    began_with,
+    check_load,
+    check_save,
+    choose_checkpoint,
+    identity_of_start,
+    origin_record,
+)
 from megatron.config import CheckpointConfig, ConfigError, TrainingConfig
 from tests.distributed.layouts import Row, config_of
 
@@ -48,7 +64,7 @@ class Run:
             entry = self.write(step)
             saving = self.folder / publishing.saving_name(entry.name, self.identity)
             self.identity = publishing.publish(saving, entry, self.identity)
-            publishing.remove_old(self.folder, self.identity.lineage, self.options, protected)
+            publishing.remove_old(self.folder, self.identity, self.options, protected)
         return self
 
     def write(self, step):
@@ -504,3 +520,89 @@ def test_a_checkpoint_that_was_saved_without_one_of_its_files_is_refused_by_name
     path.write_text(json.dumps(seal({**run, **layout(1, 1, 1, 0, ("1.a", "3.a"))})))
     with pytest.raises(ConfigError, match="layer_03-model_00-model_states.pt was never written"):
         open_checkpoint(path.parent)
+
+
+# --- what a reviewer found ---
+
+
+def test_keep_last_deletes_nothing_of_the_run_that_this_one_began_from(tmp_path):
+    Run(tmp_path).save(2, 4, 6)
+    flags = {"overwrite_checkpoints": True, "keep_last": 1}
+    Run(tmp_path, tmp_path / "global_step4", **flags).save(5, 7)
+    assert steps_in(tmp_path) == [2, 4, 6, 7]
+
+
+def test_a_checkpoint_of_another_program_is_kept_under_another_name(tmp_path, caplog):
+    Run(tmp_path, tmp_path).save(2)
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "mp_rank_00_model_states.pt").write_text("weights of another program")
+    Run(tmp_path, tmp_path).save(4)
+    (kept,) = tmp_path.glob("unknown-global_step4.*")
+    assert (kept / "mp_rank_00_model_states.pt").read_text() == "weights of another program"
+    assert str(kept) in caplog.text and Run(tmp_path, tmp_path).started_from == "global_step4"
+
+
+@pytest.mark.parametrize("which", ["folder", "checkpoint"])
+@pytest.mark.parametrize("loss", ["deleted", "damaged"])
+def test_a_requeued_job_needs_the_checkpoint_that_it_began_with_no_more(which, loss, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    Run(old).save(2)
+    load = old if which == "folder" else old / "global_step2"
+    Run(new, load).save(4)
+    if loss == "deleted":
+        shutil.rmtree(load)
+    else:
+        damage(old, 2, "run.json")
+    run = Run(new, load)
+    assert run.start.folder == new / "global_step4"
+    assert Run(new, new).save(6).identity.run_id == run.identity.run_id
+
+
+@pytest.mark.parametrize("no_train", [False, True])
+def test_an_evaluation_is_of_the_given_checkpoint_and_training_continues(no_train, tmp_path, monkeypatch):
+    old, new = tmp_path / "old", tmp_path / "new"
+    Run(old).save(2)
+    Run(new, old).save(4)
+    chosen = []
+
+    def choose(options, damaged):
+        chosen.append(choose_checkpoint(options, damaged))
+        raise Killed
+
+    monkeypatch.setattr(manager, "choose_checkpoint", choose)
+    options = CheckpointConfig(load=str(old), save=str(new))
+    with pytest.raises(Killed):
+        manager.find_checkpoint(
+            config_of(Row(), training={"no_train": no_train}, checkpoint=vars(options)), 1, {}
+        )
+    assert chosen[0].folder == (old / "global_step2" if no_train else new / "global_step4")
+
+
+def test_another_universal_checkpoint_of_the_same_name_is_another_origin(tmp_path):
+    one, other = (
+        Checkpoint(tmp_path / name / "global_step5_universal", TrainingState(iteration=5), {})
+        for name in ("one", "other")
+    )
+    options = CheckpointConfig(load=str(tmp_path), universal_checkpoint=True)
+    assert began_with(origin_record(one), one, options)
+    assert not began_with(origin_record(one), other, options)
+
+
+def test_latest_set_by_hand_is_obeyed_though_the_job_was_killed_before_its_record(tmp_path, monkeypatch):
+    Run(tmp_path, tmp_path).save(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(latest_module, "_write", fail_after_announcing(latest_module._write))
+        Run(tmp_path, tmp_path).save(6)
+    assert Run(tmp_path, tmp_path).started_from == "global_step6"
+    (tmp_path / "latest").write_text("global_step4")
+    os.utime(tmp_path / "latest", ns=(2**61, 2**61))  # later than the record, on any clock
+    assert Run(tmp_path, tmp_path).started_from == "global_step4"
+
+
+def fail_after_announcing(write):
+    def fail(folder, record):
+        if record.upcoming is None:
+            raise OSError("no space left on device")
+        write(folder, record)
+
+    return fail
