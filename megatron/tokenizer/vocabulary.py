@@ -6,13 +6,14 @@ from pathlib import Path
 from megatron.config import Config, ConfigError
 from megatron.config.checks.data import token_file_prefixes
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.vocabulary_record import check_record, vocabulary_digest
+from megatron.tokenizer.vocabulary_record import check_record, common_digest, vocabulary_digest
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """`size`: real tokens, without padding; `eod`: id of the token that ends a document, None if unknown;
-    `digest`: of all tokens and their ids, None where no tokenizer was given."""
+    `digest`: of all tokens and their ids, of the token files' records if no tokenizer was given; None if
+    unknown."""
 
     size: int
     eod: int | None
@@ -46,4 +47,4 @@ def find_vocabulary(config: Config) -> Vocabulary:
             "the size of the vocabulary is unknown, for no tokenizer file is at hand: give the tokenizer's "
             "flags, or --vocab-size"
         )
-    return Vocabulary(size, None)
+    return Vocabulary(size, None, common_digest(token_file_prefixes(data)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.config import ConfigError
@@ -68,6 +69,25 @@ def check_record(prefix: str, option: str, digest: str) -> None:
             f"{record['vocab_size']} tokens, SHA-256 {record['vocabulary_sha256'][:12]}) than this run's "
             f"tokenizer has (SHA-256 {digest[:12]}): give the tokenizer files that the data were made with"
         )
+
+
+def common_digest(prefixes: Iterable[tuple[str, str]]) -> str | None:
+    """The vocabulary that the records of token files agree on, None if there are no records.
+
+    prefixes: (flag, prefix) pairs. Raises ConfigError if two records differ.
+    """
+    first: tuple[str, str] | None = None
+    for option, prefix in prefixes:
+        if not os.path.exists(record_path(prefix)):
+            continue
+        digest = _read(record_path(prefix))["vocabulary_sha256"]
+        if first is not None and digest != first[1]:
+            raise ConfigError(
+                f"{option} {prefix} and {first[0]} were tokenized with different vocabularies: train on "
+                "token files of one tokenizer"
+            )
+        first = first or (prefix, digest)
+    return None if first is None else first[1]
 
 
 def _read(path: str) -> dict[str, Any]:

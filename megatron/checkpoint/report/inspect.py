@@ -32,8 +32,9 @@ from megatron.checkpoint.formats.native import VALUES
 from megatron.checkpoint.formats.universal import find_universal
 from megatron.checkpoint.integrity.damage import compared_tensors, find_damage
 from megatron.checkpoint.integrity.files import HostileFileError
+from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import Files, first_misfit
-from megatron.checkpoint.integrity.names import read_name
+from megatron.checkpoint.integrity.names import one_line, read_name
 from megatron.checkpoint.reading import check_run_file
 from megatron.checkpoint.states import UniversalStates, specs_of
 from megatron.checkpoint.weights import LayerFiles
@@ -237,6 +238,7 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
     if is_universal(folder):
         parameters, more = _universal_parameters(checkpoint)
     else:
+        problems += _never_written(run)
         parameters, more = _native_parameters(folder, specs_of(checkpoint))
     digests, damages = _compare_digests(checkpoint, verify)
     return Report(
@@ -247,9 +249,9 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
         digests=digests,
         kind=_kind(folder),
         state=vars(checkpoint.state),
-        model=_model_line(checkpoint, sum(prod(parameter.shape) for parameter in parameters)),
-        layout=run.get("layout", {}),
-        stages=run.get("stages", {}),
+        model=one_line(_model_line(checkpoint, sum(prod(parameter.shape) for parameter in parameters))),
+        layout=printable(run.get("layout", {})),
+        stages=printable(run.get("stages", {})),
         vocab_size=run.get("vocab_size"),
         eod=run.get("eod"),
         parameters=parameters,
@@ -291,6 +293,28 @@ def _misfits(folder: Path, files: Files) -> Iterator[str]:
     for name in sorted(files.keys() & found):
         if misfit := first_misfit(folder, {name: files[name]}):
             yield misfit
+
+
+def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
+    """What the layout in `run.json` implies and its list of files lacks."""
+    if not run.get("files"):
+        return
+    try:
+        missing = missing_files(run["files"], run)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"its layout cannot be read ({one_line(error)})"
+        return
+    if missing:
+        yield f"never written: {_some(missing)}"
+
+
+def printable(value: Any) -> Any:
+    """A value of a file without control characters, which could forge lines on a terminal."""
+    if isinstance(value, dict):
+        return {one_line(key): printable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [printable(entry) for entry in value]
+    return one_line(value) if isinstance(value, str) else value
 
 
 def _cut_files(folder: Path) -> Iterator[str]:

@@ -465,3 +465,28 @@ def test_a_mistake_is_one_sentence_and_code_2(flags, words, capsys):
 )
 def test_sizes_have_a_unit(size, text):
     assert size_text(int(size)) == text
+
+
+def change_run(folder, change):
+    """Changes `run.json` and makes its checksum right again, as an attacker would."""
+    path = folder / "run.json"
+    run = json.loads(path.read_text())
+    del run["sha256"]
+    change(run)
+    path.write_text(json.dumps(seal(run)))
+
+
+def test_files_that_the_layout_needs_and_nobody_wrote_are_a_problem(tmp_path):
+    folder = write(tmp_path)
+    lost = next(folder.glob("layer_03-model_01*"))
+    lost.unlink()
+    change_run(folder, lambda run: run["files"].pop(lost.name))
+    assert f"never written: {lost.name}" in inspect_checkpoint(folder).problems
+
+
+def test_a_hostile_run_file_prints_no_control_characters(tmp_path, capsys):
+    folder = write(tmp_path)
+    change_run(folder, lambda run: run["layout"].update(precision="\x1b[31mred\nerror: a forged line"))
+    tool.main([str(folder)])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\nerror:" not in printed and "red" in printed

@@ -11,7 +11,13 @@ import pytest
 from megatron.config import ConfigError
 from megatron.data.preprocessing import preprocess
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.vocabulary_record import check_record, record_path, vocabulary_digest, write_record
+from megatron.tokenizer.vocabulary_record import (
+    check_record,
+    common_digest,
+    record_path,
+    vocabulary_digest,
+    write_record,
+)
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 
 
@@ -88,3 +94,16 @@ def test_a_record_is_written_whole_or_not_at_all(original: Namespace, prefix: st
     with pytest.raises(OSError):
         write_record(prefix, build_tokenizer(original))
     assert Path(record_path(prefix)).read_bytes() == before
+
+
+def test_without_a_tokenizer_the_records_are_compared_with_each_other(
+    original: Namespace, other: Namespace, prefix: str, tmp_path: Path
+) -> None:
+    unrecorded = ("--data-path", str(tmp_path / "none"))
+    assert common_digest([unrecorded]) is None
+    digest = vocabulary_digest(build_tokenizer(original))
+    assert common_digest([unrecorded, ("--data-path", prefix), ("--data-path", prefix)]) == digest
+    preprocess([str(tmp_path / "text.jsonl")], str(tmp_path / "other"), ["text"], other)
+    second = str(tmp_path / "other_text_document")
+    with pytest.raises(ConfigError, match=f"--data-path {second} and {prefix} .* different vocabularies"):
+        common_digest([("--data-path", prefix), ("--data-path", second)])
