@@ -1,7 +1,8 @@
 """Every command in README.md's bash blocks, in order, in a copy of the repository.
 
 They run as they stand, with these differences: `make train` becomes the script that it runs, made small by
-the knobs at its top; `make test` is only looked up in the Makefile; the cluster is described as one node.
+the variables at its top; `make test` is only looked up in the Makefile; the cluster has one node. The `sh`
+block, which installs for GPUs, is not run.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def first_words(command: str) -> str:
 
 EXPECTED = [
     "make train",
-    "make test",
     "tools/generate.py",
+    "make test",
+    "tools/train_tokenizer.py",
+    "tools/preprocess_data.py",
     "distributed.launch pretrain_gpt.py",
     "pretrain_gpt.py --dry-run",
     "distributed.launch --nnodes pretrain_gpt.py",
-    "tools/train_tokenizer.py",
-    "tools/preprocess_data.py",
     "tools/inspect_checkpoint.py",
 ]
 
@@ -191,8 +192,21 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
     assert (copy / "my_text_text_document.idx").is_file()
 
 
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 150
+    assert max(len(line) for line in lines) <= 100
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, f"docs/README.md lacks {page.name}"
+
+
 def test_files_that_the_documents_link_to_are_there() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    slurm = ROOT / "examples" / "slurm" / "README.md"
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", slurm, *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
 

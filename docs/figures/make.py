@@ -1,0 +1,281 @@
+"""Writes the SVG figures of the documentation, next to this file: `python docs/figures/make.py`.
+
+Only the standard library is used. Text is monospace, so that its width is known: text that does not fit its
+box is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+GOLDEN = FOLDER.parents[1] / "tests" / "golden" / "loss_curves.json"
+
+FONT_PX = 13
+CHAR_PX = 0.602 * FONT_PX  # width of a character in the usual monospace fonts
+LINE_PX = 18
+
+BLUE, GREEN, ORANGE, RED, GREY = "#cfe2f7", "#d3edd3", "#fbe3c0", "#f7d0cf", "#eeeeee"
+LINE_COLORS = ("#1f77b4", "#d95f02", "#2a9d4a", "#7b3fa0")
+
+
+class Svg:
+    """A drawing of `width` x `height` pixels on white, with text, boxes and arrows."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width = width
+        self._parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+            f' viewBox="0 0 {width} {height}" font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
+            f' font-size="{FONT_PX}">',
+            f"<title>{escape(title)}</title>",
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8"'
+            ' orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#444"/></marker></defs>',
+            f'<rect x="0" y="0" width="{width}" height="{height}" fill="#ffffff"/>',
+        ]
+
+    def text(self, x: float, y: float, text: str, anchor: str = "start", bold: bool = False) -> None:
+        """One line with its baseline at y. Raises ValueError if it would leave the drawing."""
+        width = CHAR_PX * len(text)
+        left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        if left < 0 or left + width > self.width:
+            raise ValueError(f"text does not fit the figure: {text!r}")
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight} fill="#222">{escape(text)}</text>'
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, lines: list[str], fill: str) -> None:
+        """A box with centered lines. Raises ValueError if they do not fit."""
+        if x + width > self.width:
+            raise ValueError(f"box does not fit the figure: {lines}")
+        if any(CHAR_PX * len(line) > width - 4 for line in lines) or LINE_PX * len(lines) > height:
+            raise ValueError(f"text does not fit its box: {lines}")
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}"'
+            ' stroke="#444"/>'
+        )
+        first = y + height / 2 - LINE_PX * (len(lines) - 1) / 2 + 0.35 * FONT_PX
+        for i, line in enumerate(lines):
+            self.text(x + width / 2, first + LINE_PX * i, line, anchor="middle")
+
+    def arrow(self, *points: tuple[float, float]) -> None:
+        """A line through the points, with a head at the last one."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self._parts.append(f'<polyline points="{path}" fill="none" stroke="#444" marker-end="url(#head)"/>')
+
+    def line(self, points: list[tuple[float, float]], color: str, width: float = 1.0) -> None:
+        """A line through the points, without a head."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"/>'
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([*self._parts, "</svg>"]) + "\n"
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> list[list[tuple[str, int, int, int]]]:
+    """Per stage the passes of the 1F1B schedule: (F or B, micro-batch, start, end).
+
+    A forward pass takes 1 unit of time, a backward pass 2, a message 0.
+    """
+    orders = []
+    for stage in range(stages):
+        warmup = min(stages - stage - 1, micro_batches)
+        order = [("F", i) for i in range(warmup)]
+        for i in range(micro_batches - warmup):
+            order += [("F", warmup + i), ("B", i)]
+        order += [("B", i) for i in range(micro_batches - warmup, micro_batches)]
+        orders.append(order)
+    end: dict[tuple[str, int, int], int] = {}
+    free = [0] * stages
+    done = [0] * stages
+    passes: list[list[tuple[str, int, int, int]]] = [[] for _ in range(stages)]
+    while any(done[s] < len(orders[s]) for s in range(stages)):
+        for stage in range(stages):
+            if done[stage] == len(orders[stage]):
+                continue
+            kind, i = orders[stage][done[stage]]
+            if kind == "F":
+                needs = ("F", stage - 1, i) if stage > 0 else None
+            else:
+                needs = ("B", stage + 1, i) if stage < stages - 1 else ("F", stage, i)
+            if needs is not None and needs not in end:
+                continue
+            start = max(free[stage], end[needs] if needs else 0)
+            free[stage] = end[kind, stage, i] = start + (1 if kind == "F" else 2)
+            passes[stage].append((kind, i, start, free[stage]))
+            done[stage] += 1
+    return passes
+
+
+def pipeline() -> str:
+    """The layer list of 10 transformer layers on 4 stages, and the 1F1B schedule of 8 micro-batches."""
+    figure = Svg(940, 400, "Layers and stages of a pipeline, and its schedule")
+    figure.text(20, 28, "10 transformer layers on 4 stages, --partition-method type:transformer", bold=True)
+    entries = ["embedding", *(str(i) for i in range(10)), "norm + head"]
+    widths = [84, *[46] * 10, 100]
+    stage_of = [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    colors = (BLUE, GREEN, ORANGE, RED)
+    x = 12.0
+    spans: dict[int, tuple[float, float]] = {}
+    for entry, width, stage in zip(entries, widths, stage_of, strict=True):
+        x += 8 if stage in spans or stage == 0 else 22
+        left = spans.get(stage, (x, x))[0]
+        figure.box(x, 50, width, 36, [entry], colors[stage])
+        spans[stage] = (left, x + width)
+        x += width
+    for stage, (left, right) in spans.items():
+        figure.line([(left, 94), (left, 100), (right, 100), (right, 94)], "#444")
+        figure.text((left + right) / 2, 120, f"stage {stage}", anchor="middle")
+
+    figure.text(20, 164, "One step of 8 micro-batches, --pipeline-schedule 1f1b", bold=True)
+    passes = one_f_one_b(4, 8)
+    unit = 24.0
+    for stage, row in enumerate(passes):
+        y = 182 + 40 * stage
+        figure.text(20, y + 22, f"stage {stage}")
+        for kind, i, start, end in row:
+            fill = colors[stage] if kind == "F" else GREY
+            figure.box(100 + unit * start, y, unit * (end - start), 34, [str(i)], fill)
+    figure.arrow((100, 352), (100 + unit * max(row[-1][3] for row in passes), 352))
+    figure.text(20, 357, "time")
+    figure.text(100, 384, "Colored: forward pass. Grey: backward pass. Numbers: micro-batches. White: idle.")
+    return str(figure)
+
+
+def life_of_a_run() -> str:
+    """A run under Slurm: start, step, signal, save, requeue, resume, and how a failure ends."""
+    figure = Svg(940, 420, "The life of a run on a cluster")
+    top, middle, bottom, height = 40, 180, 330, 74
+    figure.box(20, top, 110, height, ["sbatch", "(queue)"], GREY)
+    figure.box(170, top, 210, height, ["start: processes meet,", "flags are compared,", "preflight"], BLUE)
+    figure.box(420, top, 230, height, ["load: newest complete", "checkpoint of --load,", "verified"], BLUE)
+    figure.box(
+        690, top, 220, height, ["step: forward, backward,", "update; save at every", "--save-interval"], GREEN
+    )
+    for left, right in ((130, 170), (380, 420), (650, 690)):
+        figure.arrow((left, top + 37), (right, top + 37))
+    figure.arrow((860, top), (860, top - 20), (740, top - 20), (740, top))
+
+    figure.box(
+        690,
+        middle,
+        220,
+        height,
+        ["last iteration, or", "SIGUSR2 10 minutes", "before the time limit"],
+        ORANGE,
+    )
+    figure.box(420, middle, 230, height, ["save: a complete", "checkpoint, then", "`latest`"], ORANGE)
+    figure.box(170, middle, 210, height, ["exit code 75:", "scontrol requeue,", "same job id"], ORANGE)
+    figure.arrow((800, top + height), (800, middle))
+    figure.arrow((690, middle + 37), (650, middle + 37))
+    figure.arrow((420, middle + 37), (380, middle + 37))
+    figure.arrow((170, middle + 37), (75, middle + 37), (75, top + height))
+    figure.text(85, 140, "resume")
+
+    figure.box(690, bottom, 220, height, ["a rank fails, hangs", "or is killed"], RED)
+    figure.box(420, bottom, 230, height, ["diagnosis: first cause,", "from the reports", "of all ranks"], RED)
+    figure.box(170, bottom, 210, height, ["exit code 2:", "flags, files or disk:", "correct them"], RED)
+    figure.box(20, bottom, 110, height, ["exit code 0:", "finished"], GREEN)
+    figure.arrow((480, middle + height), (480, 282), (75, 282), (75, bottom))
+    figure.arrow((910, top + 37), (928, top + 37), (928, bottom + 37), (910, bottom + 37))
+    figure.arrow((690, bottom + 37), (650, bottom + 37))
+    figure.arrow((420, bottom + 37), (380, bottom + 37))
+    figure.arrow((535, bottom), (535, 306), (400, 306), (400, 134), (275, 134), (275, top + height))
+    figure.text(545, 316, "restart, MAX_RESTARTS times")
+    return str(figure)
+
+
+def checkpoint_files() -> str:
+    """The files of a checkpoint, and the order in which a save makes them visible."""
+    figure = Svg(940, 420, "The files of a checkpoint, and the order in which a save writes them")
+    figure.text(20, 28, "Pipeline 2 x tensor 2 x data 2, ZeRO stage 1", bold=True)
+    rows = [
+        (0, "checkpoints/", ""),
+        (1, "latest", "name of the newest complete checkpoint"),
+        (1, "latest.json", "what the program wrote there, and the lineage"),
+        (1, "owner-000001.json", "job that writes here; removed at its end"),
+        (1, "global_step300/", ""),
+        (2, "layer_00-model_00-model_states.pt", "weights of entry 00, tensor rank 0"),
+        (2, "layer_00-model_01-model_states.pt", "weights of entry 00, tensor rank 1"),
+        (2, "...", "one file per entry and tensor rank"),
+        (2, "mp_rank_00_model_states.pt ...", "engine state, per stage and tensor rank"),
+        (2, "zero_pp_rank_0_mp_rank_00_optim_states.pt ...", "optimizer state, per rank"),
+        (2, "run.json", "progress, flags, digests of all files"),
+    ]
+    for i, (depth, name, meaning) in enumerate(rows):
+        y = 54 + 21 * i
+        figure.text(30 + 24 * depth, y, name, bold=name.endswith("/"))
+        figure.text(500, y, meaning)
+    figure.text(20, 318, "A save", bold=True)
+    steps = [
+        (["weights and state", "in a folder", "saving-global_step300", ".<job>"], 200, BLUE),
+        (["run.json, the", "last file, with", "all sizes and", "SHA-256 digests"], 160, BLUE),
+        (["files and", "folder are", "synced"], 120, GREY),
+        (["renamed to", "global_step300:", "complete"], 150, GREEN),
+        (["`latest` names", "it"], 140, GREEN),
+    ]
+    x = 20.0
+    for i, (lines, width, fill) in enumerate(steps):
+        figure.box(x, 328, width, 82, lines, fill)
+        x += width
+        if i < len(steps) - 1:
+            figure.arrow((x, 369), (x + 32, 369))
+        x += 32
+    return str(figure)
+
+
+def losses() -> str:
+    """The loss curves of tests/golden: four small models on 1 to 4 processes."""
+    curves = {
+        name: [loss for loss, _grad_norm in steps] for name, steps in json.loads(GOLDEN.read_text()).items()
+    }
+    figure = Svg(940, 430, "Losses of four small models, each on another layout")
+    left, right, top, bottom = 70.0, 920.0, 20.0, 290.0
+    low = min(min(curve) for curve in curves.values())
+    high = max(max(curve) for curve in curves.values())
+    steps = max(len(curve) for curve in curves.values())
+
+    def y_of(loss: float) -> float:
+        return bottom - (bottom - top) * (loss - low) / (high - low)
+
+    figure.line([(left, top), (left, bottom), (right, bottom)], "#444")
+    for i in range(5):
+        loss = low + (high - low) * i / 4
+        figure.line([(left - 5, y_of(loss)), (left, y_of(loss))], "#444")
+        figure.text(left - 10, y_of(loss) + 4, f"{loss:.2f}", anchor="end")
+    for i in range(0, 5):
+        step = max(1, round(steps * i / 4))
+        x = left + (right - left) * (step - 1) / (steps - 1)
+        anchor = "end" if i == 4 else "middle"
+        figure.text(x, bottom + 20, str(step), anchor=anchor)
+    figure.text((left + right) / 2, bottom + 40, "iteration (vertical: lm loss)", anchor="middle")
+    for i, (name, curve) in enumerate(curves.items()):
+        points = [(left + (right - left) * step / (steps - 1), y_of(loss)) for step, loss in enumerate(curve)]
+        figure.line(points, LINE_COLORS[i], 1.8)
+        y = 352 + 20 * i
+        figure.line([(left, y - 4), (left + 40, y - 4)], LINE_COLORS[i], 3)
+        figure.text(left + 52, y, name)
+    return str(figure)
+
+
+FIGURES = {
+    "pipeline.svg": pipeline,
+    "life_of_a_run.svg": life_of_a_run,
+    "checkpoint_files.svg": checkpoint_files,
+    "golden_losses.svg": losses,
+}
+
+
+def main() -> None:
+    """Write all figures."""
+    for name, draw in FIGURES.items():
+        (FOLDER / name).write_text(draw())
+
+
+if __name__ == "__main__":
+    main()
