@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
-from megatron.engine.workarounds import PatchedPipelineEngine, SameNumbersDualPipeVEngine
+from megatron.engine.workarounds import PatchedDualPipeVEngine, PatchedPipelineEngine
 from megatron.model.gpt_model import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.loss_scale import LossScaler
@@ -46,7 +46,7 @@ class GPTEngine(PatchedPipelineEngine):
             model.named_parameters(),
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
-            self._units_of(model),
+            self._zero_units(model),
             config.model.matrix_rate_factor,
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
@@ -60,7 +60,7 @@ class GPTEngine(PatchedPipelineEngine):
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
 
-    def _units_of(self, model: GPTModelPipe) -> dict[str, nn.Module]:
+    def _zero_units(self, model: GPTModelPipe) -> dict[str, nn.Module]:
         """The layers whose gradients, and perhaps weights, the replicas share out; none without replicas."""
         shared = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
         return model.transformer_layers() if shared else {}
@@ -84,7 +84,7 @@ class GPTEngine(PatchedPipelineEngine):
             self.tp_group,
             [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
             LossScaler(self.run_config.precision),
-            ZeroConfig(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
+            ZeroConfig(parallel.zero_stage, self._zero_units(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
         )
         wrapped.averages_replicated = self.run_config.stability.sync_tp_duplicated_parameters
@@ -157,7 +157,7 @@ class GPTEngine(PatchedPipelineEngine):
         """Writes the layer files, on DeepSpeed's call while it saves. Where no rank has all weights, they are
         made whole a layer at a time, with the help of all replicas; the first one writes, or with DeepSpeed's
         parallel_write they take turns."""
-        if not self.optimizer.shares_weights:
+        if not self.optimizer.shards_weights:
             return super().module_state_dict(exclude_frozen_parameters)
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
         for position, layer in enumerate(self.module.forward_funcs):
@@ -190,13 +190,13 @@ class GPTEngine(PatchedPipelineEngine):
     def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
         if self.module.training:
             # Every schedule runs the forward passes of a stage in the order of the samples.
-            self.module.stream.samples = next(self._samples_to_come[phase])
+            self.module.dropout_rng.samples = next(self._samples_to_come[phase])
         logits_wanted = self.eval_return_logits or not self._compute_loss
         with nullcontext() if logits_wanted else self.module.fused_head_loss():
             super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
 
 
-class GPTDualPipeVEngine(GPTEngine, SameNumbersDualPipeVEngine):
+class GPTDualPipeVEngine(GPTEngine, PatchedDualPipeVEngine):
     """The same where each rank holds two stages of a `GPTModelDualPipeV`."""
 
     has_two_stages = True

@@ -109,7 +109,7 @@ class PatchedPipelineEngine(PipelineEngine):
         super()._exec_backward_pass(buffer_id)
 
 
-class SameNumbersDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
+class PatchedDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
     """The same for DeepSpeed's DualPipeV, where each rank runs two stages ('phases')."""
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:

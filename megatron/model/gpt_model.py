@@ -53,23 +53,23 @@ def _to_float16(tokens: Tensor) -> Tensor:
 
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
-    def to_sequence_first(payload: LayerIO) -> LayerIO:
+    def to_sequence_first(layer_io: LayerIO) -> LayerIO:
         """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers; with
         --sequence-parallel this rank's [seq / TP, batch, hidden]."""
-        hidden, segments = split_layer_io(payload)
+        hidden, document_ids = split_layer_io(layer_io)
         hidden = hidden.transpose(0, 1)
         if context.sequence_parallel:
             hidden = scatter_to_tensor_region(hidden, context.tp_group, dim=0)
         hidden = hidden.contiguous()
-        return hidden if segments is None else (hidden, segments)
+        return hidden if document_ids is None else (hidden, document_ids)
 
     return to_sequence_first
 
 
 def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
-    def to_batch_first(payload: LayerIO) -> Tensor:
-        """Back to [batch, seq, hidden]; the segments end here."""
-        hidden, _ = split_layer_io(payload)
+    def to_batch_first(layer_io: LayerIO) -> Tensor:
+        """Back to [batch, seq, hidden]; the document_ids end here."""
+        hidden, _ = split_layer_io(layer_io)
         if context.sequence_parallel:
             hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
         return hidden.transpose(0, 1).contiguous()
@@ -194,16 +194,16 @@ class GPTModelPipe(PipelineModule):
         self.config = config
         self.stage_bounds = list(bounds)
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
-        self._head_in_loss = False
-        self.stream = DropoutRNG(config.training.seed)
-        context = LayerContext(config, tp_group, self.stream)
+        self._head_is_fused = False
+        self.dropout_rng = DropoutRNG(config.training.seed)
+        context = LayerContext(config, tp_group, self.dropout_rng)
         training = config.training
-        self.recomputed_together = training.checkpoint_num_layers if training.recomputes_layers else 0
+        self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
         self._check_head(layers)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
-        self.recomputation = ActivationCheckpointing(training, tp_group, self.stream)
+        self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
         initialize_parameters(self, training.seed, tp_group)
         self.to(PARAMETER_DTYPES[config.precision.name])
         if training.compile:
@@ -238,24 +238,24 @@ class GPTModelPipe(PipelineModule):
     def fused_head_loss(self) -> Iterator[None]:
         """Within this context outputs of `forward` are for `loss` alone: with --loss-implementation fused
         they are not logits but the head's input, and `loss` runs the head."""
-        self._head_in_loss = self.config.training.loss_implementation == "fused"
+        self._head_is_fused = self.config.training.loss_implementation == "fused"
         try:
             yield
         finally:
-            self._head_in_loss = False
+            self._head_is_fused = False
 
     def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """Scalar fp32 of what `forward` has returned on the last stage."""
-        if not self._head_in_loss:
+        if not self._head_is_fused:
             return self.cross_entropy(outputs, labels_and_mask)
         embedding = self.tied_modules[TIED_EMBEDDING]
-        hidden, weight = embedding.scaled_for_logits(outputs), embedding.word_embeddings.weight
+        hidden, weight = embedding.apply_logits_multiplier(outputs), embedding.word_embeddings.weight
         return self.cross_entropy.from_hidden(hidden, weight, labels_and_mask)
 
     def functions_before_loss(self) -> list[Callable]:
         """This stage's layers, without those that `loss` runs."""
         functions = list(self.forward_funcs)
-        if self._head_in_loss:
+        if self._head_is_fused:
             for position, function in enumerate(functions):
                 if getattr(function, "func", None) is lm_head:
                     return functions[:position]
@@ -282,20 +282,20 @@ class GPTModelPipe(PipelineModule):
         functions = self.functions_before_loss()
         position = 0
         while position < len(functions):
-            end = self._end_of_recomputed_run(position)
+            end = self._end_of_checkpointed_layers(position)
             if end > position:
-                inputs = self.recomputation.run(_chain(functions[position:end]), inputs)
+                inputs = self.activation_checkpointing.run(_chain(functions[position:end]), inputs)
             else:
                 end = position + 1
                 inputs = functions[position](inputs)
             position = end
         return inputs
 
-    def _end_of_recomputed_run(self, start: int) -> int:
+    def _end_of_checkpointed_layers(self, start: int) -> int:
         """Where the layers from `start` on that are recomputed together end; `start` if there are none."""
         end = start
         while (
-            end - start < self.recomputed_together
+            end - start < self.layers_per_checkpoint
             and end < len(self.forward_funcs)
             and isinstance(self.forward_funcs[end], ParallelTransformerLayerPipe)
         ):
@@ -312,9 +312,9 @@ GPT_MODELS = {"1f1b": GPTModelPipe, "dualpipev": GPTModelDualPipeV}
 
 
 def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
-    def run(payload: LayerIO) -> LayerIO:
+    def run(layer_io: LayerIO) -> LayerIO:
         for layer in layers:
-            payload = layer(payload)
-        return payload
+            layer_io = layer(layer_io)
+        return layer_io
 
     return run

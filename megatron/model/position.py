@@ -2,7 +2,7 @@
 
 A packed sample may hold several documents, separated by the end-of-document token. With
 `--reset-attention-mask` a token sees only its own document, with `--reset-position-ids` positions start
-again at zero in each. Both follow from `segments` [batch, seq]: the number of the document within the
+again at zero in each. Both follow from `document_ids` [batch, seq]: the number of the document within the
 sample, computed once from the tokens and passed along the pipeline beside the hidden states.
 """
 
@@ -21,11 +21,11 @@ def document_ids_of(tokens: Tensor, eod: int) -> Tensor:
     return ends.cumsum(dim=1) - ends
 
 
-def positions_within_documents(segments: Tensor) -> Tensor:
+def positions_within_documents(document_ids: Tensor) -> Tensor:
     """Position of each token counted from the start of its document, [batch, seq] int64."""
-    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
@@ -59,37 +59,37 @@ class AttentionMasks:
         self.slopes = alibi_slopes
         self.within_documents = within_documents
         self._kept: dict[tuple, Tensor] = {}
-        self._of_documents: tuple[weakref.ref, Tensor] | None = None
+        self._document_bias: tuple[weakref.ref, Tensor] | None = None
 
     def bias(
-        self, seq: int, dtype: torch.dtype, device: torch.device, segments: Tensor | None
+        self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor | None:
         """Bias that broadcasts to [batch, heads, seq, seq], -inf where attention is forbidden; or None."""
         if self.slopes is None and not self.within_documents:
             return None
-        return self._kept_or_made(seq, dtype, device, segments)
+        return self._kept_or_made(seq, dtype, device, document_ids)
 
     @torch.compiler.disable  # what it keeps is made outside of any compiled graph
     def _kept_or_made(
-        self, seq: int, dtype: torch.dtype, device: torch.device, segments: Tensor | None
+        self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
         if not self.within_documents:
             return self._causal(seq, dtype, device)
-        if segments is None:
-            raise ValueError("document boundaries are asked for, but no segments came with the hidden states")
-        if self._of_documents is not None:
-            of_segments, bias = self._of_documents
-            if of_segments() is segments and bias.dtype == dtype:
+        if document_ids is None:
+            raise ValueError("document boundaries are needed, but the layer received no document_ids")
+        if self._document_bias is not None:
+            bias_ids, bias = self._document_bias
+            if bias_ids() is document_ids and bias.dtype == dtype:
                 return bias
-        other_document = segments[:, None, :, None] != segments[:, None, None, :]
+        other_document = document_ids[:, None, :, None] != document_ids[:, None, None, :]
         bias = self._causal(seq, dtype, device).masked_fill(other_document, -math.inf)
-        # The last micro-batch's alone, and only while its segments are in use.
-        self._of_documents = (weakref.ref(segments, self._forget), bias)
+        # The last micro-batch's alone, and only while its document_ids are in use.
+        self._document_bias = (weakref.ref(document_ids, self._forget), bias)
         return bias
 
-    def _forget(self, segments: weakref.ref) -> None:
-        if self._of_documents is not None and self._of_documents[0] is segments:
-            self._of_documents = None
+    def _forget(self, document_ids: weakref.ref) -> None:
+        if self._document_bias is not None and self._document_bias[0] is document_ids:
+            self._document_bias = None
 
     def _causal(self, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (seq, dtype, device)

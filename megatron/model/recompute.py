@@ -22,8 +22,8 @@ class ActivationCheckpointing:
     The last two are DeepSpeed's, whose settings are module-wide: those of the model made last hold.
     """
 
-    def __init__(self, training: TrainingConfig, tp_group: TPGroup, stream: DropoutRNG) -> None:
-        self.stream = stream
+    def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
+        self.dropout_rng = dropout_rng
         partition = training.partition_activations and tp_group.size > 1
         # On a CPU they are there already, and DeepSpeed would empty its only copy (workarounds.py, entry 11).
         move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
@@ -36,20 +36,20 @@ class ActivationCheckpointing:
             )
             self._checkpoint = deepspeed_checkpointing.checkpoint
 
-    def run(self, function: Callable[[LayerIO], LayerIO], payload: LayerIO) -> LayerIO:
-        """`function(payload)`. The second run's dropout is the first one's: it depends on the samples, which
+    def run(self, function: Callable[[LayerIO], LayerIO], layer_io: LayerIO) -> LayerIO:
+        """`function(layer_io)`. The second run's dropout is the first one's: it depends on the samples, which
         are put back. DeepSpeed empties the hidden state that it is given, so nobody may need it again."""
         if not torch.is_grad_enabled():
-            return function(payload)
-        samples = self.stream.samples
-        hidden, segments = split_layer_io(payload)
+            return function(layer_io)
+        samples = self.dropout_rng.samples
+        hidden, document_ids = split_layer_io(layer_io)
 
         def run(hidden: Tensor) -> Tensor:
-            with self.stream.use_samples(samples):
-                return split_layer_io(function(hidden if segments is None else (hidden, segments)))[0]
+            with self.dropout_rng.use_samples(samples):
+                return split_layer_io(function(hidden if document_ids is None else (hidden, document_ids)))[0]
 
         hidden = self._checkpoint(run, hidden)
-        return hidden if segments is None else (hidden, segments)
+        return hidden if document_ids is None else (hidden, document_ids)
 
 
 class _TensorRanks:

@@ -17,22 +17,22 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
 from megatron.mpu.random import DropoutRNG, dropout
 
-# Between layers and between stages travels the hidden state, or a pair of it and the document segments.
+# Between layers and between stages travels the hidden state, or a pair of it and the document document_ids.
 LayerIO = Tensor | tuple[Tensor, Tensor]
 
 
-def split_layer_io(payload: LayerIO) -> tuple[Tensor, Tensor | None]:
-    """(hidden, segments or None) of what a layer receives."""
-    return (payload, None) if isinstance(payload, Tensor) else (payload[0], payload[1])
+def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
+    """(hidden, document_ids or None) of what a layer receives."""
+    return (layer_io, None) if isinstance(layer_io, Tensor) else (layer_io[0], layer_io[1])
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share: the configuration, the tensor-parallel group, dropout's stream."""
+    """What all layers of a stage share: the configuration, the TP group and the dropout RNG."""
 
     config: Config
     tp_group: TPGroup
-    stream: DropoutRNG
+    dropout_rng: DropoutRNG
 
     @property
     def positions(self) -> PositionScheme:
@@ -61,18 +61,18 @@ class LayerContext:
         return self.config.parallel.sequence_parallel and self.tp_group.size > 1
 
     @property
-    def rotary_positions_restart(self) -> bool:
+    def resets_rotary_positions(self) -> bool:
         """Rotary positions count from the start of each document."""
         return self.rotary is not None and self.config.data.reset_position_ids
 
     @property
     def layers_need_document_ids(self) -> bool:
-        """The transformer layers must know the documents, so the segments travel along the pipeline."""
-        return self.config.data.reset_attention_mask or self.rotary_positions_restart
+        """The transformer layers must know the documents, so the document_ids travel along the pipeline."""
+        return self.config.data.reset_attention_mask or self.resets_rotary_positions
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Pre-norm transformer layer: payload -> payload, hidden [seq, batch, hidden], or with
+    """Pre-norm transformer layer: layer_io -> layer_io, hidden [seq, batch, hidden], or with
     --sequence-parallel this tensor rank's [seq / TP, batch, hidden].
 
     x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); with
@@ -91,10 +91,10 @@ class ParallelTransformerLayerPipe(nn.Module):
             model,
             layer_index,
             context.tp_group,
-            context.stream,
+            context.dropout_rng,
             context.masks,
             context.rotary,
-            context.rotary_positions_restart,
+            context.resets_rotary_positions,
             output_init_std,
             context.sequence_parallel,
             context.config.training.recomputes_attention,
@@ -105,22 +105,22 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.layer_index = layer_index
         self.tp_group = context.tp_group
-        self.stream = context.stream
+        self.dropout_rng = context.dropout_rng
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
             for parameter in self.parameters():
                 if spec_of(parameter).shard_dim is None:
                     mark_sequence_parallel_grad(parameter)
 
-    def forward(self, payload: LayerIO) -> LayerIO:
-        hidden, segments = split_layer_io(payload)
+    def forward(self, layer_io: LayerIO) -> LayerIO:
+        hidden, document_ids = split_layer_io(layer_io)
         normed = self.input_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
-        hidden = residual + self._dropout(self.self_attention(normed, segments), "self_attention")
+        hidden = residual + self._dropout(self.self_attention(normed, document_ids), "self_attention")
         normed = self.post_attention_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
         hidden = residual + self._dropout(self.mlp(normed), "mlp")
-        return hidden if segments is None else (hidden, segments)
+        return hidden if document_ids is None else (hidden, document_ids)
 
     def _dropout(self, output: Tensor, block: str) -> Tensor:
         if not self.training or self.dropout_rate == 0:
@@ -133,7 +133,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         return dropout(
             output,
             self.dropout_rate,
-            self.stream,
+            self.dropout_rng,
             place,
             batch_dim=1,
             shard_dim=0 if self.sequence_parallel else None,

@@ -49,7 +49,7 @@ class VocabParallelEmbedding(nn.Module):
         # Other ranks' tokens read rows that are spread out, so that no row has a long sum of zeros.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        return _SumOwned.apply(vectors, self.tp_group)
+        return _AllReduceInPlace.apply(vectors, self.tp_group)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -127,7 +127,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = _sum_over_ranks(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
+        y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
         # After the sum, so that it is added once.
         return y if self.bias is None else y + self.bias
 
@@ -163,10 +163,12 @@ def _column_linear_over_ranks(
 
 
 @torch.compiler.disable
-def _sum_over_ranks(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
+def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
     """The sum of each rank's `y`, which nothing else may use; of a cut sequence this rank's part of it."""
     return (
-        reduce_scatter_to_sequence_region(y, tp_group) if sequence_parallel else _SumOwned.apply(y, tp_group)
+        reduce_scatter_to_sequence_region(y, tp_group)
+        if sequence_parallel
+        else _AllReduceInPlace.apply(y, tp_group)
     )
 
 
@@ -236,7 +238,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-class _SumOwned(torch.autograd.Function):
+class _AllReduceInPlace(torch.autograd.Function):
     """Sum over the ranks in place of a tensor that nothing else uses: the fresh output of the call before."""
 
     @staticmethod

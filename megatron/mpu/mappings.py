@@ -15,16 +15,6 @@ from torch.autograd.function import once_differentiable
 from megatron.mpu.layout import TPGroup
 
 
-def copy_to_tensor_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """A replicated `x` goes into layers of which each rank has a part. The gradients are summed."""
-    return x if tp_group.size == 1 else _Copy.apply(x, tp_group)
-
-
-def reduce_from_tensor_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Sum over the ranks of `x`; every rank gets the same result. The gradient passes unchanged."""
-    return x if tp_group.size == 1 else _Reduce.apply(x, tp_group)
-
-
 def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
     """Along `dim`, n / size of each rank -> n on all. Each rank keeps its own part of the gradient."""
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
@@ -37,7 +27,7 @@ def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """[seq, ...] of each rank -> of their sum this rank's [seq / size, ...]. The gradients are gathered."""
-    return x if tp_group.size == 1 else _SumAndScatter.apply(x, tp_group)
+    return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
 def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -60,18 +50,13 @@ def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     return x
 
 
-def _sum(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    # A clone, since autograd may hand the same gradient tensor to others, and an input is the caller's.
-    return all_reduce_(x.clone(memory_format=torch.contiguous_format), tp_group)
-
-
-def _all_parts(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tp_group.size)]
     dist.all_gather(parts, x.contiguous(), group=tp_group.group)
     return torch.cat(parts, dim)
 
 
-def _own_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+def _local_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
     width = _width_of_part(x, tp_group, dim)
     return x.narrow(dim, tp_group.rank * width, width).contiguous()
 
@@ -82,53 +67,31 @@ def _width_of_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> int:
     return x.shape[dim] // tp_group.size
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-        ctx.tp_group = tp_group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(grad, ctx.tp_group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-        return _sum(x, tp_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
         ctx.tp_group, ctx.dim = tp_group, dim
-        return _all_parts(x, tp_group, dim)
+        return _all_gather(x, tp_group, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_part(grad, ctx.tp_group, ctx.dim), None, None
+        return _local_part(grad, ctx.tp_group, ctx.dim), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
         ctx.tp_group, ctx.dim = tp_group, dim
-        return _own_part(x, tp_group, dim)
+        return _local_part(x, tp_group, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_parts(grad, ctx.tp_group, ctx.dim), None, None
+        return _all_gather(grad, ctx.tp_group, ctx.dim), None, None
 
 
-class _SumAndScatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
         ctx.tp_group = tp_group

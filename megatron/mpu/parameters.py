@@ -82,15 +82,6 @@ def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def shard_of(spec: ParameterSpec, whole: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Cut this rank's shard out of `whole`. The result may share memory with it."""
-    if spec.shard_dim is None:
-        return whole
-    dim = spec.shard_dim
-    parts = [whole.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
 def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Put the whole together from the shards of all tensor ranks, in rank order.
 

@@ -57,7 +57,7 @@ class DropoutRNG:
 def dropout(
     x: torch.Tensor,
     p: float,
-    stream: DropoutRNG,
+    dropout_rng: DropoutRNG,
     salt: str,
     *,
     batch_dim: int,
@@ -67,27 +67,29 @@ def dropout(
     """Set elements of `x` to zero with probability p and divide the others by 1 - p. With p = 0, `x` itself.
 
     salt: name of the place in the model, another one for each call in a forward pass (layer number included).
-    batch_dim: the dimension of `x` that counts the samples of `stream`; any but the last one.
+    batch_dim: the dimension of `x` that counts the samples of `dropout_rng`; any but the last one.
     shard_dim: the dimension of which this tensor rank has its part; None where `x` is the same on all ranks.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    return _Dropout.apply(x, keep_mask(x, p, stream, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p))
+    return _Dropout.apply(
+        x, keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p)
+    )
 
 
 def keep_mask(
     x: torch.Tensor,
     p: float,
-    stream: DropoutRNG,
+    dropout_rng: DropoutRNG,
     salt: str,
     batch_dim: int,
     shard_dim: int | None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
     """The mask that `dropout` uses: int8, of the shape of `x`, 1 where the element is kept."""
-    row_keys = _row_keys(x, stream, salt, batch_dim % x.dim(), shard_dim, tp_group)
+    row_keys = _row_keys(x, dropout_rng, salt, batch_dim % x.dim(), shard_dim, tp_group)
     offset = (
         tp_group.rank * x.shape[-1] if shard_dim is not None and shard_dim % x.dim() == x.dim() - 1 else 0
     )
@@ -108,7 +110,7 @@ def keep_mask(
 
 def _row_keys(
     x: torch.Tensor,
-    stream: DropoutRNG,
+    dropout_rng: DropoutRNG,
     salt: str,
     batch_dim: int,
     shard_dim: int | None,
@@ -118,9 +120,9 @@ def _row_keys(
     last = x.dim() - 1
     if batch_dim == last:
         raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
-    if len(stream.samples) != x.shape[batch_dim]:
-        in_batch, in_stream = x.shape[batch_dim], len(stream.samples)
-        raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the stream {in_stream}")
+    if len(dropout_rng.samples) != x.shape[batch_dim]:
+        in_batch, in_rng = x.shape[batch_dim], len(dropout_rng.samples)
+        raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the RNG {in_rng}")
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(last)):
@@ -132,7 +134,7 @@ def _row_keys(
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
         stride *= x.shape[dim] * (tp_group.size if is_cut else 1)
     # A copy from pinned memory is not waited for.
-    sample_keys = get_accelerator().pin_memory(torch.tensor(stream.sample_keys(salt), dtype=torch.int64))
+    sample_keys = get_accelerator().pin_memory(torch.tensor(dropout_rng.sample_keys(salt), dtype=torch.int64))
     sample_keys = sample_keys.to(x.device, non_blocking=True)
     sample_keys = sample_keys.view([-1 if d == batch_dim else 1 for d in range(last)])
     return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)

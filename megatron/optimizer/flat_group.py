@@ -46,16 +46,16 @@ class FlatGroup:
         partitions: int,
         partition: int,
         *,
-        shares_gradients: bool = False,
-        shares_weights: bool = False,
+        shards_gradients: bool = False,
+        shards_weights: bool = False,
         master_on_host: bool = False,
     ) -> None:
-        """`shares_gradients`, `shares_weights`: whole ones exist for a while only; at first there are none.
+        """`shards_gradients`, `shards_weights`: whole ones exist for a while only; at first there are none.
         `master_on_host`: master weights, and with them the moments, are kept in the host's memory."""
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")
-        self.shares_gradients, self.shares_weights = shares_gradients, shares_weights
+        self.shards_gradients, self.shards_weights = shards_gradients, shards_weights
         alignment = BLOCK_SIZE if self.quantized else 1
         aligned = max(alignment, ALIGNMENT) * partitions
         offset = 0
@@ -75,25 +75,25 @@ class FlatGroup:
             parameter.data = view
             parameter.main_grad = self.gradients[place].view_as(parameter)
         own = slice(self.start, self.start + self.size)
-        self.local_weights = self.weights[own].clone() if shares_weights else self.weights[own]
+        self.local_weights = self.weights[own].clone() if shards_weights else self.weights[own]
         self.local_gradients = (
-            torch.zeros_like(self.gradients[own]) if shares_gradients else self.gradients[own]
+            torch.zeros_like(self.gradients[own]) if shards_gradients else self.gradients[own]
         )
         # Of each parameter, what the gradients were that this rank has summed with the others' and let go of.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights are their own master copy: no second one, nothing to copy after a step.
-        self.shares_master = first.dtype == torch.float32 and not master_on_host
+        self.weights_are_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
-        master = self.local_weights if self.shares_master else self.local_weights.float()
+        master = self.local_weights if self.weights_are_master else self.local_weights.float()
         if master_on_host:
             # Page-locked, which copies to and from the device need to be fast.
             master = get_accelerator().pin_memory(master.to("cpu", copy=True))
             self.host_gradients = get_accelerator().pin_memory(torch.zeros_like(master))
         self.master = nn.Parameter(master.detach())
-        if shares_weights:
+        if shards_weights:
             self.free_full_params()
-        if shares_gradients:
-            _let_go(self.gradients)
+        if shards_gradients:
+            _free_storage(self.gradients)
 
     @property
     def quantized(self) -> bool:
@@ -111,7 +111,7 @@ class FlatGroup:
         owned = [(parameter, self.fragment(parameter)) for parameter in self.parameters]
         return [(parameter, *fragment) for parameter, fragment in owned if fragment is not None]
 
-    def packed(self, values: Tensor | QuantizedMoment) -> Tensor:
+    def without_padding(self, values: Tensor | QuantizedMoment) -> Tensor:
         """The parameters' elements of the partition one after the other, in fp32; a view where they are
         already so. Copies are on the CPU: the device need not hold more than one parameter's at a time."""
         fragments = self.fragments()
@@ -126,71 +126,71 @@ class FlatGroup:
     # --- weights ---
 
     @property
-    def has_whole_weights(self) -> bool:
+    def has_full_params(self) -> bool:
         """Whether all weights are here now."""
         return self.weights.untyped_storage().nbytes() > 0
 
     def copy_master_to_params(self) -> None:
         """Rounds the master weights to the run's precision, into this rank's partition."""
-        if not self.shares_master:
+        if not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
-    def gather_weights(self, replicas: dist.ProcessGroup) -> dist.Work:
+    def all_gather_params(self, dp_group: dist.ProcessGroup) -> dist.Work:
         """Starts to fill the whole weights from the partitions of all replicas; they are there after
         `wait()`. Collective."""
         own = self.local_weights
-        if self.shares_weights:
-            _take_back(self.weights)
+        if self.shards_weights:
+            _alloc_storage(self.weights)
         else:
             own = own.clone()  # gloo may not gather into the buffer that it sends from
         # What autograd has saved of a parameter stays valid: its version is counted apart from the buffer's.
-        return dist.all_gather_into_tensor(self.weights, own, group=replicas, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, own, group=dp_group, async_op=True)
 
     def free_full_params(self) -> None:
         """Keeps this rank's partition only."""
-        _let_go(self.weights)
+        _free_storage(self.weights)
 
     # --- gradients ---
 
     def zero_gradients(self) -> None:
         """Empties what has accumulated."""
-        (self.local_gradients if self.shares_gradients else self.gradients).zero_()
+        (self.local_gradients if self.shards_gradients else self.gradients).zero_()
         self.reduced_grad_norms.zero_()
 
     def alloc_full_grads(self) -> None:
         """Makes room for whole gradients, all zero, where these are shared."""
-        _take_back(self.gradients)
+        _alloc_storage(self.gradients)
         self.gradients.zero_()
 
-    def sum_gradients(self, replicas: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    def reduce_scatter_grads(self, dp_group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
         """Starts to sum the replicas' whole gradients; after `wait()`, this partition's part of the sum is
         for `accumulate_grad_shard`. Collective."""
         norms = [torch.linalg.vector_norm(parameter.main_grad) for parameter in self.parameters]
         self.reduced_grad_norms += torch.stack(norms)
         part = torch.empty_like(self.local_gradients)
-        return part, dist.reduce_scatter_tensor(part, self.gradients, group=replicas, async_op=True)
+        return part, dist.reduce_scatter_tensor(part, self.gradients, group=dp_group, async_op=True)
 
     def accumulate_grad_shard(self, part: Tensor) -> None:
-        """Adds what `sum_gradients` has made to the partition's gradient and lets go of the whole."""
+        """Adds what `reduce_scatter_grads` has made to the partition's gradient and lets go of the whole."""
         self.local_gradients += part
-        _let_go(self.gradients)
+        _free_storage(self.gradients)
 
-    def gradient_here(self, parameter: nn.Parameter) -> Tensor:
+    def local_grad(self, parameter: nn.Parameter) -> Tensor:
         """The accumulated gradient, flat, as a view: of gradients that are shared what this rank owns, which
         may be nothing."""
-        if not self.shares_gradients:
+        if not self.shards_gradients:
             return parameter.main_grad.reshape(-1)
         start, length = self.fragment(parameter) or (0, 0)
         return self.local_gradients[start : start + length]
 
-    def norms_here(self) -> list[Tensor]:
-        """Per parameter the norm of `gradient_here`, fp64 scalars."""
-        return [accurate_norm(self.gradient_here(parameter)) for parameter in self.parameters]
+    def local_grad_norms(self) -> list[Tensor]:
+        """Per parameter the norm of `local_grad`, fp64 scalars."""
+        return [accurate_norm(self.local_grad(parameter)) for parameter in self.parameters]
 
-    def norms_before_sums(self) -> list[Tensor]:
+    def unreduced_grad_norms(self) -> list[Tensor]:
         """Per parameter a norm, fp64, of what this rank has computed by itself: finite only if all of it is.
         To be asked for before whole gradients are summed over replicas."""
-        return list(self.reduced_grad_norms) if self.shares_gradients else self.norms_here()
+        return list(self.reduced_grad_norms) if self.shards_gradients else self.local_grad_norms()
 
     def set_master_grad(self, factor: float) -> None:
         """The partition's gradient, times `factor`, becomes that of the master weights."""
@@ -206,11 +206,11 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _let_go(flat: Tensor) -> None:
+def _free_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-def _take_back(flat: Tensor) -> None:
+def _alloc_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 

@@ -55,14 +55,14 @@ class GradientReduction:
     def run(self) -> None:
         """The four steps above, in place. Collective. Gradients that the replicas share out are summed over
         them already."""
-        self._sum_over_tensor_ranks([flat.gradient_here(parameter) for flat, parameter in self._partial])
+        self._sum_over_tensor_ranks([flat.local_grad(parameter) for flat, parameter in self._partial])
         if self._dp_group is not None:
             for flat in self._flats:
-                if not flat.shares_gradients:
+                if not flat.shards_gradients:
                     dist.all_reduce(flat.gradients, group=self._dp_group)
         for parameter, stages in self._tied:
             dist.all_reduce(parameter.main_grad, group=stages)
-        copies = [flat.gradient_here(parameter) for flat, parameter in self._replicated]
+        copies = [flat.local_grad(parameter) for flat, parameter in self._replicated]
         if self._tp_group.rank != 0:
             for copy in copies:
                 copy.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks

@@ -101,7 +101,7 @@ class MixedPrecisionOptimizer:
         tp_group: TPGroup,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
-        sharing: ZeroConfig,
+        zero: ZeroConfig,
         clip_grad: float,
     ) -> None:
         """`names`: global name per parameter; `tied`: parameters with copies on other stages, and the group
@@ -112,8 +112,8 @@ class MixedPrecisionOptimizer:
         self.tp_group = tp_group
         self.scaler = scaler
         self.clip_grad = clip_grad
-        self.partition_count = groups.data_size if sharing.zero_stage >= 1 else 1
-        if sharing.zero_stage >= 1:
+        self.partition_count = groups.data_size if zero.zero_stage >= 1 else 1
+        if zero.zero_stage >= 1:
             # By this name DeepSpeed's engine knows that each data-parallel rank has a part to save.
             self.dp_process_group = groups.data
         # NVIDIA apex's Adam counts its updates in the groups, torch's in the state.
@@ -133,35 +133,35 @@ class MixedPrecisionOptimizer:
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        self.flat = [self._flat_group(group, sharing) for group in optimizer.param_groups]
+        self.flat = [self._flat_group(group, zero) for group in optimizer.param_groups]
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        replicas = groups.data if groups.data_size > 1 else None
-        self._reduction = GradientReduction(self.flat, replicas, tied, tp_group)
+        dp_group = groups.data if groups.data_size > 1 else None
+        self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
-        shared = [flat.shares_gradients for flat in self.flat for _ in flat.parameters]
-        self._shared = torch.tensor(shared, dtype=torch.bool, device=self._device())
+        sharded = [flat.shards_gradients for flat in self.flat for _ in flat.parameters]
+        self._sharded = torch.tensor(sharded, dtype=torch.bool, device=self._device())
         self._units = [
             ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
-            for unit, module in sharing.units.items()
+            for unit, module in zero.units.items()
         ]
-        for parameter in (p for flat in self.flat if not flat.shares_gradients for p in flat.parameters):
+        for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad  # autograd accumulates straight into the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
 
-    def _flat_group(self, group: dict[str, Any], sharing: ZeroConfig) -> FlatGroup:
-        in_unit = group.get("unit") in sharing.units
+    def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
+        in_unit = group.get("unit") in zero.units
         return FlatGroup(
             group,
             self.partition_count,
             self.groups.dp_rank if self.partition_count > 1 else 0,
-            shares_gradients=in_unit,
-            shares_weights=in_unit and sharing.zero_stage == 3,
-            master_on_host=sharing.cpu_offload and not is_host_memory(group["params"][0].device),
+            shards_gradients=in_unit,
+            shards_weights=in_unit and zero.zero_stage == 3,
+            master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
 
     # --- what DeepSpeed's engine asks of an optimizer ---
@@ -201,7 +201,7 @@ class MixedPrecisionOptimizer:
         through, on every stage: what each rank has computed by itself is measured here, to name a culprit
         later."""
         self._norms_before_reduction = self._stacked(
-            [n for flat in self.flat for n in flat.norms_before_sums()]
+            [n for flat in self.flat for n in flat.unreduced_grad_norms()]
         )
         self._reduction.run()
 
@@ -219,10 +219,10 @@ class MixedPrecisionOptimizer:
         self.diagnosis = ""
         if self.overflow:
             scale_helps = self.scaler.can_shrink
-            goes_on = scale_helps if self.skips_non_finite is None else self.skips_non_finite
-            if not (goes_on and scale_helps):
+            skips = scale_helps if self.skips_non_finite is None else self.skips_non_finite
+            if not (skips and scale_helps):
                 self.diagnosis = self._diagnosis()
-            if not goes_on:
+            if not skips:
                 raise NonFiniteError(self.diagnosis)
         if self.scaler.dynamic:
             self.scaler.update(self.overflow)
@@ -252,13 +252,13 @@ class MixedPrecisionOptimizer:
         layer does so before it runs."""
         for flat in self.flat:
             flat.copy_master_to_params()
-            if self.partition_count > 1 and not flat.shares_weights:
-                flat.gather_weights(self.groups.data).wait()
+            if self.partition_count > 1 and not flat.shards_weights:
+                flat.all_gather_params(self.groups.data).wait()
 
     @property
-    def shares_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """Whether between steps some weights are on no rank as a whole."""
-        return any(flat.shares_weights for flat in self.flat)
+        return any(flat.shards_weights for flat in self.flat)
 
     @contextmanager
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -277,12 +277,12 @@ class MixedPrecisionOptimizer:
         """Norm over the whole model, each parameter counted once; the same bits on all ranks."""
         norms = self._norms_before_reduction
         if self._reduction.exchanges:
-            norms = self._stacked([norm for flat in self.flat for norm in flat.norms_here()])
+            norms = self._stacked([norm for flat in self.flat for norm in flat.local_grad_norms()])
         squares = norms.square()
         if self._units:
-            of_parts = squares * self._shared
-            dist.all_reduce(of_parts, group=self.groups.data)
-            squares = torch.where(self._shared, of_parts, squares)
+            shard_squares = squares * self._sharded
+            dist.all_reduce(shard_squares, group=self.groups.data)
+            squares = torch.where(self._sharded, shard_squares, squares)
         # Copies that do not count must be finite all the same.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
@@ -335,16 +335,16 @@ class MixedPrecisionOptimizer:
 
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
-    def owned_state(self) -> Iterator[LocalParamState]:
+    def local_param_states(self) -> Iterator[LocalParamState]:
         """What this rank's partitions hold, a parameter at a time."""
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
                 values = {"fp32": flat.master.detach()[start : start + length]}
                 values |= self.moment_fragments(flat, parameter)
-                yield self._owned(flat, parameter, values, None if step is None else float(step))
+                yield self._local_state(flat, parameter, values, None if step is None else float(step))
 
-    def _owned(
+    def _local_state(
         self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
     ) -> LocalParamState:
         return LocalParamState(
@@ -372,10 +372,10 @@ class MixedPrecisionOptimizer:
                 base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
             moments = self.moments_of(flat)
             if moments:
-                packed_moments = {key: flat.packed(moment) for key, moment in moments.items()}
+                packed_moments = {key: flat.without_padding(moment) for key, moment in moments.items()}
                 base["state"][index] = {**base["state"][index], **packed_moments}
             mappings.append(addresses)
-            masters.append(flat.packed(flat.master.detach()))
+            masters.append(flat.without_padding(flat.master.detach()))
         return {
             "clip_grad": self.clip_grad,
             "base_optimizer_state": base,
@@ -399,7 +399,7 @@ class MixedPrecisionOptimizer:
         if key not in state:
             state[key] = new_moment(key, flat.master, flat.moment_bits)
         if flat.quantized:
-            before_rounding(self._owned(flat, parameter, {key: elements}))
+            before_rounding(self._local_state(flat, parameter, {key: elements}))
         (start, _) = flat.fragment(parameter)
         if not write_moment(state[key], start, elements):
             raise RuntimeError(f"{key} of {self.names[parameter]} was not quantised to within one step")

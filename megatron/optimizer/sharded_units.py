@@ -26,18 +26,18 @@ class ShardedUnit:
     parameters have: then they are summed over the replicas and let go of, and so are the weights.
     """
 
-    def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], replicas: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], dp_group: dist.ProcessGroup) -> None:
         """`flats`: the groups that hold `module`'s parameters and no others. Puts hooks on both."""
         self.module = module
         self._flats = list(flats)
-        self._replicas = replicas
-        self._shares_weights = any(flat.shares_weights for flat in flats)
+        self._dp_group = dp_group
+        self._shards_weights = any(flat.shards_weights for flat in flats)
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
-        self._awaited = set(self._parameters)
+        self._pending_params = set(self._parameters)
         self._in_backward = False
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._take_gradient)
-        if self._shares_weights:
+            parameter.register_post_accumulate_grad_hook(self._accumulate_grad)
+        if self._shards_weights:
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward)
 
@@ -48,7 +48,7 @@ class ShardedUnit:
         try:
             yield
         finally:
-            self._let_go()
+            self._free()
 
     # --compile is for the layer: hooks that exchange messages stay as they are.
     @torch.compiler.disable
@@ -62,39 +62,39 @@ class ShardedUnit:
             hidden.register_hook(self._before_backward)
         # --checkpoint-activations runs the layer a second time, inside its backward pass, which goes on.
         if not self._in_backward:
-            self._let_go()
+            self._free()
 
     def _before_backward(self, gradient: Tensor) -> None:
         self._in_backward = True
         self._gather()
 
-    def _take_gradient(self, parameter: nn.Parameter) -> None:
+    def _accumulate_grad(self, parameter: nn.Parameter) -> None:
         """Adds a micro-batch's gradient to the whole ones of this pass."""
-        if len(self._awaited) == len(self._parameters):
+        if len(self._pending_params) == len(self._parameters):
             for flat in self._flats:
                 flat.alloc_full_grads()
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
-        self._awaited.discard(parameter)
-        if not self._awaited:
-            self._share_out()
+        self._pending_params.discard(parameter)
+        if not self._pending_params:
+            self._reduce_scatter_grads()
 
-    def _share_out(self) -> None:
+    def _reduce_scatter_grads(self) -> None:
         # All messages at once: that of norms and biases is short.
-        sums = [flat.sum_gradients(self._replicas) for flat in self._flats]
+        sums = [flat.reduce_scatter_grads(self._dp_group) for flat in self._flats]
         for flat, (part, pending) in zip(self._flats, sums, strict=True):
             pending.wait()
             flat.accumulate_grad_shard(part)
-        self._awaited = set(self._parameters)
+        self._pending_params = set(self._parameters)
         self._in_backward = False
-        self._let_go()
+        self._free()
 
     def _gather(self) -> None:
-        missing = [flat for flat in self._flats if not flat.has_whole_weights]
-        for pending in [flat.gather_weights(self._replicas) for flat in missing]:
+        missing = [flat for flat in self._flats if not flat.has_full_params]
+        for pending in [flat.all_gather_params(self._dp_group) for flat in missing]:
             pending.wait()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         for flat in self._flats:
-            if flat.shares_weights:
+            if flat.shards_weights:
                 flat.free_full_params()

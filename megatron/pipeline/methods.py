@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
+from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
 from megatron.pipeline.partition import Weight, partition
-from megatron.pipeline.uneven import partition_by_stage, partition_v
 
 # Class name of the input embedding and of the head, and of a transformer layer.
 EMBEDDING = "EmbeddingPipe"
@@ -135,7 +135,7 @@ def _balanced(
     scale: float = 1,
 ) -> Partition:
     """Stages with equal sums of the layers' weights, which are shown in `unit`s of `scale`."""
-    weights = _keep_ends_whole(weights, layers.names)
+    weights = _merge_end_functions(weights, layers.names)
     _check_enough(method, layers.names, weights, shape.stages, shape.is_v_schedule)
     bounds = (
         partition_v([weights] * shape.stages) if shape.is_v_schedule else partition(weights, shape.stages)
@@ -184,7 +184,7 @@ def _check_enough(
     )
 
 
-def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
+def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
     """The weights with those of the functions at the ends of the list given to embedding and head, which they
     then go with. Between stages travel hidden states: neither tokens nor logits, which differ between tensor
     ranks."""
@@ -198,7 +198,7 @@ def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[We
 def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal estimated memory, with the activations of each stage's micro-batches in flight."""
     state, kept = (
-        _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
+        _merge_end_functions(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
     )
     costs = [
         [s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.in_flight_micro_batches

@@ -80,7 +80,7 @@ class Timeline:
 
     spans: list[list[Span]]
     """Per rank, its work in the order of time."""
-    peak_live: list[int]
+    peak_in_flight: list[int]
     """Per rank, the most forward passes whose backward pass was not over, each through one chunk: that many
     micro-batches' activations are kept. Where a rank has two chunks, each of them is of half its layers."""
 
@@ -310,7 +310,7 @@ def simulate(
         raise ValueError(
             f"the order of work cannot be run: rank {rank} waits for the input of {work} for ever"
         )
-    return Timeline([rank.spans for rank in run.ranks], [rank.peak_live for rank in run.ranks])
+    return Timeline([rank.spans for rank in run.ranks], [rank.peak_in_flight for rank in run.ranks])
 
 
 @dataclass
@@ -328,7 +328,7 @@ class _Rank:
     """Work whose output is yet to be sent."""
     live: set[tuple[int, int]] = field(default_factory=set)
     """(micro-batch, chunk) of the forward passes whose backward pass is not over."""
-    peak_live: int = 0
+    peak_in_flight: int = 0
     spans: list[Span] = field(default_factory=list)
 
 
@@ -390,7 +390,7 @@ class _Run:
         rank.inputs.discard(work)
         if kind == "forward":
             rank.live.add(key)
-            rank.peak_live = max(rank.peak_live, len(rank.live))
+            rank.peak_in_flight = max(rank.peak_in_flight, len(rank.live))
         else:
             rank.live.remove(key)
         start = rank.clock

@@ -11,9 +11,9 @@ from megatron.mpu.parameters import (
     local_slices,
     merge_shards,
     new_parameter,
-    shard_of,
     spec_of,
 )
+from tests.reference.shards import shard_of
 
 ONE = TPGroup()
 SPECS = [
