@@ -1,4 +1,11 @@
-"""Causal self-attention, heads split over the tensor-parallel ranks."""
+"""Causal multi-head self-attention.
+
+    hidden [s, b, h] -> fused projection [s, b, 3 h / TP] -> query, key, value [b, n / TP, s, d]
+    softmax(query @ key.T * scale + bias) @ value [b, n / TP, s, d] -> output projection -> [s, b, h]
+
+The heads are sharded over the tensor-parallel ranks (Megatron, arXiv 1909.08053, section 3): each rank
+computes n / TP whole heads, and the output projection sums over the ranks.
+"""
 
 import math
 
@@ -17,8 +24,8 @@ from megatron.mpu.random import DropoutRNG, dropout
 class ParallelSelfAttention(nn.Module):
     """[seq, batch, hidden] -> [seq, batch, hidden].
 
-    The fused projection's rows are ordered (heads, 3, head_dim), so that a contiguous slice of them is a
-    set of whole heads: the same weights whatever the tensor-parallel size.
+    The rows of the fused projection are ordered (heads, 3, head_dim). So a contiguous slice of rows is a set
+    of whole heads, and the same full weight serves every tensor-parallel degree.
     """
 
     def __init__(
@@ -35,8 +42,8 @@ class ParallelSelfAttention(nn.Module):
         recompute: bool,
     ) -> None:
         """`reset_position_ids`: rotary positions count from the start of each document. `sequence_parallel`:
-        input and output are this rank's shard of the sequence. `recompute`: unfused attention recomputes its
-        scores in the backward pass."""
+        input and output are this rank's shard of the sequence. `recompute`: attention with dropout recomputes
+        its scores in the backward pass."""
         super().__init__()
         self.head_dim = config.kv_channels
         self.scale = config.attention_scale
@@ -89,7 +96,8 @@ class ParallelSelfAttention(nn.Module):
 
     @torch.compiler.disable  # dropout's masks are hashed in Python
     def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """`_attend_with_dropout`, of which nothing of size [seq, seq] is kept if it is to be recomputed."""
+        """`_attend_with_dropout`; with `recompute` no tensor of size [seq, seq] is kept for the backward pass
+        (selective activation recomputation, arXiv 2205.05198, section 5)."""
         if not self.recompute:
             return self._attend_with_dropout(query, key, value, bias)
         samples = self.dropout_rng.samples
@@ -101,8 +109,9 @@ class ParallelSelfAttention(nn.Module):
         return checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
 
     def _attend_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Attention spelt out: a fused kernel draws its dropout from (rank, kernel layout), which would make
-        the loss depend on the layout. Ours is drawn from the sample, the head and the position."""
+        """Unfused attention, used if dropout is on. The dropout of a fused kernel depends on the rank and on
+        the kernel, so the loss would depend on the layout. This one depends on sample, head and position
+        only."""
         seq = query.shape[2]
         scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
         if bias is None:

@@ -14,7 +14,8 @@ from megatron.mpu.random import dropout
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions: a table [max_positions, hidden], replicated over tensor ranks."""
+    """Learned absolute positions: a table [max_positions, hidden], replicated over the tensor-parallel
+    ranks."""
 
     def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
         super().__init__()
@@ -27,10 +28,10 @@ class PositionEmbedding(nn.Module):
 
 
 class EmbeddingPipe(nn.Module):
-    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], with document ids where needed.
+    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], with document ids if the layers need them.
 
-    The same class is the LM head on the last stage (`is_head`): it then holds the word embedding only, so
-    that nothing on that stage is a parameter without a gradient.
+    The same class is the LM head on the last stage (`is_head`). It then holds the word embedding only: the
+    position embedding would be a parameter without a gradient there.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class EmbeddingPipe(nn.Module):
         eod: int | None,
         is_head: bool = False,
     ) -> None:
-        """`vocab_size`: rows that are real tokens; the rest of the `padded_vocab_size` rows is padding.
-        `eod`: the token that ends a document, where --reset-... flags need it."""
+        """`vocab_size`: number of real tokens; the other rows of `padded_vocab_size` are padding. `eod`: the
+        end-of-document token, needed by --reset-position-ids and --reset-attention-mask."""
         super().__init__()
         model = context.config.model
         self.word_embeddings = VocabParallelEmbedding(
@@ -101,7 +102,8 @@ class EmbeddingPipe(nn.Module):
         return (hidden, document_ids) if self.passes_document_ids else hidden
 
     def apply_logits_multiplier(self, hidden: Tensor) -> Tensor:
-        """The head's input with the factor of its logits, of which there are many more."""
+        """The head's input times the muP factor of the logits. Scaling the input is cheaper than the
+        logits."""
         return hidden if self.logits_multiplier == 1.0 else hidden * self.logits_multiplier
 
 
