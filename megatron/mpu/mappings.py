@@ -1,7 +1,7 @@
-"""The collectives of tensor parallelism as autograd functions.
+"""The collectives of tensor and sequence parallelism as autograd functions (arXiv 1909.08053, 2205.05198).
 
-Each says what happens to an activation in the forward pass; its backward pass does the matching thing to the
-gradient. In a group of one, all of them return their argument itself.
+The backward pass of each is the conjugate collective: all-gather and split, reduce-scatter and all-gather. In
+a group of one rank all autograd functions return their argument.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from megatron.mpu.layout import TPGroup
 
 
 def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """Along `dim`, n / size of each rank -> n on all. Each rank keeps its own part of the gradient."""
+    """All-gather along `dim`: n / size per rank -> n on all ranks. Backward: each rank takes its part."""
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
 def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """A replicated n along `dim` -> this rank's n / size. The gradients of all ranks are gathered."""
+    """Split along `dim`: replicated n -> this rank's n / size. Backward: all-gather."""
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """[seq, ...] of each rank -> of their sum this rank's [seq / size, ...]. The gradients are gathered."""
+    """Reduce-scatter: [seq, ...] per rank -> this rank's [seq / size, ...] of the sum. Backward:
+    all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
 def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts gathering [seq / size, ...] of each rank into [seq, ...], ready after `wait()`. No autograd."""
+    """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
     whole = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts summing [seq, ...] over the ranks; this rank's [seq / size, ...] is ready after `wait()`. No
-    autograd. ValueError if the sequence cannot be cut."""
+    """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd.
+    ValueError if seq is not divisible by the group's size."""
     part = x.new_empty(_width_of_part(x, tp_group, 0), *x.shape[1:])
     return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Overwrite a contiguous `x`, which the caller must own, with its sum over the ranks. No autograd."""
+    """All-reduces a contiguous `x` in place; nothing else may use `x`. No autograd."""
     if tp_group.size > 1:
         dist.all_reduce(x, group=tp_group.group)
     return x
@@ -63,7 +64,7 @@ def _local_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
 
 def _width_of_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> int:
     if x.shape[dim] % tp_group.size != 0:
-        raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be cut into {tp_group.size} parts")
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
     return x.shape[dim] // tp_group.size
 
 
