@@ -1,7 +1,7 @@
-"""Where DeepSpeed does otherwise than this repo promises, and what is done instead; nowhere else.
+"""All workarounds for defects of DeepSpeed and torch.
 
-Each entry was seen with DeepSpeed 0.19.8; the test named with it fails when the workaround is taken away.
-Where no file is named, it is tests/distributed/test_optimizer.py.
+Each entry was observed with DeepSpeed 0.19.8. The test named in it fails without the workaround; it is in
+tests/distributed/test_optimizer.py unless another file is named.
 
 1. fp32, ZeRO-0, pipeline, clipping: `clip_grad_norm_` counts the tied embedding on both of its stages, and
    no grad norm is reported (the family of DeepSpeed 1839):
@@ -15,10 +15,11 @@ Where no file is named, it is tests/distributed/test_optimizer.py.
    test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
 5. fp16 is refused on a CPU ("not supported on your device"), though PyTorch computes it:
    tests/distributed/test_layout_parity.py, test_bf16_and_fp16_follow_the_fp32_loss.
-   1 to 5: DeepSpeed is told of an fp32 run without clipping, and `MixedPrecisionOptimizer` takes the place
-   of its optimizer wrappers.
-6. `PipelineEngine` finds the code of a schedule's instruction in a table of its own class, past any override:
-   the table is made anew here. tests/distributed/test_workarounds.py
+   1 to 5: DeepSpeed is configured for fp32 without clipping, and `MixedPrecisionOptimizer` replaces its
+   optimizer wrappers.
+6. `PipelineEngine` looks up the method of a schedule instruction in a table of its own class, so overrides
+have
+   no effect: the table is rebuilt here. tests/distributed/test_workarounds.py
 7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
    tests/distributed/test_workarounds.py
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
@@ -56,21 +57,20 @@ _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 def disable_shm_comm_jit() -> None:
-    """Entry 8. To be called before the process group is made."""
+    """Entry 8. Call it before the process group is created."""
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
 
 def initialize_vector_math() -> None:
-    """Entry 14. One element is the work of one thread. To be called before anything computes; a second call
-    costs a microsecond."""
+    """Entry 14. One element is computed by one thread. Call it before any other computation."""
     torch.exp(torch.zeros(1, device="cpu"))
 
 
 class PatchedPipelineEngine(PipelineEngine):
-    """DeepSpeed's pipeline engine around `MixedPrecisionOptimizer`."""
+    """DeepSpeed's pipeline engine with `MixedPrecisionOptimizer`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Entry 6: the instructions run the methods of the class that is run."""
+        """Entry 6: instructions call the methods of the subclass."""
         super().__init_subclass__(**kwargs)
         table: dict = {}
         for base in reversed(cls.__mro__):
@@ -78,7 +78,7 @@ class PatchedPipelineEngine(PipelineEngine):
         cls._INSTRUCTION_MAP = {kind: getattr(cls, method.__name__) for kind, method in table.items()}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        """Makes the run's optimizer of the plain one; the engine's module and groups exist by now."""
+        """Wraps the plain optimizer. The engine's module and process groups exist when this is called."""
         raise NotImplementedError
 
     def _configure_optimizer(self, client_optimizer: torch.optim.Optimizer, model_parameters: list) -> None:
@@ -88,7 +88,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         held = self._grad_layer_buf
         if idx < len(held) and held[idx].dtype != dtype:
-            held[idx] = held[idx].new_empty(0, dtype=dtype)  # too small, so that a new one is made
+            held[idx] = held[idx].new_empty(0, dtype=dtype)  # empty, so that DeepSpeed allocates a new one
         return super()._allocate_or_extend_buffers(idx, shape, dtype)
 
     def zero_grad(self) -> None:
@@ -110,7 +110,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
 
 class PatchedDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
-    """The same for DeepSpeed's DualPipeV, where each rank runs two stages ('phases')."""
+    """The same for DeepSpeed's DualPipeV engine, in which each rank runs two stages ('phases')."""
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         self._slots_per_phase = pipe_schedule.num_micro_batches
@@ -120,7 +120,7 @@ class PatchedDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
         return buffer_id + self._slots_per_phase  # entry 10
 
     def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
-        # The losses wait in their slots here; those of the other stage are none to scale.
+        # Here losses are stored in slots; only the phase with the head has them.
         if self._is_loss_stage(phase):
             losses = self.pipe_buffers["losses"]
             losses[buffer_id] = losses[buffer_id] * self.optimizer.scaler.scale
