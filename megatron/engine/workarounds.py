@@ -8,7 +8,7 @@ tests/distributed/test_optimizer.py unless another file is named.
    test_the_norm_counts_tied_and_replicated_parameters_once, test_a_clipped_step_is_as_long_as_the_flag_says.
 2. fp16, ZeRO-0, pipeline: `FP16_UnfusedOptimizer` takes another first step than ZeRO-1, counts the tied
    weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and those of 1.
-3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 unless told otherwise; with ZeRO-0, fp32 accumulation
+3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 by default; with ZeRO-0, fp32 accumulation
    is refused ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
 4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): its gradients are reduced by
    hooks that make other calls on other stages:
@@ -26,18 +26,19 @@ have
    lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
    tests/distributed/test_workarounds.py
 9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
-   receives fp32 and sends bf16 (--fp32-residual-connection, cut before the head) would read garbage.
-   tests/distributed/test_workarounds.py
+   receives fp32 and sends bf16 (--fp32-residual-connection, the head on a stage by itself) would read wrong
+   values. tests/distributed/test_workarounds.py
 10. `DualPipeVEngine` finds a micro-batch's second slot by the training step's number of micro-batches, also
    in an evaluation with another number: labels land in the wrong slots.
    tests/distributed/test_stages.py, the evaluations with dualpipev
-11. Activation checkpoints that are to wait in the CPU's memory are emptied where that is the device already:
-   the copy is none (`model/recompute.py` keeps them without DeepSpeed). tests/distributed/test_recompute.py
-12. `ThroughputTimer` waits for the device in each micro-batch's forward pass; `deepspeed_config.py` turns it
+11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
+   (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
+12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
+turns it
    off. tests/unit/config/test_deepspeed_config.py
 13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
    two stages sum them in buffers of different lengths, in different orders, and with 3 replicas or more the
-   copies drift apart. Here the stages come last. tests/distributed/test_tied_copies.py
+   copies diverge. Here the stages are summed last. tests/distributed/test_tied_copies.py
 14. torch 2.13 on CPUs: the first `torch.exp` of a process, if several threads run it, has relative errors of
    1e-4 in half of its rows, in a few of 100 processes: the threads race to initialize MKL's vector math.
    tests/distributed/test_workarounds.py
