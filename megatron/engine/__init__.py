@@ -1,1 +1,1 @@
-"""DeepSpeed: what it is told, and what is done where it does otherwise than promised here."""
+"""DeepSpeed: its configuration, the pipeline engine of a run, and workarounds for its defects."""

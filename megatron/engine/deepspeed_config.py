@@ -1,9 +1,9 @@
-"""A user's DeepSpeed JSON (--deepspeed_config) against the flags, and the settings that DeepSpeed is given.
+"""Checks the DeepSpeed JSON file of --deepspeed_config, and makes the configuration that DeepSpeed gets.
 
-The flags own the run. The file may repeat them, as published scripts do, and must not contradict them; it
-alone decides on the loss scale and on a curriculum. Keys that only watch the run are passed on, all others
-are refused. DeepSpeed itself is told of an fp32 run without clipping, since this repo's optimizer owns
-precision, clipping and the loss scale (see workarounds.py).
+The flags define the run. The file may repeat their values, as published scripts do, but must not contradict
+them. The file overrides the flags for the loss scale, and it alone defines a curriculum. Monitoring keys are
+passed to DeepSpeed; all other keys are rejected. DeepSpeed is configured for fp32 without clipping, since
+this repository's optimizer handles precision, clipping and the loss scale (see workarounds.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import read_curriculum
 from megatron.config.sections.precision import PrecisionConfig
 
-# These keys alone are passed on as they are: they watch the run and change none of its numbers.
-# Each acts with the pipeline engine of DeepSpeed 0.19.8.
+# Keys that are passed to DeepSpeed unchanged: they monitor the run and do not change its results. Each has an
+# effect with the pipeline engine of DeepSpeed 0.19.8.
 _PASSED_ON: dict[str, type] = {
     "tensorboard": dict,
     "wandb": dict,
@@ -32,11 +32,11 @@ _PASSED_ON: dict[str, type] = {
     "checkpoint": dict,
 }
 
-# The other keys of its section would move files to where resuming does not look, or write other files.
+# Allowed keys of the section `checkpoint`. Others would change where or how checkpoint files are written.
 _CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
 
-# Sections that would take something over that the flags or this repo's optimizer own, or would not act, with
-# what to do instead.
+# Sections that would override the flags or this repository's optimizer, or have no effect -> what to do
+# instead.
 _REFUSED_SECTIONS = {
     "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
     "scheduler": "the --lr flags make the schedule, remove it from the file",
@@ -60,13 +60,13 @@ _REFUSED_SECTIONS = {
     "--log-interval shows the TFLOPs)",
 }
 
-# Keys of a fp16 section that have a meaning here; "enabled" is compared with --fp16.
+# Supported keys of the section `fp16`; "enabled" is compared with --fp16.
 _FP16_KEYS = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale", "initial_scale_power")
 
-# The loss scale is an fp32 number.
+# The loss scale is stored in fp32.
 _LARGEST_SCALE_POWER = 127
 
-# Keys that this module compares, replaces or answers, which are therefore not passed on.
+# Keys that this module handles itself; they are not passed to DeepSpeed.
 _OWN_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -87,18 +87,18 @@ _OWN_KEYS = (
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """The config after the file had its say, and what the user should read about it, one sentence each."""
+    """The config with the file's settings, and notes for the user, one sentence each."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
-    """Read the file of --deepspeed_config, if any, and check it against the flags.
+    """Reads the file of --deepspeed_config, if any, and checks it against the flags.
 
-    The returned config differs from the given one in the loss scale's settings and the curriculum only.
-    Raises ConfigError for a file that is absent or no JSON, a contradiction with a flag (both are named), and
-    what is not supported. With --dry-run an absent file is noted.
+    Only the loss scale's settings and the curriculum of the returned config can differ from `config`. Raises
+    ConfigError for a file that is missing or not JSON, for a contradiction with a flag (both are named), and
+    for unsupported keys. With --dry-run a missing file is only noted.
     """
     path = config.training.deepspeed_config
     if path is None:
@@ -142,28 +142,30 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
 
 
 def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
-    """What DeepSpeed is initialised with, for a step of `global_batch_size` samples.
+    """The configuration that DeepSpeed gets, for steps of `global_batch_size` samples.
 
-    Holds the keys of the user's file that watch the run; with a ramp-up the size is that of the step to come.
+    It includes the monitoring keys of the user's file. With --rampup-batch-size the size is that of the next
+    step.
     """
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _is_left_out(config) else _load(path)
-    # 1F1B sends an activation that all tensor ranks hold in parts, one per rank. DualPipeV cannot, and of a
-    # cut sequence each rank has its own part already.
+    # With 1F1B each tensor-parallel rank sends its part of a replicated activation. DualPipeV does not
+    # support that, and with --sequence-parallel the activation is sharded already.
     whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
     parallel = config.parallel
     pipeline = whole if parallel.pipeline_schedule == "dualpipev" or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
-        # This timer waits for the device in every forward pass, and nothing reads it.
+        # This timer synchronizes with the device in every forward pass, and nothing reads it.
         "timers": {"throughput": {"enabled": False}},
         **_passed_on(settings),
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),
         "gradient_clipping": 0.0,
-        # Its pipeline refuses more than 1, which decides on the files; the rest is this repo's optimizer's.
+        # DeepSpeed's pipeline rejects stages above 1. Stage 1 makes each replica write its optimizer file;
+        # sharding itself is done by this repository's optimizer.
         "zero_optimization": {"stage": min(config.parallel.zero_stage, 1)},
         "zero_allow_untested_optimizer": True,
         **pipeline,
@@ -171,7 +173,7 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
 
 
 def _is_left_out(config: Config) -> bool:
-    """A plan can be made before the script that writes the file has run; a run needs the file."""
+    """Whether the file may be missing: a dry run may come before the script that writes the file."""
     path = config.training.deepspeed_config
     return config.training.dry_run and path is not None and not Path(path).exists()
 
@@ -184,7 +186,9 @@ def _load(path: str) -> dict[str, Any]:
             f"--deepspeed_config {path} cannot be read ({error.strerror}): correct the path, or drop the flag"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"--deepspeed_config {path} is no JSON ({error}): correct the file") from error
+        raise ConfigError(
+            f"--deepspeed_config {path} is not valid JSON ({error}): correct the file"
+        ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, correct the file")
     return settings
@@ -195,12 +199,12 @@ def _unset(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a key asks for nothing: left out, false, or a section that is not enabled."""
+    """Whether a key has no effect: absent, false, or a section that is not enabled."""
     return _unset(value) or value is False or (isinstance(value, dict) and value.get("enabled") is False)
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of the file, {} where it is left out."""
+    """A section of the file, {} if it is absent."""
     section = settings.get(name)
     if _unset(section):
         return {}
@@ -232,17 +236,17 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
 
 
 def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
-    """Where `name` of the file's zero_optimization sends something; None where it does not say."""
+    """The offload device of zero_optimization.`name`; None if the file does not set it."""
     zero = _section(settings, "zero_optimization")
     if name == "offload_optimizer" and not _unset(zero.get("cpu_offload")):
-        return "cpu" if zero["cpu_offload"] else "none"  # what it was called before
+        return "cpu" if zero["cpu_offload"] else "none"  # the key's old name
     section = zero.get(name)
     device = section.get("device", "none") if isinstance(section, dict) else section
     return None if _unset(device) or device is False else device
 
 
 def _check_passed_on(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key that nothing here knows, and for a value that DeepSpeed cannot read."""
+    """ConfigError for an unknown key, and for a value of the wrong type."""
     for name, value in settings.items():
         if name in _OWN_KEYS or _unset(value):
             continue
@@ -263,7 +267,7 @@ def _check_passed_on(settings: Mapping[str, Any]) -> None:
 
 
 def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the file says otherwise than a flag."""
+    """ConfigError if a value of the file differs from its flag."""
     batch, parallel = config.batch, config.parallel
     accumulation = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
     bf16 = "bfloat16" if "bfloat16" in settings else "bf16"
@@ -313,7 +317,7 @@ def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
 def _take_loss_scale(
     precision: PrecisionConfig, fp16: Mapping[str, Any], notes: list[str]
 ) -> PrecisionConfig:
-    """The precision with the file's loss scale; each setting that it changes is noted."""
+    """The precision with the file's loss-scale settings. Adds a note for each setting that changes."""
     in_file = {key: fp16[key] for key in _FP16_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):

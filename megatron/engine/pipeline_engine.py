@@ -1,4 +1,4 @@
-"""The engine of a run: DeepSpeed's pipeline, told which samples each micro-batch holds."""
+"""The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
-from megatron.engine.workarounds import PatchedPipelineEngine, SameNumbersDualPipeVEngine
+from megatron.engine.workarounds import PatchedDualPipeVEngine, PatchedPipelineEngine
 from megatron.model.gpt_model import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.loss_scale import LossScaler
@@ -34,19 +34,18 @@ class GPTEngine(PatchedPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tp_group = tp_group
-        # The `RunIdentity` (checkpoint.lineage.identity) of the next checkpoint, on rank 0; None before the
-        # first one.
+        # On rank 0, the `RunIdentity` (checkpoint.lineage.identity) for the next checkpoint; None at first.
         self.checkpoint_identity: Any = None
-        # For each of the stages of this rank, of which only dualpipev has a second.
+        # Per stage of this rank (dualpipev has two): the samples of the micro-batches not yet run.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
-        # Of the sequences that the stages' communication buffers are made for.
+        # Sequence length of the stages' communication buffers.
         self._seq_length = config.model.seq_length
         optimizer = config.optimizer
         groups = parameter_groups(
             model.named_parameters(),
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
-            self._units_of(model),
+            self._zero_units(model),
             config.model.matrix_rate_factor,
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
@@ -60,10 +59,11 @@ class GPTEngine(PatchedPipelineEngine):
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
 
-    def _units_of(self, model: GPTModelPipe) -> dict[str, nn.Module]:
-        """The layers whose gradients, and perhaps weights, the replicas share out; none without replicas."""
-        shared = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
-        return model.transformer_layers() if shared else {}
+    def _zero_units(self, model: GPTModelPipe) -> dict[str, nn.Module]:
+        """The layers whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded over the data-parallel
+        ranks."""
+        sharded = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
+        return model.transformer_layers() if sharded else {}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         grid = self.module.mpu()
@@ -84,7 +84,7 @@ class GPTEngine(PatchedPipelineEngine):
             self.tp_group,
             [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
             LossScaler(self.run_config.precision),
-            ZeroConfig(parallel.zero_stage, self._units_of(self.module), parallel.cpu_offload),
+            ZeroConfig(parallel.zero_stage, self._zero_units(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
         )
         wrapped.averages_replicated = self.run_config.stability.sync_tp_duplicated_parameters
@@ -101,7 +101,8 @@ class GPTEngine(PatchedPipelineEngine):
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float, float], bool] | None = None,
     ) -> Tensor:
-        """One step on the global batch after `consumed_samples`; returns its mean loss, a device scalar.
+        """Trains one step on the global batch that follows `consumed_samples`; returns the mean loss on the
+        device.
 
         seq_length: tokens per sample of `micro_batches`, by default --seq-length. skips_non_finite: see
         `MixedPrecisionOptimizer`. skip_update_fn: given the mean loss and the grad norm, equal on all
@@ -137,7 +138,7 @@ class GPTEngine(PatchedPipelineEngine):
         return loss
 
     def _expect_length(self, seq_length: int) -> None:
-        """Lets the stages tell each other new shapes where sequences change their length."""
+        """Resets the communication buffers between stages if the sequence length changes."""
         if seq_length != self._seq_length:
             self._seq_length = seq_length
             self.reset_activation_shape()
@@ -154,10 +155,10 @@ class GPTEngine(PatchedPipelineEngine):
         return loss, norm
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        """Writes the layer files, on DeepSpeed's call while it saves. Where no rank has all weights, they are
-        made whole a layer at a time, with the help of all replicas; the first one writes, or with DeepSpeed's
-        parallel_write they take turns."""
-        if not self.optimizer.shares_weights:
+        """Writes the layer files; DeepSpeed calls it while it saves. With ZeRO-3 the weights are all-gathered
+        one layer at a time. The first replica writes; with DeepSpeed's parallel_write the replicas take
+        turns."""
+        if not self.optimizer.shards_weights:
             return super().module_state_dict(exclude_frozen_parameters)
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
         for position, layer in enumerate(self.module.forward_funcs):
@@ -172,7 +173,7 @@ class GPTEngine(PatchedPipelineEngine):
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
     def _next_batch(self) -> MicroBatch:
-        """The next micro-batch, on its way to the device: a copy from pinned memory is not waited for."""
+        """The next micro-batch. The copy to the device is asynchronous, from pinned memory."""
         tokens, labels_and_mask = super()._next_batch()
 
         def send(x: Tensor) -> Tensor:
@@ -181,8 +182,9 @@ class GPTEngine(PatchedPipelineEngine):
         return send(tokens), tuple(send(x) for x in labels_and_mask)
 
     def _free_pipe_buffers(self) -> None:
-        """Between steps nothing needs the last micro-batches, among them whole logits. DeepSpeed would keep
-        them, and with them, through hooks that Python's collector cannot see, the engine itself for ever."""
+        """Frees the buffers of the last micro-batches, which include logits. DeepSpeed would keep them until
+        the next step, and through autograd hooks, which Python's garbage collector cannot follow, the engine
+        forever."""
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()
@@ -190,14 +192,14 @@ class GPTEngine(PatchedPipelineEngine):
     def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
         if self.module.training:
             # Every schedule runs the forward passes of a stage in the order of the samples.
-            self.module.stream.samples = next(self._samples_to_come[phase])
+            self.module.dropout_rng.samples = next(self._samples_to_come[phase])
         logits_wanted = self.eval_return_logits or not self._compute_loss
         with nullcontext() if logits_wanted else self.module.fused_head_loss():
             super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
 
 
-class GPTDualPipeVEngine(GPTEngine, SameNumbersDualPipeVEngine):
-    """The same where each rank holds two stages of a `GPTModelDualPipeV`."""
+class GPTDualPipeVEngine(GPTEngine, PatchedDualPipeVEngine):
+    """The engine for `GPTModelDualPipeV`, which has two stages per rank."""
 
     has_two_stages = True
 

@@ -1,42 +1,44 @@
-"""Where DeepSpeed does otherwise than this repo promises, and what is done instead; nowhere else.
+"""All workarounds for defects of DeepSpeed and torch.
 
-Each entry was seen with DeepSpeed 0.19.8; the test named with it fails when the workaround is taken away.
-Where no file is named, it is tests/distributed/test_optimizer.py.
+Each entry was observed with DeepSpeed 0.19.8. The test named in it fails without the workaround; it is in
+tests/distributed/test_optimizer.py unless another file is named.
 
 1. fp32, ZeRO-0, pipeline, clipping: `clip_grad_norm_` counts the tied embedding on both of its stages, and
    no grad norm is reported (the family of DeepSpeed 1839):
    test_the_norm_counts_tied_and_replicated_parameters_once, test_a_clipped_step_is_as_long_as_the_flag_says.
 2. fp16, ZeRO-0, pipeline: `FP16_UnfusedOptimizer` takes another first step than ZeRO-1, counts the tied
    weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and those of 1.
-3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 unless told otherwise; with ZeRO-0, fp32 accumulation
+3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 by default; with ZeRO-0, fp32 accumulation
    is refused ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
 4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): its gradients are reduced by
    hooks that make other calls on other stages:
    test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
 5. fp16 is refused on a CPU ("not supported on your device"), though PyTorch computes it:
    tests/distributed/test_layout_parity.py, test_bf16_and_fp16_follow_the_fp32_loss.
-   1 to 5: DeepSpeed is told of an fp32 run without clipping, and `MixedPrecisionOptimizer` takes the place
-   of its optimizer wrappers.
-6. `PipelineEngine` finds the code of a schedule's instruction in a table of its own class, past any override:
-   the table is made anew here. tests/distributed/test_workarounds.py
+   1 to 5: DeepSpeed is configured for fp32 without clipping, and `MixedPrecisionOptimizer` replaces its
+   optimizer wrappers.
+6. `PipelineEngine` looks up the method of a schedule instruction in a table of its own class, so overrides
+have
+   no effect: the table is rebuilt here. tests/distributed/test_workarounds.py
 7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
    tests/distributed/test_workarounds.py
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
    lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
    tests/distributed/test_workarounds.py
 9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
-   receives fp32 and sends bf16 (--fp32-residual-connection, cut before the head) would read garbage.
-   tests/distributed/test_workarounds.py
+   receives fp32 and sends bf16 (--fp32-residual-connection, the head on a stage by itself) would read wrong
+   values. tests/distributed/test_workarounds.py
 10. `DualPipeVEngine` finds a micro-batch's second slot by the training step's number of micro-batches, also
    in an evaluation with another number: labels land in the wrong slots.
    tests/distributed/test_stages.py, the evaluations with dualpipev
-11. Activation checkpoints that are to wait in the CPU's memory are emptied where that is the device already:
-   the copy is none (`model/recompute.py` keeps them without DeepSpeed). tests/distributed/test_recompute.py
-12. `ThroughputTimer` waits for the device in each micro-batch's forward pass; `deepspeed_config.py` turns it
+11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
+   (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
+12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
+turns it
    off. tests/unit/config/test_deepspeed_config.py
 13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
    two stages sum them in buffers of different lengths, in different orders, and with 3 replicas or more the
-   copies drift apart. Here the stages come last. tests/distributed/test_tied_copies.py
+   copies diverge. Here the stages are summed last. tests/distributed/test_tied_copies.py
 14. torch 2.13 on CPUs: the first `torch.exp` of a process, if several threads run it, has relative errors of
    1e-4 in half of its rows, in a few of 100 processes: the threads race to initialize MKL's vector math.
    Seen with `exp`; the other functions of that library that models use are initialized with it.
@@ -57,7 +59,7 @@ _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 def disable_shm_comm_jit() -> None:
-    """Entry 8. To be called before the process group is made."""
+    """Entry 8. Call it before the process group is created."""
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
 
@@ -70,10 +72,10 @@ def initialize_vector_math() -> None:
 
 
 class PatchedPipelineEngine(PipelineEngine):
-    """DeepSpeed's pipeline engine around `MixedPrecisionOptimizer`."""
+    """DeepSpeed's pipeline engine with `MixedPrecisionOptimizer`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Entry 6: the instructions run the methods of the class that is run."""
+        """Entry 6: instructions call the methods of the subclass."""
         super().__init_subclass__(**kwargs)
         table: dict = {}
         for base in reversed(cls.__mro__):
@@ -81,7 +83,7 @@ class PatchedPipelineEngine(PipelineEngine):
         cls._INSTRUCTION_MAP = {kind: getattr(cls, method.__name__) for kind, method in table.items()}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        """Makes the run's optimizer of the plain one; the engine's module and groups exist by now."""
+        """Wraps the plain optimizer. The engine's module and process groups exist when this is called."""
         raise NotImplementedError
 
     def _configure_optimizer(self, client_optimizer: torch.optim.Optimizer, model_parameters: list) -> None:
@@ -91,7 +93,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         held = self._grad_layer_buf
         if idx < len(held) and held[idx].dtype != dtype:
-            held[idx] = held[idx].new_empty(0, dtype=dtype)  # too small, so that a new one is made
+            held[idx] = held[idx].new_empty(0, dtype=dtype)  # empty, so that DeepSpeed allocates a new one
         return super()._allocate_or_extend_buffers(idx, shape, dtype)
 
     def zero_grad(self) -> None:
@@ -112,8 +114,8 @@ class PatchedPipelineEngine(PipelineEngine):
         super()._exec_backward_pass(buffer_id)
 
 
-class SameNumbersDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
-    """The same for DeepSpeed's DualPipeV, where each rank runs two stages ('phases')."""
+class PatchedDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
+    """The same for DeepSpeed's DualPipeV engine, in which each rank runs two stages ('phases')."""
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         self._slots_per_phase = pipe_schedule.num_micro_batches
@@ -123,7 +125,7 @@ class SameNumbersDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
         return buffer_id + self._slots_per_phase  # entry 10
 
     def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
-        # The losses wait in their slots here; those of the other stage are none to scale.
+        # Here losses are stored in slots; only the phase with the head has them.
         if self._is_loss_stage(phase):
             losses = self.pipe_buffers["losses"]
             losses[buffer_id] = losses[buffer_id] * self.optimizer.scaler.scale

@@ -14,7 +14,8 @@ from megatron.mpu.random import dropout
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions: a table [max_positions, hidden], replicated over tensor ranks."""
+    """Learned absolute positions: a table [max_positions, hidden], replicated over the tensor-parallel
+    ranks."""
 
     def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
         super().__init__()
@@ -27,10 +28,10 @@ class PositionEmbedding(nn.Module):
 
 
 class EmbeddingPipe(nn.Module):
-    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], with the documents' segments where needed.
+    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], with document ids if the layers need them.
 
-    The same class is the LM head on the last stage (`is_head`): it then holds the word embedding only, so
-    that nothing on that stage is a parameter without a gradient.
+    The same class is the LM head on the last stage (`is_head`). It then holds the word embedding only: the
+    position embedding would be a parameter without a gradient there.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class EmbeddingPipe(nn.Module):
         eod: int | None,
         is_head: bool = False,
     ) -> None:
-        """`vocab_size`: rows that are real tokens; the rest of the `padded_vocab_size` rows is padding.
-        `eod`: the token that ends a document, where --reset-... flags need it."""
+        """`vocab_size`: number of real tokens; the other rows of `padded_vocab_size` are padding. `eod`: the
+        end-of-document token, needed by --reset-position-ids and --reset-attention-mask."""
         super().__init__()
         model = context.config.model
         self.word_embeddings = VocabParallelEmbedding(
@@ -63,25 +64,25 @@ class EmbeddingPipe(nn.Module):
                 model.max_position_embeddings, model.hidden_size, model.init_method_std
             )
         self.eod = eod
-        self.positions_restart = context.config.data.reset_position_ids
-        self.passes_segments = context.layers_need_document_ids
+        self.reset_position_ids = context.config.data.reset_position_ids
+        self.passes_document_ids = context.layers_need_document_ids
         self.fp32_residual = context.config.precision.fp32_residual_connection
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
         self.tp_group = context.tp_group
-        self.stream = context.stream
+        self.dropout_rng = context.dropout_rng
 
     def forward(self, tokens: Tensor) -> LayerIO:
-        segments = (
-            document_ids_of(tokens, self.eod) if self.positions_restart or self.passes_segments else None
+        document_ids = (
+            document_ids_of(tokens, self.eod) if self.reset_position_ids or self.passes_document_ids else None
         )
         hidden = self.word_embeddings(tokens)
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)
         if self.absolute:
-            if self.positions_restart:
-                positions = positions_within_documents(segments)
+            if self.reset_position_ids:
+                positions = positions_within_documents(document_ids)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
             hidden = hidden + self.position_embeddings(positions, len(tokens))
@@ -93,19 +94,20 @@ class EmbeddingPipe(nn.Module):
             hidden = dropout(
                 hidden,
                 self.dropout_rate,
-                self.stream,
+                self.dropout_rng,
                 "embedding.dropout",
                 batch_dim=0,
                 tp_group=self.tp_group,
             )
-        return (hidden, segments) if self.passes_segments else hidden
+        return (hidden, document_ids) if self.passes_document_ids else hidden
 
-    def scaled_for_logits(self, hidden: Tensor) -> Tensor:
-        """The head's input with the factor of its logits, of which there are many more."""
+    def apply_logits_multiplier(self, hidden: Tensor) -> Tensor:
+        """The head's input times the muP factor of the logits. Scaling the input is cheaper than the
+        logits."""
         return hidden if self.logits_multiplier == 1.0 else hidden * self.logits_multiplier
 
 
 def lm_head(embedding: EmbeddingPipe, hidden: Tensor) -> Tensor:
     """hidden [batch, seq, hidden] -> this rank's logits [batch, seq, padded_vocab / TP]."""
     words = embedding.word_embeddings
-    return parallel_logits(embedding.scaled_for_logits(hidden), words.weight, words.tp_group)
+    return parallel_logits(embedding.apply_logits_multiplier(hidden), words.weight, words.tp_group)

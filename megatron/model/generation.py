@@ -1,4 +1,4 @@
-"""Tokens after a prompt, one at a time."""
+"""Text generation: sampling tokens after a prompt, one at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.model.single_process import GPTModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the model's distribution.
+    """How the next token is sampled from the model's distribution.
 
     temperature: divides the logits; 0 takes the most likely token (greedy).
     top_k: only the k most likely tokens; 0: all.
@@ -56,10 +56,10 @@ def generate(
     eod: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yields up to `max_new_tokens` tokens that follow `prompt`, less where the model ends the document.
+    """Yields up to `max_new_tokens` tokens after `prompt`; stops early if the model ends the document.
 
-    The model sees the last `window` tokens. An empty prompt is the start of a document. The same arguments
-    give the same tokens: draws depend on the seed alone and are made on the CPU.
+    The model's context is the last `window` tokens. An empty prompt is the start of a document. The same
+    arguments give the same tokens: sampling uses only the seed, on the CPU.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

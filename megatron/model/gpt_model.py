@@ -1,19 +1,30 @@
-"""GPT as the ordered list of pipeline layers, and that list on DeepSpeed's pipeline.
+"""The GPT model as an ordered list of layers, and one pipeline stage of this list as a DeepSpeed module.
 
-The list is fixed, since checkpoints name parameters by a layer's index in it (BLOOM's public ones too);
-L is the number of transformer layers:
+The list, with L transformer layers, from token ids to logits (b = batch, s = sequence, h = hidden, V = padded
+vocabulary, TP = tensor-parallel degree):
 
-    0            _to_float16 (function)
-    1            EmbeddingPipe                  tied under the key 'embed'
-    2            to_sequence_first (function)
-    3 .. L+2     ParallelTransformerLayerPipe
-    L+3          to_batch_first (function)
-    L+4          MixedFusedLayerNorm
-    L+5          EmbeddingPipe                  tied again: the LM head
-    L+6          float16_to_fp32 (function)     with fp16 and bf16
+    index        layer                                                  output
+    0            _to_float16 (function)                                 [b, s]      token ids
+    1            EmbeddingPipe, tied under the key 'embed'              [b, s, h]
+    2            to_sequence_first (function)                           [s, b, h]   or [s / TP, b, h]
+    3 .. L+2     ParallelTransformerLayerPipe                           [s, b, h]   or [s / TP, b, h]
+    L+3          to_batch_first (function)                              [b, s, h]
+    L+4          MixedFusedLayerNorm, the final norm                    [b, s, h]
+    L+5          EmbeddingPipe, tied again: the LM head                 [b, s, V / TP]
+    L+6          float16_to_fp32 (function), with fp16 and bf16         [b, s, V / TP]
+    loss         CrossEntropy                                           scalar
 
-With --loss-implementation fused the layers from the head on run as one step with the loss, which needs no
-whole logits; where logits are asked for, they run as they stand here.
+The second shape is that of --sequence-parallel. If layers need document boundaries, layers 1 to L+2 pass a
+pair (hidden, document_ids) instead of hidden: see `transformer.LayerIO`.
+
+The list and its indices are fixed: checkpoints name parameters by a layer's index (BLOOM's public checkpoints
+use the same indices). A pipeline stage holds a contiguous part of the list.
+
+With --loss-implementation fused, training computes head and loss in one function, which never stores the full
+logits. Evaluation that returns logits, and generation, run the list as shown.
+
+To read the model: `pipeline_layers` below, then transformer.py, attention.py, mlp.py, embedding.py. The
+package's docstring (model/__init__.py) has the overview.
 """
 
 import contextlib
@@ -48,28 +59,29 @@ PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.
 
 
 def _to_float16(tokens: Tensor) -> Tensor:
-    """Layer 0. Token ids stay integers; the layer keeps its place, which numbers all others."""
+    """Layer 0: the identity, since token ids stay integers. It exists to keep the indices of all other
+    layers."""
     return tokens
 
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
-    def to_sequence_first(payload: LayerIO) -> LayerIO:
-        """[batch, seq, hidden] -> [seq, batch, hidden], the layout of the transformer layers; with
-        --sequence-parallel this rank's [seq / TP, batch, hidden]."""
-        hidden, segments = split_layer_io(payload)
+    def to_sequence_first(layer_io: LayerIO) -> LayerIO:
+        """[batch, seq, hidden] -> [seq, batch, hidden], or with --sequence-parallel this rank's shard
+        [seq / TP, batch, hidden]."""
+        hidden, document_ids = split_layer_io(layer_io)
         hidden = hidden.transpose(0, 1)
         if context.sequence_parallel:
             hidden = scatter_to_tensor_region(hidden, context.tp_group, dim=0)
         hidden = hidden.contiguous()
-        return hidden if segments is None else (hidden, segments)
+        return hidden if document_ids is None else (hidden, document_ids)
 
     return to_sequence_first
 
 
 def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
-    def to_batch_first(payload: LayerIO) -> Tensor:
-        """Back to [batch, seq, hidden]; the segments end here."""
-        hidden, _ = split_layer_io(payload)
+    def to_batch_first(layer_io: LayerIO) -> Tensor:
+        """[seq, batch, hidden] -> [batch, seq, hidden]; drops the document_ids."""
+        hidden, _ = split_layer_io(layer_io)
         if context.sequence_parallel:
             hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
         return hidden.transpose(0, 1).contiguous()
@@ -78,16 +90,16 @@ def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
 
 
 def float16_to_fp32(logits: Tensor) -> Tensor:
-    """The loss is computed in fp32."""
+    """Casts the logits: the loss is computed in fp32."""
     return logits.float()
 
 
 class CrossEntropy:
     """Loss of a micro-batch: mean over samples of each sample's mean over its unmasked tokens.
 
-    Averaging per sample first, the loss of a global batch does not depend on how it is cut into
-    micro-batches and data-parallel ranks, even when `--eod-mask-loss` leaves samples of unequal length.
-    `z_loss_weight` acts on `from_hidden` in training, see `vocab_parallel_linear_cross_entropy`.
+    The mean per sample comes first. So the loss of a global batch does not depend on how the batch is divided
+    into micro-batches and data-parallel ranks, even if `--eod-mask-loss` masks unequal numbers of tokens.
+    `z_loss_weight` applies to `from_hidden` in training, see `vocab_parallel_linear_cross_entropy`.
     """
 
     def __init__(self, tp_group: TPGroup, vocab_size: int, z_loss_weight: float = 0.0) -> None:
@@ -98,19 +110,19 @@ class CrossEntropy:
     def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """logits [batch, seq, padded_vocab / TP], labels [batch, seq], mask [batch, seq] -> scalar fp32."""
         labels, mask = labels_and_mask
-        # In training nothing reads the logits again, so their memory serves for the probabilities.
+        # In training nothing reads the logits again: their memory is reused for the probabilities.
         losses = vocab_parallel_cross_entropy(
             logits, labels, self.tp_group, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
         )
         return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
 
     def from_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
-        """The same of the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
+        """The same loss from the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
 
-        Where the weight has a `main_grad`, as the run's optimizer gives it, its gradient goes there, in fp32.
+        If the weight has a `main_grad` (the run's optimizer sets it), the gradient is added to it in fp32.
         """
         labels, mask = labels_and_mask
-        # As factors of a plain sum: the gradients made in the forward pass are right then.
+        # The mean is written as a weighted sum: the gradients computed in the forward pass are then final.
         token_weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1.0) * len(mask))
         return vocab_parallel_linear_cross_entropy(
             hidden,
@@ -125,8 +137,8 @@ class CrossEntropy:
 
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
-    """The fixed list above, for this rank's place in the tensor-parallel group."""
-    initialize_vector_math()  # whatever uses the model, of training and tools, begins with this list
+    """The list of layers of this module's docstring, for this rank of the tensor-parallel group."""
+    initialize_vector_math()  # training and tools both build the model here, before they compute anything
     config = context.config
     model = config.model
     padded = padded_vocab_size(vocab_size, model, context.tp_group.size)
@@ -155,9 +167,10 @@ def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
 
 
 def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], whole: bool = False) -> list[int]:
-    """Parameters per layer that one tensor-parallel rank holds, or of the whole model; nothing is allocated.
+    """Parameters per layer, of one tensor-parallel rank or (`whole`) of the whole model.
 
-    Transformer layers are alike, so each distinct class is built once, on the meta device.
+    Transformer layers are identical, so each distinct class is built once, on the meta device: no memory is
+    allocated.
     """
     counts: dict[tuple, int] = {}
 
@@ -175,11 +188,11 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], whole: bool =
 
 
 class GPTModelPipe(PipelineModule):
-    """This rank's stage of the model.
+    """This rank's pipeline stage of the model.
 
-    `bounds` (length stages + 1) says where the list of layers is cut; see `megatron.pipeline.partition`.
-    Parameters are initialised from (seed, name) alone, so every layout starts from the same weights, and
-    cast to the run's precision.
+    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. Parameters are
+    initialized from (seed, name) only, so every layout starts from the same weights. They are then cast to
+    the run's precision.
     """
 
     def __init__(
@@ -194,16 +207,16 @@ class GPTModelPipe(PipelineModule):
         self.config = config
         self.stage_bounds = list(bounds)
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
-        self._head_in_loss = False
-        self.stream = DropoutRNG(config.training.seed)
-        context = LayerContext(config, tp_group, self.stream)
+        self._head_is_fused = False
+        self.dropout_rng = DropoutRNG(config.training.seed)
+        context = LayerContext(config, tp_group, self.dropout_rng)
         training = config.training
-        self.recomputed_together = training.checkpoint_num_layers if training.recomputes_layers else 0
+        self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
         self._check_head(layers)
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own map; ours is printed once
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its stage map here
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
-        self.recomputation = ActivationCheckpointing(training, tp_group, self.stream)
+        self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
         initialize_parameters(self, training.seed, tp_group)
         self.to(PARAMETER_DTYPES[config.precision.name])
         if training.compile:
@@ -212,12 +225,13 @@ class GPTModelPipe(PipelineModule):
                     layer.compile(dynamic=False)  # in place: its parameters keep their names
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """This rank's, by the first part of their parameters' names."""
+        """This rank's transformer layers; the key is the first part of their parameters' names, the layer
+        index."""
         layers = self.forward_funcs
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
     def stages_record(self) -> dict[str, Any]:
-        """Which layers each stage holds, for a checkpoint to tell."""
+        """Which layers each stage holds; saved in the checkpoint."""
         parallel = self.config.parallel
         return {
             "partition_method": parallel.partition_method,
@@ -226,76 +240,77 @@ class GPTModelPipe(PipelineModule):
         }
 
     def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
-        """The methods of `--partition-method` never cut behind the head; bounds made by hand may."""
+        """ValueError if the last stage does not hold the head. --partition-method never makes such bounds."""
         _, head = embedding_and_head(layer_names(layers))
         if self.stage_bounds[-2] > head:
             raise ValueError(
-                f"the last stage begins with layer {self.stage_bounds[-2]}, behind the head, layer {head}: "
-                "expected it to hold the head, since logits do not travel between stages"
+                f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer {head}): "
+                "expected it to hold the head, since logits are not sent between stages"
             )
 
     @contextlib.contextmanager
     def fused_head_loss(self) -> Iterator[None]:
-        """Within this context outputs of `forward` are for `loss` alone: with --loss-implementation fused
-        they are not logits but the head's input, and `loss` runs the head."""
-        self._head_in_loss = self.config.training.loss_implementation == "fused"
+        """Within this context only `loss` may use the outputs of `forward`. With --loss-implementation fused
+        `forward` then returns the head's input instead of logits, and `loss` computes the head."""
+        self._head_is_fused = self.config.training.loss_implementation == "fused"
         try:
             yield
         finally:
-            self._head_in_loss = False
+            self._head_is_fused = False
 
     def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
-        """Scalar fp32 of what `forward` has returned on the last stage."""
-        if not self._head_in_loss:
+        """Scalar fp32 loss from the output of `forward` on the last stage."""
+        if not self._head_is_fused:
             return self.cross_entropy(outputs, labels_and_mask)
         embedding = self.tied_modules[TIED_EMBEDDING]
-        hidden, weight = embedding.scaled_for_logits(outputs), embedding.word_embeddings.weight
+        hidden, weight = embedding.apply_logits_multiplier(outputs), embedding.word_embeddings.weight
         return self.cross_entropy.from_hidden(hidden, weight, labels_and_mask)
 
     def functions_before_loss(self) -> list[Callable]:
-        """This stage's layers, without those that `loss` runs."""
+        """This stage's layers, without those that `loss` computes."""
         functions = list(self.forward_funcs)
-        if self._head_in_loss:
+        if self._head_is_fused:
             for position, function in enumerate(functions):
                 if getattr(function, "func", None) is lm_head:
                     return functions[:position]
         return functions
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Takes the bounds that were decided before any process group existed."""
+        """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
         self.parts = self.stage_bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def _synchronize_tied_weights(self) -> None:
-        # DeepSpeed broadcasts the parameters with autograd watching, which then tries to pass through.
+        # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
     def forward(self, inputs: LayerIO) -> LayerIO:
-        """Runs this stage's layers: on the last stage up to the logits or, with `fused_head_loss`, the head's
-        input; with --checkpoint-activations transformer layers, N by N, are recomputed.
+        """Runs this stage's layers. The last stage returns logits or, with `fused_head_loss`, the head's
+        input. With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are
+        recomputed.
 
-        DeepSpeed's own would count its blocks from the stage's first function and leave out each block that
-        holds anything but transformer layers.
+        DeepSpeed's implementation counts its groups from the stage's first function, and does not recompute a
+        group that holds anything other than transformer layers.
         """
         functions = self.functions_before_loss()
         position = 0
         while position < len(functions):
-            end = self._end_of_recomputed_run(position)
+            end = self._end_of_checkpointed_layers(position)
             if end > position:
-                inputs = self.recomputation.run(_chain(functions[position:end]), inputs)
+                inputs = self.activation_checkpointing.run(_chain(functions[position:end]), inputs)
             else:
                 end = position + 1
                 inputs = functions[position](inputs)
             position = end
         return inputs
 
-    def _end_of_recomputed_run(self, start: int) -> int:
-        """Where the layers from `start` on that are recomputed together end; `start` if there are none."""
+    def _end_of_checkpointed_layers(self, start: int) -> int:
+        """End of the group of layers from `start` that is recomputed together; `start` if there is none."""
         end = start
         while (
-            end - start < self.recomputed_together
+            end - start < self.layers_per_checkpoint
             and end < len(self.forward_funcs)
             and isinstance(self.forward_funcs[end], ParallelTransformerLayerPipe)
         ):
@@ -304,17 +319,21 @@ class GPTModelPipe(PipelineModule):
 
 
 class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
-    """The same for `--pipeline-schedule dualpipev`: rank r holds stages r and 2 * ranks - 1 - r of `bounds`,
-    so the embedding and the head are one module on rank 0."""
+    """This rank's two stages for `--pipeline-schedule dualpipev` (DualPipeV, from DeepSeek-V3, arXiv
+    2412.19437).
+
+    Rank r holds stages r and 2 * ranks - 1 - r of `bounds`. So rank 0 holds both the embedding and the head,
+    and they are one module.
+    """
 
 
 GPT_MODELS = {"1f1b": GPTModelPipe, "dualpipev": GPTModelDualPipeV}
 
 
 def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
-    def run(payload: LayerIO) -> LayerIO:
+    def run(layer_io: LayerIO) -> LayerIO:
         for layer in layers:
-            payload = layer(payload)
-        return payload
+            layer_io = layer(layer_io)
+        return layer_io
 
     return run

@@ -1,4 +1,10 @@
-"""The feed-forward block: h -> 4h -> h, plain or gated."""
+"""The MLP: h -> 4h -> activation -> h, plain or gated (GLU variants, arXiv 2002.05202).
+
+    hidden [s, b, h] -> dense_h_to_4h [s, b, 4h / TP] -> activation -> dense_4h_to_h [s, b, h]
+
+Each tensor-parallel rank computes 4h / TP columns of the intermediate activation; the second matrix product
+sums over the ranks (arXiv 1909.08053, section 3).
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,14 +28,14 @@ def identity(x: Tensor) -> Tensor:
 class ParallelMLP(nn.Module):
     """[seq, batch, hidden] -> [seq, batch, hidden].
 
-    A gated MLP has two parts of `ffn_hidden_size` rows in its first matrix: value, then gate; the
-    activation acts on the gate.
+    In a gated MLP the first matrix has 2 * ffn_hidden_size rows: first the value, then the gate. The output
+    is value * activation(gate).
     """
 
     def __init__(
         self, config: ModelConfig, tp_group: TPGroup, output_init_std: float, sequence_parallel: bool
     ) -> None:
-        """`sequence_parallel`: input and output are this tensor rank's part of the sequence."""
+        """`sequence_parallel`: input and output are this rank's shard of the sequence."""
         super().__init__()
         self.gated = config.glu_activation is not None
         self.activation = (

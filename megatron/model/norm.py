@@ -1,4 +1,4 @@
-"""Layer normalisation, which also bridges an fp32 residual stream and 16-bit parameters."""
+"""Layer norm. It accepts an fp32 residual stream with 16-bit parameters (--fp32-residual-connection)."""
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ def norm_arguments(config: Config) -> tuple[int, float, bool]:
 class MixedFusedLayerNorm(nn.Module):
     """Layer norm over the last dimension; statistics in fp32, output in the parameters' dtype.
 
-    The name is the one that checkpoints of this family use for the final norm. With `use_apex` the
-    forward pass is apex's fused kernel (NVIDIA's apex must be installed), else PyTorch's.
+    The class name is the one that Megatron-DeepSpeed checkpoints use for the final norm. With `use_apex` the
+    forward pass is apex's fused kernel (NVIDIA's apex must be installed), otherwise PyTorch's.
     """
 
     def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
@@ -33,7 +33,7 @@ class MixedFusedLayerNorm(nn.Module):
         self.epsilon = epsilon
         ones = ParameterSpec((hidden_size,), init_value=1.0, weight_decay=False)
         zeros = ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False)
-        # Replicated over tensor ranks: each rank holds the whole vector, whatever its group.
+        # Replicated over the tensor-parallel ranks: every rank holds the full vector.
         self.weight = new_parameter(ones, TPGroup())
         self.bias = new_parameter(zeros, TPGroup())
         self.normalize = _apex_layer_norm if use_apex else F.layer_norm
@@ -52,7 +52,7 @@ def _apex_layer_norm(
     hidden: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, epsilon: float
 ) -> torch.Tensor:
     """apex's fused kernel behind the signature of `F.layer_norm`."""
-    # Imported where it runs: a run is planned on machines without apex too.
+    # Imported on use: a dry run works on machines without apex.
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     return fused_layer_norm_affine(hidden, weight, bias, shape, epsilon)

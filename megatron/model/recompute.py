@@ -1,4 +1,5 @@
-"""Activations that are made again in the backward pass instead of being kept."""
+"""Activation checkpointing: activations are recomputed in the backward pass instead of kept (arXiv
+1604.06174)."""
 
 from collections.abc import Callable
 
@@ -16,16 +17,18 @@ from megatron.mpu.random import DropoutRNG
 
 
 class ActivationCheckpointing:
-    """Runs transformer layers of which only the input is kept: whole, or with --partition-activations this
-    tensor rank's part of it, or with --checkpoint-in-cpu in the CPU's memory.
+    """Runs transformer layers and keeps only their input for the backward pass.
 
-    The last two are DeepSpeed's, whose settings are module-wide: those of the model made last hold.
+    With --partition-activations each tensor-parallel rank keeps its partition of the input; with
+    --checkpoint-in-cpu the input is kept in host memory. These two use DeepSpeed's implementation. Its
+    settings are global to the process: the last model that was made sets them.
     """
 
-    def __init__(self, training: TrainingConfig, tp_group: TPGroup, stream: DropoutRNG) -> None:
-        self.stream = stream
+    def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
+        self.dropout_rng = dropout_rng
         partition = training.partition_activations and tp_group.size > 1
-        # On a CPU they are there already, and DeepSpeed would empty its only copy (workarounds.py, entry 11).
+        # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py, entry
+        # 11).
         move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
         self._checkpoint: Callable = _checkpoint
         if partition or move:
@@ -36,24 +39,24 @@ class ActivationCheckpointing:
             )
             self._checkpoint = deepspeed_checkpointing.checkpoint
 
-    def run(self, function: Callable[[LayerIO], LayerIO], payload: LayerIO) -> LayerIO:
-        """`function(payload)`. The second run's dropout is the first one's: it depends on the samples, which
-        are put back. DeepSpeed empties the hidden state that it is given, so nobody may need it again."""
+    def run(self, function: Callable[[LayerIO], LayerIO], layer_io: LayerIO) -> LayerIO:
+        """Returns `function(layer_io)`. The recomputation uses the same dropout masks, since it uses the same
+        sample numbers. The caller must not use layer_io again: DeepSpeed frees the hidden state."""
         if not torch.is_grad_enabled():
-            return function(payload)
-        samples = self.stream.samples
-        hidden, segments = split_layer_io(payload)
+            return function(layer_io)
+        samples = self.dropout_rng.samples
+        hidden, document_ids = split_layer_io(layer_io)
 
         def run(hidden: Tensor) -> Tensor:
-            with self.stream.use_samples(samples):
-                return split_layer_io(function(hidden if segments is None else (hidden, segments)))[0]
+            with self.dropout_rng.use_samples(samples):
+                return split_layer_io(function(hidden if document_ids is None else (hidden, document_ids)))[0]
 
         hidden = self._checkpoint(run, hidden)
-        return hidden if segments is None else (hidden, segments)
+        return hidden if document_ids is None else (hidden, document_ids)
 
 
 class _TensorRanks:
-    """A tensor-parallel group by the names under which DeepSpeed asks for it."""
+    """A tensor-parallel group with the method names that DeepSpeed expects of an `mpu` object."""
 
     def __init__(self, tp_group: TPGroup) -> None:
         self.tp_group = tp_group

@@ -1,4 +1,5 @@
-"""The whole GPT in one process, without an engine: for generation and for tools that look into a model."""
+"""The whole GPT in one process, without DeepSpeed's engine: for generation and for tools that inspect a
+model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +19,14 @@ from megatron.mpu.random import DropoutRNG
 
 
 class GPTModel(nn.Module):
-    """The layers of `pipeline_layers`, one after the other, under the parameter names of `GPTModelPipe`.
+    """Runs the layers of `pipeline_layers` in order. Parameter names are those of `GPTModelPipe`.
 
-    It needs no process group. Its parameters are uninitialised fp32 until weights are loaded, for example
-    with `megatron.checkpoint.weights.load_whole_weights`. Layer norms are PyTorch's, never apex's.
+    It needs no process group. Its parameters are fp32 and uninitialized until weights are loaded, for example
+    with `megatron.checkpoint.weights.load_whole_weights`. Layer norms are PyTorch's, not apex's.
     """
 
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
-        """`vocab_size`: real tokens; `eod`: the token that ends a document, None if unknown."""
+        """`vocab_size`: number of real tokens, without padding. `eod`: the end-of-document token, or None."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, TPGroup(), DropoutRNG(config.training.seed))
@@ -43,20 +44,21 @@ class GPTModel(nn.Module):
                 self._steps.append(layer)
 
     def _tied_step(self, layer: TiedLayerSpec) -> Callable:
-        """The first layer under a key makes the module, the later ones use it in their own way."""
+        """The first layer of a key builds the module. Later layers share it, each with its own forward
+        function."""
         if layer.key not in self.tied_modules:
             self.tied_modules[layer.key] = layer.build()
         module = self.tied_modules[layer.key]
         return module if layer.forward_fn is None else partial(layer.forward_fn, module)
 
     def forward(self, tokens: Tensor, last_only: bool = False) -> Tensor:
-        """tokens [batch, seq] -> logits [batch, seq, vocab_size], padding cut off.
+        """tokens [batch, seq] -> logits [batch, seq, vocab_size], without the padding.
 
-        `last_only`: of the last position alone, [batch, 1, vocab_size], which saves most of the head's work.
+        `last_only`: logits of the last position only, [batch, 1, vocab_size]; the head then does less work.
         """
         state = tokens
         for step in self._steps:
-            # The final norm is the first layer after the transformer that positions pass one by one.
+            # From the final norm on, each position is computed independently.
             if last_only and isinstance(step, self._norm):
                 state = state[:, -1:]
             state = step(state)
@@ -64,12 +66,12 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """tokens [seq] -> fp32 logits [vocab_size] of the token that follows them."""
+        """tokens [seq] -> fp32 logits [vocab_size] of the next token."""
         return self(tokens.unsqueeze(0), last_only=True)[0, -1].float()
 
 
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
-    """What the parameters of the model are, by name; nothing is allocated."""
+    """The spec of every parameter of the model, by name. The model is built on the meta device."""
     with torch.device("meta"):
         model = GPTModel(config, vocab_size, eod)
     return {name: spec_of(parameter) for name, parameter in model.named_parameters()}

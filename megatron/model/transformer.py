@@ -1,4 +1,5 @@
-"""One transformer layer as a layer of the pipeline."""
+"""The transformer layer: attention and MLP, each with a norm before it and a residual connection around
+it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,26 +18,26 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
 from megatron.mpu.random import DropoutRNG, dropout
 
-# Between layers and between stages travels the hidden state, or a pair of it and the document segments.
+# What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
 LayerIO = Tensor | tuple[Tensor, Tensor]
 
 
-def split_layer_io(payload: LayerIO) -> tuple[Tensor, Tensor | None]:
-    """(hidden, segments or None) of what a layer receives."""
-    return (payload, None) if isinstance(payload, Tensor) else (payload[0], payload[1])
+def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
+    """(hidden, document_ids or None) of a layer's input or output."""
+    return (layer_io, None) if isinstance(layer_io, Tensor) else (layer_io[0], layer_io[1])
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share: the configuration, the tensor-parallel group, dropout's stream."""
+    """What all layers of a stage share: the configuration, the TP group and the dropout RNG."""
 
     config: Config
     tp_group: TPGroup
-    stream: DropoutRNG
+    dropout_rng: DropoutRNG
 
     @property
     def positions(self) -> PositionScheme:
-        """The parts of the model that --position-embedding-type uses."""
+        """The components that --position-embedding-type uses."""
         return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
 
     @cached_property
@@ -57,33 +58,36 @@ class LayerContext:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Between its parallel blocks a transformer layer works on this rank's part of the sequence."""
+        """Whether activations outside attention and MLP are sharded along the sequence (arXiv 2205.05198)."""
         return self.config.parallel.sequence_parallel and self.tp_group.size > 1
 
     @property
-    def rotary_positions_restart(self) -> bool:
-        """Rotary positions count from the start of each document."""
+    def resets_rotary_positions(self) -> bool:
+        """Whether rotary positions count from the start of each document."""
         return self.rotary is not None and self.config.data.reset_position_ids
 
     @property
     def layers_need_document_ids(self) -> bool:
-        """The transformer layers must know the documents, so the segments travel along the pipeline."""
-        return self.config.data.reset_attention_mask or self.rotary_positions_restart
+        """Whether the transformer layers use document ids, which are then part of `LayerIO`."""
+        return self.config.data.reset_attention_mask or self.resets_rotary_positions
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Pre-norm transformer layer: payload -> payload, hidden [seq, batch, hidden], or with
-    --sequence-parallel this tensor rank's [seq / TP, batch, hidden].
+    """Pre-norm transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden]; with
+    --sequence-parallel this rank's shard [seq / TP, batch, hidden]. document_ids, if any, are passed on
+    unchanged.
 
-    x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); with
-    `--apply-residual-connection-post-layernorm` the residual is the normalised x.
+        x = x + dropout(attention(norm(x)))
+        x = x + dropout(mlp(norm(x)))
+
+    With --apply-residual-connection-post-layernorm the residual is norm(x) instead of x.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
-        """`layer_index`: this layer's index in the pipeline's list, which also names its dropout."""
+        """`layer_index`: this layer's index in `pipeline_layers`. It is also part of its dropout's salt."""
         super().__init__()
         model = context.config.model
-        # Depth-scaled output layers (GPT-2): keeps the residual stream's variance independent of depth.
+        # As in GPT-2: the variance of the residual stream does not grow with the number of layers.
         output_init_std = model.matrix_init_std / sqrt(2.0 * model.num_layers)
         norm = norm_class(context.config)
         self.input_layernorm = norm(*norm_arguments(context.config))
@@ -91,10 +95,10 @@ class ParallelTransformerLayerPipe(nn.Module):
             model,
             layer_index,
             context.tp_group,
-            context.stream,
+            context.dropout_rng,
             context.masks,
             context.rotary,
-            context.rotary_positions_restart,
+            context.resets_rotary_positions,
             output_init_std,
             context.sequence_parallel,
             context.config.training.recomputes_attention,
@@ -105,35 +109,35 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.layer_index = layer_index
         self.tp_group = context.tp_group
-        self.stream = context.stream
+        self.dropout_rng = context.dropout_rng
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
             for parameter in self.parameters():
                 if spec_of(parameter).shard_dim is None:
                     mark_sequence_parallel_grad(parameter)
 
-    def forward(self, payload: LayerIO) -> LayerIO:
-        hidden, segments = split_layer_io(payload)
+    def forward(self, layer_io: LayerIO) -> LayerIO:
+        hidden, document_ids = split_layer_io(layer_io)
         normed = self.input_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
-        hidden = residual + self._dropout(self.self_attention(normed, segments), "self_attention")
+        hidden = residual + self._dropout(self.self_attention(normed, document_ids), "self_attention")
         normed = self.post_attention_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
         hidden = residual + self._dropout(self.mlp(normed), "mlp")
-        return hidden if segments is None else (hidden, segments)
+        return hidden if document_ids is None else (hidden, document_ids)
 
     def _dropout(self, output: Tensor, block: str) -> Tensor:
         if not self.training or self.dropout_rate == 0:
             return output
         return self._drop(output, block)
 
-    @torch.compiler.disable  # masks are hashed in Python, of the layer's name, which no other layer has
+    @torch.compiler.disable  # the masks are hashed in Python from the layer's index
     def _drop(self, output: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
         return dropout(
             output,
             self.dropout_rate,
-            self.stream,
+            self.dropout_rng,
             place,
             batch_dim=1,
             shard_dim=0 if self.sequence_parallel else None,

@@ -1,1 +1,2 @@
-"""Tensor parallelism: the layout, the parameters that are cut over ranks, and the layers made of them."""
+"""Model parallel utilities: the layout, tensor-parallel parameters, layers, collectives, cross entropy,
+dropout."""

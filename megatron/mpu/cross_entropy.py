@@ -1,5 +1,21 @@
-"""Cross entropy over a vocabulary that is cut over the tensor ranks: of given logits, or fused with the
-product that makes them, so that they are never there as a whole."""
+"""Vocabulary-parallel cross entropy: from given logits, or fused with the LM head.
+
+The idea (Megatron-LM, arXiv 1909.08053, section 3): each tensor-parallel rank has V / size columns of the
+logits. Only three numbers per token are exchanged, instead of the logits: the largest logit m, sum(exp(logit
+- m)), and the logit of the label. Then
+
+    loss = m + log(sum) - logit[label]        gradient = softmax - [label] = exp(logit - m) / sum - [label]
+
+The fused function computes the logits of a chunk of tokens, turns them into their gradient in the same
+buffer, and adds the chunk to the gradients of hidden and weight. So the full logits [tokens, V] are never
+stored. The forward pass must know the gradient of the loss for that: it assumes 1 per token, times
+token_weights, and the backward pass rescales.
+
+Invariant: both functions return the same loss bitwise on all tensor-parallel ranks, and padding columns have
+no influence on the loss and a gradient of zero.
+
+z-loss: PaLM, arXiv 2204.02311, section 5.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +29,16 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import all_reduce_
 
 MIB = 2**20
-# The logits of a chunk of tokens take this much at most, whatever the vocabulary.
+# Largest size of the logits of a chunk of tokens.
 LOGITS_BYTES = 128 * MIB
-# More tokens in a chunk, by bytes per value, gain nothing: beside its products, of which fp32 ones take
-# longer, the pass over the weight's fp32 gradient that each chunk makes is short. A CPU's caches would lose.
+# Tokens per chunk, by bytes per element. Each chunk reads and writes the weight's fp32 gradient once; with
+# this many tokens that is already cheap relative to the matrix products. Larger chunks would only use CPU
+# caches worse.
 CHUNK_TOKENS = {4: 256, 2: 1024}
-# What a softmax is worked out in at once: a part of a core's cache. Elsewhere operations should be few.
+# fp32 work space of a softmax: on a CPU it fits in a core's cache, on a GPU fewer and larger kernels are
+# faster.
 CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
-# A part of the 16-bit product that is added to the weight's gradient.
+# Size of a part of the 16-bit product that is added to the weight's fp32 gradient.
 CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
 
 
@@ -32,15 +50,16 @@ def vocab_parallel_cross_entropy(
     *,
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """Per-token loss in fp32, shape [...], the same on all tensor ranks.
+    """Per-token loss in fp32, shape [...], the same on all tensor-parallel ranks.
 
     logits: [..., V / size], this rank's columns of the padded vocabulary, fp32, bf16 or fp16.
     labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
-    vocab_size: the true size; columns from there on take no part and get a gradient of zero.
-    overwrite_logits: use the memory of fp32 logits as work space, which saves a copy of them. Only where
-        nothing reads them afterwards, neither the caller nor the backward pass of what made them.
+    vocab_size: size without padding; columns from this number on are ignored and have a gradient of zero.
+    overwrite_logits: reuse the memory of fp32 logits for the probabilities, which saves a copy. Allowed only
+    if
+        neither the caller nor the backward pass of the layer before reads the logits afterwards.
 
-    No rank sees more than its own columns: per token, three numbers are exchanged. Backward can run once.
+    Three numbers per token are exchanged between ranks. The backward pass can run once only.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, vocab_size, overwrite_logits)
 
@@ -56,24 +75,28 @@ def vocab_parallel_linear_cross_entropy(
     z_loss_weight: float = 0.0,
     main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Per-token loss in fp32, shape [...], of the logits hidden @ weight.T, the same on all tensor ranks.
+    """Per-token loss in fp32, shape [...], of the logits hidden @ weight.T; the same on all TP ranks.
 
-    hidden: [..., h], the same on all tensor ranks, fp32, bf16 or fp16.
+    hidden: [..., h], replicated over the tensor-parallel ranks, fp32, bf16 or fp16.
     weight: [V / size, h], this rank's rows of the padded output embedding, of hidden's dtype.
     labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
-    vocab_size: the true size; rows from there on take no part and get a gradient of zero.
-    token_weights: [...], factors of the losses: a mask, or a token's share of a mean. They are constants.
-    z_loss_weight: the loss of a token grows by this times log(Z)^2, Z the sum of its exp(logits), which keeps
-        logits small (Chowdhery et al. 2022, "PaLM", section 5).
-    main_grad: fp32, like weight. The weight's gradient is then added to it in fp32, in the backward pass, and
-        autograd gets none.
+    vocab_size: size without padding; rows from this number on are ignored and have a gradient of zero.
+    token_weights: [...], constant factors of the losses: a mask, or 1 / number of tokens for a mean.
+    z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, Z = sum(exp(logits)). This keeps
+    log(Z)
+        close to 0 (arXiv 2204.02311, section 5).
+    main_grad: fp32, of weight's shape. If given, the backward pass adds the weight's gradient to it in fp32,
+    and
+        autograd gets None.
 
-    The logits exist a chunk of tokens at a time. The forward pass turns each chunk into its gradients, those
-    of a plain sum of the result, and the backward pass scales them: three matrix products in all. Whatever
-    else follows, the gradients are exact; if it has another factor for each token, two more products make
-    the weight's anew. So factors known beforehand belong into token_weights. Where no gradient is asked
-    for, only losses are made. Over the tensor ranks, three numbers per token and the gradient of hidden are
-    exchanged. Backward can run once. Raises ValueError for shapes and dtypes that do not fit.
+    The logits are computed one chunk of tokens at a time. The forward pass computes the gradients of the sum
+    of the result; the backward pass scales them. That is three matrix products in all. The gradients are
+    exact for any function of the result. But if its gradient is different for each token, the weight's
+    gradient must be recomputed with two more matrix products. So pass known factors as token_weights. Without
+    autograd only the losses are computed.
+
+    Three numbers per token and the gradient of hidden are exchanged between ranks. The backward pass can run
+    once only. ValueError for shapes and dtypes that do not match.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -84,7 +107,7 @@ def vocab_parallel_linear_cross_entropy(
         raise ValueError(
             f"hidden is {hidden.dtype} and weight is {weight.dtype}: expected one dtype, fp32, bf16 or fp16"
         )
-    if not labels.numel():  # no tokens: no losses, and gradients of zero
+    if not labels.numel():  # no tokens: empty losses, gradients of zero
         return (hidden.sum(-1) + weight.sum() * 0.0).float()
     if token_weights is not None and token_weights.shape != labels.shape:
         raise ValueError(
@@ -99,15 +122,18 @@ def vocab_parallel_linear_cross_entropy(
         tp_group,
         vocab_size,
         z_loss_weight,
-        torch.is_grad_enabled(),  # a Function cannot see it: inside it is always off
+        torch.is_grad_enabled(),  # inside Function.forward it is always False
     )
 
 
 def _local_probabilities(
     logits: torch.Tensor, used: int, overwrite: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax over the `used` first columns: probabilities (zero beyond), the largest logit, the sum of
-    exp(logit - largest); of [..., columns], [...] and [...], all fp32."""
+    """Softmax over this rank's first `used` columns, all results fp32.
+
+    Returns the probabilities [..., columns] (zero from `used` on), the largest logit [...], and
+    sum(exp(logit - largest)) [...].
+    """
     columns = logits.shape[-1]
     if used <= 0:
         largest = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)
@@ -125,7 +151,7 @@ def _local_probabilities(
         probabilities = logits.clone(memory_format=torch.contiguous_format)
     probabilities[..., used:] = -torch.inf
     torch.softmax(probabilities, -1, out=probabilities)
-    # The largest probability is exp(0) / sum, at least 1 / columns: its inverse loses no precision.
+    # The largest probability is exp(0) / sum >= 1 / columns, so its reciprocal is an accurate sum.
     return probabilities, largest, probabilities.amax(-1).reciprocal_()
 
 
@@ -142,7 +168,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         columns = logits.shape[-1]
         first = tp_group.rank * columns
         used = min(max(vocab_size - first, 0), columns)
-        # Detached: overwriting them must not be an in-place operation of the graph, which would be refused.
+        # Detached: autograd would reject the in-place overwrite of its input.
         logits = logits.detach()
 
         own_label = (labels >= first) & (labels < first + used)
@@ -150,7 +176,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit = logits.gather(-1, target).squeeze(-1).float().masked_fill_(~own_label, 0.0)
         probabilities, largest, exp_sum = _local_probabilities(logits, used, overwrite_logits)
 
-        # To the whole vocabulary: p = exp(logit - whole_largest) / whole_sum = local p * scale.
+        # From local to global softmax: exp(logit - global max) / global sum = local probability * scale.
         if tp_group.size == 1:
             scale = torch.ones_like(exp_sum)
         else:
@@ -170,10 +196,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.probabilities is None:
             raise RuntimeError(
-                "second backward pass through vocab_parallel_cross_entropy: the first one used its memory"
+                "second backward pass through vocab_parallel_cross_entropy: the first one freed its buffers"
             )
         target, own_label, scale = ctx.saved_tensors
-        # The gradient is made where the probabilities are: (p - [label]) * grad_loss.
+        # In place: probabilities become (p - [label]) * grad_loss.
         gradient, ctx.probabilities = ctx.probabilities, None
         gradient.mul_((scale * grad_loss).unsqueeze(-1))
         gradient.scatter_add_(-1, target, (-grad_loss.float() * own_label).unsqueeze(-1))
@@ -181,10 +207,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class _LogitChunks:
-    """This rank's columns of the logits, a chunk of tokens at a time, in one buffer that is used again.
+    """This rank's columns of the logits, one chunk of tokens at a time, in one reused buffer.
 
-    A chunk's gradient with respect to the loss of its tokens takes the place of its logits. In fp32 that
-    happens in the chunk itself, 16-bit logits pass through fp32 a few rows at a time, which stay in a cache.
+    A chunk's logits are overwritten by the gradient of its losses. fp32 logits are overwritten directly.
+    16-bit logits are converted to fp32 a few rows at a time, in a work buffer that fits in a cache.
     """
 
     def __init__(
@@ -210,8 +236,8 @@ class _LogitChunks:
         self.product_bytes = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
         self.rows = max(min((CPU_WORK_BYTES if on_cpu else WORK_BYTES) // (columns * 4), per_chunk), 1)
         self.work = None if size == 4 else hidden.new_empty(self.rows, columns, dtype=torch.float32)
-        # fp16 has no room for what a large vocabulary makes of it: probabilities of 1e-6 lose digits, sums
-        # over a chunk overflow. Powers of two, which cost no digit, keep both in its range.
+        # The range of fp16 is too small for a large vocabulary: probabilities of 1e-6 are subnormal, and sums
+        # over a chunk overflow. These scales keep both in range; powers of two are exact.
         fp16 = hidden.dtype == torch.float16
         self.gradient_scale = 64.0 if fp16 else 1.0
         self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if fp16 else 1.0
@@ -221,14 +247,14 @@ class _LogitChunks:
     def losses(
         self, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the chunk's tokens, over the whole vocabulary, fp32: the losses, the largest logit, and the sum
-        of exp(logit - largest), all [n]; and, with_gradient, gradient_scale times the gradient, [n, columns].
+        """For the n tokens of the chunk: losses, largest logit and sum(exp(logit - largest)) over the full
+        vocabulary, fp32 [n]. The fourth result, with_gradient, is gradient_scale * gradient [n, columns].
         """
         logits = self._make_logits(chunk)
         alone = self.tp_group.size == 1
         target_logit = logits.gather(-1, self.target[chunk]).squeeze(-1).float()
         target_logit.masked_fill_(~self.own_label[chunk], 0.0)
-        # The clamp is for ranks that hold nothing but padding: exp(-inf - largest) is 0 then, not NaN.
+        # The clamp is for ranks that hold padding only: exp(-inf - largest) is then 0, not NaN.
         largest = local = logits.amax(-1).float().clamp_(min=torch.finfo(torch.float32).min)
         exp_sum = torch.empty_like(local)
         for rows in self._row_blocks(logits):
@@ -252,7 +278,7 @@ class _LogitChunks:
         return losses, largest, exp_sum, logits
 
     def gradient(self, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
-        """The gradient that `losses` has made before, again from what it returned."""
+        """Recomputes the gradient of `losses` from its results."""
         logits = self._make_logits(chunk)
         factor = self._factor(largest, exp_sum)
         for rows in self._row_blocks(logits):
@@ -272,7 +298,7 @@ class _LogitChunks:
         if total.dtype == hidden.dtype:
             total.addmm_(gradient.t(), hidden)
             return
-        # A product of 16-bit matrices is one, so it is made in parts and these are added up in fp32.
+        # The product of 16-bit matrices is 16-bit: it is computed in parts, each added to the fp32 total.
         columns, width = total.shape
         per_part = max(min(self.product_bytes // (width * hidden.element_size()), columns), 1)
         if self.product is None:
@@ -310,8 +336,10 @@ class _LogitChunks:
         return largest, (all_sums * torch.exp(all_largest - largest)).sum(0), all_targets.sum(0)
 
     def _factor(self, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
-        """What makes gradient_scale times the gradient of exp(logit - largest), but for the label: the loss
-        log(Z) + w log(Z)^2 - logit[label] has the gradient softmax * (1 + 2 w log(Z)) - [label]."""
+        """The factor f in gradient_scale * gradient = f * exp(logit - largest) - gradient_scale * [label].
+
+        The loss log(Z) + w log(Z)^2 - logit[label] has the gradient softmax * (1 + 2 w log(Z)) - [label].
+        """
         factor = self.gradient_scale / exp_sum
         if self.z_loss_weight:
             factor.mul_(1.0 + 2.0 * self.z_loss_weight * (largest + exp_sum.log()))
@@ -381,8 +409,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "second backward pass through vocab_parallel_linear_cross_entropy: the first one used its "
-                "memory"
+                "second backward pass through vocab_parallel_linear_cross_entropy: the first one freed its "
+                "buffers"
             )
         hidden, weight, labels, token_weights, largest, exp_sum = ctx.saved_tensors
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
@@ -412,7 +440,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
 
 
 def _relative(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:
-    """The weights as parts of the largest of them, and that, [1]. fp16 has room for the former."""
+    """(weights / largest, largest [1]), largest by magnitude: the former are in the range of fp16."""
     if weights is None or not weights.numel():
         return weights, 1.0
     largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
@@ -420,8 +448,8 @@ def _relative(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.
 
 
 def _is_uniform(gradient: torch.Tensor) -> bool:
-    """Whether all elements are equal. Those of a sum's gradient are one number, expanded, which is seen
-    without waiting for the device."""
+    """Whether all elements are equal. The gradient of a sum is one expanded element, which the strides show
+    without synchronizing with the device."""
     if all(stride == 0 or size == 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
         return True
     return bool((gradient == gradient.reshape(-1)[:1]).all())

@@ -1,4 +1,4 @@
-"""Rows of a table, whose gradient is summed in fp32 on every device and in the same order every time."""
+"""Embedding lookup with a deterministic gradient, summed in fp32 on every device."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# Of the fp32 work space that a backward pass takes twice.
+# Size of an fp32 work buffer of the backward pass, which allocates two.
 WORK_BYTES = 32 * 2**20
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, batch: int | None = None) -> torch.Tensor:
     """weight[ids]: ids int64 [..., seq] -> [..., seq, hidden] in the dtype of weight [rows, hidden].
 
-    batch: the result of ids [1, seq] is for this many samples: [batch, seq, hidden], a view of one of them.
+    batch: expand the result of ids [1, seq] to this many samples: [batch, seq, hidden], as a view.
 
-    The gradient of `weight` is added to its `main_grad` in fp32, where the run's optimizer has given it one,
-    and autograd gets none; else it is summed in fp32 and has the dtype of `weight`. Nothing of the size of
-    `weight` is made for that, and no sum depends on the order in which threads run.
+    If `weight` has a `main_grad` (the run's optimizer sets it), the gradient is added to it in fp32 and
+    autograd gets None; no temporary of the size of `weight` is allocated. Otherwise the gradient is summed in
+    fp32 and returned in the dtype of `weight`. The sums are deterministic: they do not depend on the order of
+    threads.
     """
     return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None), batch)
 
@@ -52,10 +53,11 @@ class _Embedding(torch.autograd.Function):
 
 
 def _add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """total[ids[i]] += rows[i] for all i, in fp32; the rows of equal ids are summed first, in their order.
+    """total[ids[i]] += rows[i] for all i, in fp32, in a fixed order.
 
-    `index_add_` alone would add them in any order on a GPU. Here it adds the sum once, and zeros, whose order
-    does not matter. All sizes are known beforehand: the device is not waited for.
+    On a GPU `index_add_` alone adds the rows of equal ids in an arbitrary order. So these rows are summed
+    first, in order; then `index_add_` adds this sum once per id, and zeros otherwise. No size depends on the
+    ids' values, so there is no synchronization with the device.
     """
     if not ids.numel():
         return
@@ -63,7 +65,8 @@ def _add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> Non
     place = torch.arange(len(ids), device=ids.device)
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[1:] = ids[1:] != ids[:-1]
-    # Bag i has the rows of an id if i is the first of them, else none: it begins where the next one does.
+    # Bag i holds all rows of an id if i is the id's first position in the sorted list; otherwise it is empty,
+    # that is, it begins where the next bag begins.
     begins = torch.where(is_first, place, len(ids)).flip(0).cummin(0).values.flip(0)
     width = max(WORK_BYTES // (4 * len(ids)), 1)
     for first in range(0, rows.shape[1], width):

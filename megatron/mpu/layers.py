@@ -1,7 +1,10 @@
-"""The layers whose parameters are cut over the tensor ranks: vocabulary, columns, rows.
+"""Tensor-parallel layers: vocabulary-parallel embedding, column-parallel and row-parallel linear layers.
 
-Names follow Megatron: a linear layer is column-parallel where its outputs are cut, row-parallel where its
-inputs are. A column-parallel layer followed by a row-parallel one needs a single sum over the ranks each way.
+The idea (Megatron-LM, arXiv 1909.08053, section 3): a column-parallel layer shards its outputs, a
+row-parallel layer its inputs. A column-parallel layer, an elementwise function and a row-parallel layer in
+sequence need one all-reduce in the forward pass and one in the backward pass. With sequence parallelism
+(arXiv 2205.05198) each all-reduce becomes a reduce-scatter and an all-gather along the sequence, and
+activations between the layers are sharded along it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, 
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [...] -> their vectors [..., hidden], the same on all tensor ranks.
+    """Token ids [...] -> vectors [..., hidden], replicated over the tensor-parallel ranks.
 
     Each rank holds `padded_vocab / size` rows of the table. Rows from `num_valid_rows` on are padding.
     """
@@ -46,18 +49,20 @@ class VocabParallelEmbedding(nn.Module):
             return embedding(token_ids, self.weight)
         (rows,) = local_slices(spec_of(self.weight), self.tp_group)
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
-        # Other ranks' tokens read rows that are spread out, so that no row has a long sum of zeros.
+        # Tokens of other ranks read an arbitrary row and are set to zero. The modulo spreads them over all
+        # rows, so that the backward pass does not add all their zeros to a single row.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        return _SumOwned.apply(vectors, self.tp_group)
+        return _AllReduceInPlace.apply(vectors, self.tp_group)
 
 
 class ColumnParallelLinear(nn.Module):
-    """A replicated [..., n_in] -> [..., n_out / size], this rank's part of the outputs.
+    """Replicated [..., n_in] -> [..., n_out / size], this rank's shard of the outputs.
 
-    lr_mult: what the learning rate of the weight is multiplied by.
+    lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
-    sequence_parallel: the input is this rank's [seq / size, ..., n_in], and is gathered; the output is whole.
+    sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered along the
+    sequence.
     """
 
     def __init__(
@@ -99,10 +104,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[..., n_in / size], this rank's part of the inputs -> [..., n_out], the same on all tensor ranks.
+    """[..., n_in / size], this rank's shard of the inputs -> [..., n_out], replicated.
 
-    lr_mult: what the learning rate of the weight is multiplied by.
-    sequence_parallel: the output is this rank's [seq / size, ..., n_out] of the whole.
+    lr_mult: multiplier of the weight's learning rate.
+    sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
     """
 
     def __init__(
@@ -127,13 +132,13 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = _sum_over_ranks(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
-        # After the sum, so that it is added once.
+        y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
+        # After the all-reduce, so that the bias is added once.
         return y if self.bias is None else y + self.bias
 
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Replicated [..., hidden] and this rank's rows of the embedding -> its logits [..., vocab / size]."""
+    """Replicated hidden [..., hidden] and this rank's rows of the embedding -> logits [..., vocab / size]."""
     return _column_linear(hidden, weight, None, tp_group, sequence_parallel=False)
 
 
@@ -149,7 +154,7 @@ def _column_linear(
     return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel)
 
 
-# Collectives stay outside of compiled graphs, where they overlap with products as written here.
+# Not compiled: the overlap of collectives with matrix products stays as written here.
 @torch.compiler.disable
 def _column_linear_over_ranks(
     x: torch.Tensor,
@@ -163,15 +168,18 @@ def _column_linear_over_ranks(
 
 
 @torch.compiler.disable
-def _sum_over_ranks(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
+def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
     """The sum of each rank's `y`, which nothing else may use; of a cut sequence this rank's part of it."""
     return (
-        reduce_scatter_to_sequence_region(y, tp_group) if sequence_parallel else _SumOwned.apply(y, tp_group)
+        reduce_scatter_to_sequence_region(y, tp_group)
+        if sequence_parallel
+        else _AllReduceInPlace.apply(y, tp_group)
     )
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear whose input gradient is summed over the ranks while the weight's gradient is computed."""
+    """F.linear. Its backward pass overlaps the all-reduce of the input's gradient with the weight's
+    gradient."""
 
     @staticmethod
     def forward(
@@ -201,10 +209,10 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _SequenceColumnLinear(torch.autograd.Function):
-    """F.linear of an input whose sequence is cut over the ranks.
+    """F.linear of an input that is sharded along the sequence (arXiv 2205.05198, section 4.2.2).
 
-    Only this rank's part of the input is kept. The backward pass gathers it again while it computes the
-    input's gradient, and sums and cuts that while it computes the weight's (Korthikanti et al., 2022).
+    Only this rank's shard of the input is kept. The backward pass all-gathers the input while it computes the
+    input's gradient, and reduce-scatters that gradient while it computes the weight's gradient.
     """
 
     @staticmethod
@@ -213,31 +221,31 @@ class _SequenceColumnLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp_group = tp_group
-        whole, pending = all_gather_sequence(x, tp_group)
+        full, pending = all_gather_sequence(x, tp_group)
         pending.wait()
-        return F.linear(whole, weight, bias)
+        return F.linear(full, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        whole, gathered = all_gather_sequence(x, ctx.tp_group)
-        grad_whole = grad.matmul(weight)
+        full, gathered = all_gather_sequence(x, ctx.tp_group)
+        grad_full = grad.matmul(weight)
         gathered.wait()
-        grad_x, summed = reduce_scatter_sequence(grad_whole, ctx.tp_group)
+        grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
         grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            grad_weight = grad_rows.t().matmul(whole.view(-1, whole.shape[-1]))
+            grad_weight = grad_rows.t().matmul(full.view(-1, full.shape[-1]))
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         summed.wait()
         return grad_x, grad_weight, grad_bias, None
 
 
-class _SumOwned(torch.autograd.Function):
-    """Sum over the ranks in place of a tensor that nothing else uses: the fresh output of the call before."""
+class _AllReduceInPlace(torch.autograd.Function):
+    """In-place all-reduce of a tensor that nothing else uses; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which part of the job a process does: the degrees of parallelism and this rank's coordinates in them."""
+"""The parallel layout of a run: the tensor, pipeline and data degrees, and the coordinates of a rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TPGroup:
-    """This rank's place among the ranks that hold the shards of one layer.
+    """The tensor-parallel group of this rank: its rank in the group, the group's size, the process group.
 
-    `group` is None where `size` is 1: then no layer communicates.
+    `group` is None if `size` is 1: then no layer communicates.
     """
 
     rank: int = 0
@@ -29,8 +29,8 @@ class TPGroup:
 class ParallelLayout:
     """Tensor, pipeline and data degrees, and the coordinates of `rank`.
 
-    Ranks are numbered with the tensor coordinate fastest, then data, then pipeline: the ranks of a tensor
-    group are neighbours, which on a cluster means on one node.
+    The tensor coordinate varies fastest with the rank, then data, then pipeline. So the ranks of a
+    tensor-parallel group are consecutive, and on a cluster they are on the same node.
     """
 
     tp_size: int
@@ -40,7 +40,7 @@ class ParallelLayout:
 
     @classmethod
     def create(cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0) -> ParallelLayout:
-        """Derive the data-parallel degree; ConfigError if the degrees do not divide `world_size`."""
+        """Derives the data-parallel degree; ConfigError if `world_size` is not a multiple of the others."""
         for flag, degree in (
             ("--tensor-model-parallel-size", tp_size),
             ("--pipeline-model-parallel-size", pp_size),
@@ -62,7 +62,7 @@ class ParallelLayout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, rank: int) -> ParallelLayout:
-        """The degrees of the config, and the coordinates of `rank`."""
+        """The layout of the config's degrees, for `rank`."""
         return cls.create(
             parallel.world_size,
             parallel.tensor_model_parallel_size,
@@ -88,17 +88,18 @@ class ParallelLayout:
 
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:
-        """The same layout as DeepSpeed's engine wants it, with the axes pipe, data, model (model fastest)."""
-        # Importing DeepSpeed takes seconds, which a command that only checks its flags should not pay.
+        """The same layout as DeepSpeed's topology, with the axes pipe, data, model (model fastest)."""
+        # Imported on use: importing DeepSpeed takes seconds, and commands that only check flags do not need
+        # it.
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         return PipeModelDataParallelTopology(num_pp=self.pp_size, num_mp=self.tp_size, num_dp=self.dp_size)
 
     def make_tp_group(self) -> TPGroup:
-        """Make the process groups of tensor parallelism; return the one that this rank is in.
+        """Creates all tensor-parallel process groups and returns this rank's.
 
-        Collective: every rank of the job calls it at the same point, for a group is made by all ranks,
-        members or not. The default process group must exist, unless the tensor degree is 1.
+        Collective: every rank of the job must call it, since torch requires all ranks to create a group. The
+        default process group must exist, unless the tensor degree is 1.
         """
         if self.tp_size == 1:
             return TPGroup()

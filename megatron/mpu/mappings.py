@@ -1,7 +1,7 @@
-"""The collectives of tensor parallelism as autograd functions.
+"""The collectives of tensor and sequence parallelism as autograd functions (arXiv 1909.08053, 2205.05198).
 
-Each says what happens to an activation in the forward pass; its backward pass does the matching thing to the
-gradient. In a group of one, all of them return their argument itself.
+The backward pass of each is the conjugate collective: all-gather and split, reduce-scatter and all-gather. In
+a group of one rank all autograd functions return their argument.
 """
 
 from __future__ import annotations
@@ -15,120 +15,84 @@ from torch.autograd.function import once_differentiable
 from megatron.mpu.layout import TPGroup
 
 
-def copy_to_tensor_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """A replicated `x` goes into layers of which each rank has a part. The gradients are summed."""
-    return x if tp_group.size == 1 else _Copy.apply(x, tp_group)
-
-
-def reduce_from_tensor_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Sum over the ranks of `x`; every rank gets the same result. The gradient passes unchanged."""
-    return x if tp_group.size == 1 else _Reduce.apply(x, tp_group)
-
-
 def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """Along `dim`, n / size of each rank -> n on all. Each rank keeps its own part of the gradient."""
+    """All-gather along `dim`: n / size per rank -> n on all ranks. Backward: each rank takes its part."""
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
 def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """A replicated n along `dim` -> this rank's n / size. The gradients of all ranks are gathered."""
+    """Split along `dim`: replicated n -> this rank's n / size. Backward: all-gather."""
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """[seq, ...] of each rank -> of their sum this rank's [seq / size, ...]. The gradients are gathered."""
-    return x if tp_group.size == 1 else _SumAndScatter.apply(x, tp_group)
+    """Reduce-scatter: [seq, ...] per rank -> this rank's [seq / size, ...] of the sum. Backward:
+    all-gather."""
+    return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
 def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts gathering [seq / size, ...] of each rank into [seq, ...], ready after `wait()`. No autograd."""
+    """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
     whole = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
     return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts summing [seq, ...] over the ranks; this rank's [seq / size, ...] is ready after `wait()`. No
-    autograd. ValueError if the sequence cannot be cut."""
+    """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd.
+    ValueError if seq is not divisible by the group's size."""
     part = x.new_empty(_width_of_part(x, tp_group, 0), *x.shape[1:])
     return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Overwrite a contiguous `x`, which the caller must own, with its sum over the ranks. No autograd."""
+    """All-reduces a contiguous `x` in place; nothing else may use `x`. No autograd."""
     if tp_group.size > 1:
         dist.all_reduce(x, group=tp_group.group)
     return x
 
 
-def _sum(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    # A clone, since autograd may hand the same gradient tensor to others, and an input is the caller's.
-    return all_reduce_(x.clone(memory_format=torch.contiguous_format), tp_group)
-
-
-def _all_parts(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tp_group.size)]
     dist.all_gather(parts, x.contiguous(), group=tp_group.group)
     return torch.cat(parts, dim)
 
 
-def _own_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+def _local_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
     width = _width_of_part(x, tp_group, dim)
     return x.narrow(dim, tp_group.rank * width, width).contiguous()
 
 
 def _width_of_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> int:
     if x.shape[dim] % tp_group.size != 0:
-        raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be cut into {tp_group.size} parts")
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
     return x.shape[dim] // tp_group.size
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-        ctx.tp_group = tp_group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(grad, ctx.tp_group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-        return _sum(x, tp_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
         ctx.tp_group, ctx.dim = tp_group, dim
-        return _all_parts(x, tp_group, dim)
+        return _all_gather(x, tp_group, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_part(grad, ctx.tp_group, ctx.dim), None, None
+        return _local_part(grad, ctx.tp_group, ctx.dim), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
         ctx.tp_group, ctx.dim = tp_group, dim
-        return _own_part(x, tp_group, dim)
+        return _local_part(x, tp_group, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_parts(grad, ctx.tp_group, ctx.dim), None, None
+        return _all_gather(grad, ctx.tp_group, ctx.dim), None, None
 
 
-class _SumAndScatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
         ctx.tp_group = tp_group

@@ -1,7 +1,7 @@
-"""Parameters that know their whole: shape, how it is cut over the tensor ranks, and how it starts.
+"""Tensor-parallel parameters: the spec of the full parameter, its shards, and its initial values.
 
-The initial values of a parameter are a function of (seed, global name, position in the whole), so every
-layout starts from the same weights, and a rank makes its own shard and nothing else.
+The initial values are a function of (seed, global name, index in the full parameter). So every layout starts
+from the same weights, and each rank generates its own shard only.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import nn
 
 from megatron.mpu.layout import TPGroup
 
-# Random numbers are drawn in independent streams, one per this many rows (or columns) of the whole parameter.
+# Random numbers come from independent streams, one per this many rows (or columns) of the full parameter.
 _UNITS_PER_STREAM = 64
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a parameter is in the whole model, whichever part of it a rank holds.
+    """Description of a full parameter, the same on every layout.
 
-    global_shape: shape of the whole parameter, over all tensor ranks.
-    shard_dim: the dimension that is cut over the tensor ranks; None if each of them holds the whole.
-    num_fused_parts: number of equal parts along shard_dim, each of them sharded (2 for a gated MLP).
-    init_std: standard deviation of the normal distribution it starts from; None: it starts as init_value.
-    num_valid_rows: rows of the whole beyond these are padding and start as zeros.
-    weight_decay: whether the optimizer decays it.
-    lr_mult: what the learning rate is multiplied by for it.
+    global_shape: shape of the full parameter, over all tensor-parallel ranks.
+    shard_dim: the dimension that is sharded over the tensor-parallel ranks; None: replicated.
+    num_fused_parts: number of equal parts along shard_dim, each of which is sharded (2 for a gated MLP).
+    init_std: standard deviation of the normal initialization; None: constant init_value.
+    num_valid_rows: rows from this number on are padding, initialized to zero.
+    weight_decay: whether the optimizer applies weight decay.
+    lr_mult: multiplier of the learning rate.
     """
 
     global_shape: tuple[int, ...]
@@ -55,17 +55,17 @@ def spec_of(parameter: torch.Tensor) -> ParameterSpec:
 
 
 def local_slices(spec: ParameterSpec, tp_group: TPGroup) -> tuple[slice, ...]:
-    """Where this rank's shard lies in the whole, along shard_dim (dim 0 if replicated): one slice per block.
+    """This rank's slices of the full parameter along shard_dim (dim 0 if replicated), one per fused part.
 
-    The shard is these slices, one after the other.
+    The shard is the concatenation of these slices.
     """
     if spec.shard_dim is None:
         return (slice(0, spec.global_shape[0]),)
     units = spec.global_shape[spec.shard_dim]
     if units % (spec.num_fused_parts * tp_group.size) != 0:
         raise ValueError(
-            f"dimension {spec.shard_dim} of a parameter of shape {spec.global_shape} cannot be cut into "
-            f"{spec.num_fused_parts} blocks x {tp_group.size} tensor ranks"
+            f"dimension {spec.shard_dim} of a parameter of shape {spec.global_shape} cannot be sharded: "
+            f"expected a multiple of {spec.num_fused_parts} fused parts x {tp_group.size} ranks"
         )
     block = units // spec.num_fused_parts
     width = block // tp_group.size
@@ -82,19 +82,10 @@ def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def shard_of(spec: ParameterSpec, whole: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Cut this rank's shard out of `whole`. The result may share memory with it."""
-    if spec.shard_dim is None:
-        return whole
-    dim = spec.shard_dim
-    parts = [whole.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
 def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put the whole together from the shards of all tensor ranks, in rank order.
+    """The full parameter from the shards of all tensor-parallel ranks, in rank order.
 
-    Of a replicated parameter the first copy is returned: whether the copies agree is for the caller to check.
+    For a replicated parameter it returns the first copy; the caller checks whether the copies agree.
     """
     if spec.shard_dim is None or len(shards) == 1:
         return shards[0]
@@ -105,21 +96,21 @@ def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.T
 
 
 def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Make this rank's shard, uninitialised, on torch's default device, with the spec attached."""
+    """This rank's shard, uninitialized, on torch's default device, with the spec as attribute `spec`."""
     parameter = nn.Parameter(torch.empty(local_shape(spec, tp_group), dtype=dtype))
     parameter.spec = spec  # type: ignore[attr-defined]
     if spec.shard_dim is not None:
-        # DeepSpeed reads this mark: it counts a parameter without it on tensor rank 0 only.
+        # DeepSpeed reads this attribute: it counts parameters without it on tensor-parallel rank 0 only.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
 
 
 def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
-    """Whether this rank counts the parameter, so that over all ranks of a replica each is counted once.
+    """Whether this rank counts the parameter in sums over the model-parallel ranks (norms, parameter counts).
 
-    Norms, numbers of zeros and numbers of parameters are summed over the tensor and pipeline ranks with this.
-    A replicated parameter counts on tensor rank 0; a tied copy, which DeepSpeed marks on all stages but the
-    first of its holders, nowhere.
+    Over the tensor and pipeline ranks of one replica, each parameter has exactly one owner per element:
+    sharded parameters count on every rank, replicated ones on tensor-parallel rank 0, tied ones on the first
+    stage that holds them. (DeepSpeed sets `ds_pipe_replicated` on the copies of the other stages.)
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -127,19 +118,21 @@ def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
 
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
-    """Says that each tensor rank computes a part of this replicated parameter's gradient, to be summed."""
+    """Marks a replicated parameter whose gradient is partial on each tensor-parallel rank: they must be
+    summed."""
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 
 def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
-    """Whether the gradients of the tensor ranks have to be summed: see `mark_sequence_parallel_grad`."""
+    """Whether `mark_sequence_parallel_grad` was called for the parameter."""
     return getattr(parameter, "is_sequence_parallel_grad", False)
 
 
 def initialize_parameters(module: nn.Module, seed: int, tp_group: TPGroup) -> None:
-    """Fill every parameter of `module`, in place, with values that depend on the seed and its full name only.
+    """Initializes every parameter of `module` in place. The values depend on the seed and the full name only.
 
-    They are made on the CPU in fp32 and rounded to the parameter's type, so every device gets the same ones.
+    They are generated on the CPU in fp32 and rounded to the parameter's dtype, so they are equal on every
+    device.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -147,7 +140,7 @@ def initialize_parameters(module: nn.Module, seed: int, tp_group: TPGroup) -> No
 
 
 def initial_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> torch.Tensor:
-    """This rank's shard of the values that the parameter called `name` starts from, fp32, on the CPU."""
+    """This rank's shard of the initial values of the parameter `name`, fp32, on the CPU."""
     shard = np.empty(local_shape(spec, tp_group), dtype=np.float32)
     if spec.init_std is None:
         shard.fill(spec.init_value)
@@ -172,11 +165,11 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
             last = min(first + _UNITS_PER_STREAM, units)
             shape = list(spec.global_shape)
             shape[dim] = last - first
-            # The counter's highest word is the stream's number: no stream is long enough to reach the next.
+            # The highest word of the counter is the stream's number, so streams do not overlap.
             generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, stream]))
             values = scratch[: math.prod(shape)].reshape(shape)
             generator.standard_normal(out=values, dtype=np.float32)
-            # The stream is made whole, however little of it this rank holds, so it is the same on all ranks.
+            # The full stream is generated, even if this rank needs a part: so it is the same on all ranks.
             start, stop = max(first, part.start), min(last, part.stop)
             kept = _along(dim, slice(start - first, stop - first))
             place = _along(dim, slice(offset + start - part.start, offset + stop - part.start))
@@ -186,7 +179,7 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
 
 def _zero_padding(shard: np.ndarray, spec: ParameterSpec, tp_group: TPGroup) -> None:
     if spec.shard_dim not in (None, 0) or spec.num_fused_parts != 1:
-        raise ValueError(f"used_rows needs a parameter that is whole or cut along its rows, not {spec}")
+        raise ValueError(f"num_valid_rows needs a parameter replicated or sharded along its rows: {spec}")
     first_row = local_slices(spec, tp_group)[0].start
     shard[max((spec.num_valid_rows or 0) - first_row, 0) :] = 0.0
 

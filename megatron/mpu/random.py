@@ -1,10 +1,15 @@
-"""Dropout that does not know the layout.
+"""Dropout that does not depend on the parallel layout.
 
-Whether an element is dropped is a function of (seed, salt, global sample number, the element's coordinates in
-the whole activation of that sample) and of nothing else. So it is the same on every tensor rank where the
-activation is replicated, each rank's own part of the whole where it is cut, the same when it is computed
-again for the backward pass, and the same for every micro-batch size, data and pipeline degree. No generator
-has a state to keep.
+The idea: a counter-based random number generator. Whether an element is dropped is a hash of (seed, salt,
+global sample number, coordinates of the element in the full activation of that sample), and of nothing else.
+Hence
+
+- a replicated activation has the same mask on every tensor-parallel rank;
+- a sharded activation has its part of the full mask on each rank;
+- recomputation in the backward pass gives the same mask;
+- micro-batch size, data-parallel and pipeline-parallel degrees do not change the mask.
+
+There is no generator state to save.
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron.mpu.layout import TPGroup
 
-# Masks are made this many elements at a time, which is what stays in a CPU core's cache.
+# Elements of a mask that are computed at a time on a CPU, so that temporaries stay in a core's cache.
 _ELEMENTS_PER_PIECE = 1 << 17
 
 
 class DropoutRNG:
-    """The seed of all dropout of a run, and which samples the micro-batch in flight consists of.
+    """The seed of a run's dropout, and the global sample numbers of the current micro-batch.
 
-    The engine sets `samples` before each forward pass. What computes activations again in the backward pass
-    keeps the samples of its forward pass and puts them back with `use_samples`.
+    The engine sets `samples` before each forward pass. Recomputation in the backward pass restores the
+    samples of the forward pass with `use_samples`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -37,7 +42,7 @@ class DropoutRNG:
 
     @contextmanager
     def use_samples(self, samples: Sequence[int]) -> Iterator[None]:
-        """Within the block, the micro-batch in flight is these global sample numbers, one per batch row."""
+        """Within this context the current micro-batch has these global sample numbers, one per batch row."""
         before = self.samples
         self.samples = tuple(samples)
         try:
@@ -46,7 +51,7 @@ class DropoutRNG:
             self.samples = before
 
     def sample_keys(self, salt: str) -> list[int]:
-        """For each sample in flight, 64 bits (signed) made of the seed, the salt and its number."""
+        """A signed 64-bit hash of seed, salt and sample number, for each sample of the micro-batch."""
         keys = []
         for sample in self.samples:
             digest = hashlib.sha256(f"{self.seed}/{salt}/{sample}".encode()).digest()
@@ -57,42 +62,44 @@ class DropoutRNG:
 def dropout(
     x: torch.Tensor,
     p: float,
-    stream: DropoutRNG,
+    dropout_rng: DropoutRNG,
     salt: str,
     *,
     batch_dim: int,
     shard_dim: int | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """Set elements of `x` to zero with probability p and divide the others by 1 - p. With p = 0, `x` itself.
+    """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`.
 
-    salt: name of the place in the model, another one for each call in a forward pass (layer number included).
-    batch_dim: the dimension of `x` that counts the samples of `stream`; any but the last one.
-    shard_dim: the dimension of which this tensor rank has its part; None where `x` is the same on all ranks.
+    salt: name of this dropout in the model; it must be unique in a forward pass (include the layer index).
+    batch_dim: the dimension of `x` that indexes the samples of `dropout_rng`; not the last one.
+    shard_dim: the dimension along which `x` is sharded over the tensor-parallel ranks; None if replicated.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    return _Dropout.apply(x, keep_mask(x, p, stream, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p))
+    return _Dropout.apply(
+        x, keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p)
+    )
 
 
 def keep_mask(
     x: torch.Tensor,
     p: float,
-    stream: DropoutRNG,
+    dropout_rng: DropoutRNG,
     salt: str,
     batch_dim: int,
     shard_dim: int | None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """The mask that `dropout` uses: int8, of the shape of `x`, 1 where the element is kept."""
-    row_keys = _row_keys(x, stream, salt, batch_dim % x.dim(), shard_dim, tp_group)
+    """The mask of `dropout`: int8, of the shape of `x`, 1 for elements that are kept."""
+    row_keys = _row_keys(x, dropout_rng, salt, batch_dim % x.dim(), shard_dim, tp_group)
     offset = (
         tp_group.rank * x.shape[-1] if shard_dim is not None and shard_dim % x.dim() == x.dim() - 1 else 0
     )
     columns = torch.arange(offset, offset + x.shape[-1], device=x.device)
-    # One to one on 32 bits, so that no two columns share their key.
+    # A bijection on 32 bits: no two columns have the same key.
     column_keys = _mix32(columns).to(torch.int32)
     dropped_below = min(round(p * 2**32), 2**32 - 1) - 2**31
 
@@ -108,48 +115,48 @@ def keep_mask(
 
 def _row_keys(
     x: torch.Tensor,
-    stream: DropoutRNG,
+    dropout_rng: DropoutRNG,
     salt: str,
     batch_dim: int,
     shard_dim: int | None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """Two int32 keys [rows, 2] for each row of `x`: the elements that differ in the last dim only."""
+    """Two int32 keys, [rows, 2], for each row of `x`. A row is the elements along the last dimension."""
     last = x.dim() - 1
     if batch_dim == last:
         raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
-    if len(stream.samples) != x.shape[batch_dim]:
-        in_batch, in_stream = x.shape[batch_dim], len(stream.samples)
-        raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the stream {in_stream}")
+    if len(dropout_rng.samples) != x.shape[batch_dim]:
+        in_batch, in_rng = x.shape[batch_dim], len(dropout_rng.samples)
+        raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the RNG {in_rng}")
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(last)):
         if dim == batch_dim:
             continue
-        is_cut = shard_dim is not None and shard_dim % x.dim() == dim
-        first = tp_group.rank * x.shape[dim] if is_cut else 0
+        is_sharded = shard_dim is not None and shard_dim % x.dim() == dim
+        first = tp_group.rank * x.shape[dim] if is_sharded else 0
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
-        stride *= x.shape[dim] * (tp_group.size if is_cut else 1)
-    # A copy from pinned memory is not waited for.
-    sample_keys = get_accelerator().pin_memory(torch.tensor(stream.sample_keys(salt), dtype=torch.int64))
+        stride *= x.shape[dim] * (tp_group.size if is_sharded else 1)
+    # A copy from pinned memory is asynchronous.
+    sample_keys = get_accelerator().pin_memory(torch.tensor(dropout_rng.sample_keys(salt), dtype=torch.int64))
     sample_keys = sample_keys.to(x.device, non_blocking=True)
     sample_keys = sample_keys.view([-1 if d == batch_dim else 1 for d in range(last)])
     return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, columns] with random upper bits: a hash of the row's two keys and the column's."""
+    """int32 [rows, columns]: a hash of the row's two keys and the column's key. Its upper bits are random."""
     bits = column_keys ^ row_keys[:, :1]
     bits *= row_keys[:, 1:] | 1
-    # The mask makes a logical shift of an arithmetic one.
+    # The bit mask turns the arithmetic shift into a logical one.
     bits ^= (bits >> 15).bitwise_and_((1 << 17) - 1)
     bits *= 0x2C1B3C6D
     return bits
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """A one-to-one map of [0, 2**32) that spreads every bit; int64 in and out."""
+    """A bijection on [0, 2**32) with good mixing of all bits; int64 in and out."""
     low = 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
     x = ((x ^ (x >> 15)) * 0x846CA68B) & low
@@ -157,7 +164,7 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """A one-to-one map of 64 bits that spreads every bit (the finisher of SplitMix64); int64 in and out."""
+    """The finalizer of SplitMix64: a bijection on 64 bits with good mixing of all bits; int64 in and out."""
     x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _logical_shift(x, 31)
@@ -168,7 +175,7 @@ def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """The int64 with the same bits as an unsigned 64-bit number."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
@@ -177,7 +184,8 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        # The scale last: a number of Python is a factor in fp32, which a 16-bit mask would round.
+        # The scale comes last: PyTorch multiplies by a Python number in fp32; a scaled 16-bit mask would be
+        # rounded.
         return mask.to(x.dtype).mul_(x).mul_(scale)
 
     @staticmethod

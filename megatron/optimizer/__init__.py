@@ -1,1 +1,1 @@
-"""What moves the weights: parameter groups, optimizers and the learning-rate schedule."""
+"""Parameter groups, optimizers with mixed precision and ZeRO, and the learning-rate schedule."""

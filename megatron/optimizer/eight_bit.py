@@ -1,4 +1,4 @@
-"""Adam with 8-bit moments through bitsandbytes' kernels, and the rule for whose moments have 8 bits."""
+"""Adam with 8-bit moments (arXiv 2110.02861) on bitsandbytes' kernels, and which parameters use 8 bits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from torch import Tensor, nn
 from megatron.mpu.parameters import ParameterSpec
 from megatron.optimizer.quantized import BLOCK_SIZE, MAPS, QuantizedMoment, kernels
 
-# Of the whole parameter: bitsandbytes' own threshold, which it holds against whatever shard it is given.
+# Parameters with fewer elements keep 32-bit moments. bitsandbytes has the same threshold, but compares it
+# with the size of the tensor it is given, which may be a shard; here it is the size of the full parameter.
 MIN_ELEMENTS = 4096
-# Its gradients are those of rare tokens: large in few rows, zero in all others, which blocks represent badly.
+# Keeps 32-bit moments: its gradient is large in the rows of a few tokens and zero elsewhere, which block-wise
+# quantization represents badly.
 WORD_EMBEDDING = "tied_modules.embed.word_embeddings.weight"
-# bitsandbytes' GPU kernels count elements in 32 bits, and its CPU kernels work on fp32 copies: both are
-# called for this many elements at a time, a multiple of BLOCK_SIZE.
+# Elements per kernel call, a multiple of BLOCK_SIZE: bitsandbytes' GPU kernels use 32-bit indices, and its
+# CPU kernels make fp32 copies.
 _ELEMENTS_AT_ONCE = 2**23
 
 
 def moment_bits(name: str, spec: ParameterSpec) -> int:
-    """Bits per element of each moment of a parameter, 8 or 32: a function of the whole parameter alone, so
-    that no layout changes it. What is not decayed is a norm or a bias."""
+    """Bits per element of a parameter's moments, 8 or 32. It depends on the full parameter only, so it is the
+    same on every layout. Parameters without weight decay (norms, biases) keep 32 bits."""
     large = math.prod(spec.global_shape) >= MIN_ELEMENTS
     return 8 if large and spec.weight_decay and name != WORD_EMBEDDING else 32
 
 
 def rule_record() -> dict[str, Any]:
-    """What `moment_bits` does and how 8 bits are made, for run.json."""
+    """The rule of `moment_bits` and the quantization settings, for run.json."""
     return {
         "bits": 8,
         "32_bits": {
@@ -45,11 +47,11 @@ def rule_record() -> dict[str, Any]:
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """AdamW whose groups say by 'moment_bits' (8 or 32) how they keep their moments.
+    """AdamW. The key 'moment_bits' (8 or 32) of a parameter group is the precision of its moments.
 
-    State per parameter (flat, fp32): 'step', a scalar as in torch's AdamW, and 'exp_avg' and 'exp_avg_sq',
-    fp32 tensors or QuantizedMoments. bitsandbytes' own optimizer classes are not used: they decide on 8 bits
-    by the size of the tensor that they are given, which is a shard here.
+    Parameters are flat and fp32. State per parameter: 'step', a scalar as in torch's AdamW, and 'exp_avg' and
+    'exp_avg_sq', fp32 tensors or QuantizedMoments. bitsandbytes' optimizer classes are not used: they choose
+    8 bits by the size of the tensor that they are given, which is a shard here.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient (fp32, contiguous)."""
+        """Updates every parameter that has a gradient (fp32, contiguous)."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -85,7 +87,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
 
 def new_moment(moment: str, parameter: Tensor, bits: int) -> Tensor | QuantizedMoment:
-    """Zeros for a flat parameter. moment: its name, 'exp_avg' or 'exp_avg_sq' with 8 bits."""
+    """A moment of zeros for a flat parameter. moment: its name; with 8 bits 'exp_avg' or 'exp_avg_sq'."""
     if bits == 8:
         return QuantizedMoment(moment, parameter.numel(), parameter.device)
     return torch.zeros_like(parameter, requires_grad=False)

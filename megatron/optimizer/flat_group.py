@@ -1,15 +1,24 @@
-"""The parameters of an optimizer group in flat buffers, of which each data-parallel rank owns a partition.
+"""Flat buffers for the parameters of an optimizer group, partitioned over the data-parallel ranks (ZeRO).
 
-Per group there are whole weights in the run's precision, whole gradients in fp32, and this rank's partition
-of both and of the fp32 master weights. What of the whole exists, and when:
+The idea (ZeRO, arXiv 1910.02054): the parameters of a group lie one after the other in one flat buffer, so do
+their gradients. The buffer is divided into equal partitions, one per data-parallel rank. Each rank updates
+its own partition, so it keeps fp32 master weights and optimizer state for that partition only. A partition
+ignores parameter boundaries; `FlatGroup.fragment` gives a parameter's part of it.
 
-    ZeRO 0, 1    weights and gradients are whole always, and the partition is a view of them (ZeRO-0: all)
-    ZeRO 2       a transformer layer's gradients are whole during its backward pass, at the end of which they
-                 are summed over the replicas into the partitions
-    ZeRO 3       its weights, too, are whole only in its forward and backward pass: gathered for each
+A group has full weights in the run's precision, full gradients in fp32, and this rank's partition of both and
+of the fp32 master weights. The ZeRO stage decides which full buffers are allocated:
 
-`megatron.optimizer.sharded_units` says when that is. What is let go of is the storage: the tensors that refer
-to it, among them the parameters and what autograd has saved of them, are valid again once it is filled again.
+    ZeRO 0    full weights and gradients always; the partition is the whole buffer
+    ZeRO 1    full weights and gradients always; the partition is a view of them
+    ZeRO 2    full gradients of a transformer layer during its backward pass only: at its end they are
+              reduce-scattered into the partitions
+    ZeRO 3    also full weights of a transformer layer during its forward and backward pass only: they are
+              all-gathered before each
+
+Invariant: parameters and their `main_grad` are views of the full buffers at all times. A full buffer is freed
+by resizing its storage to zero. The views, and the tensors that autograd saved for the backward pass, become
+valid again as soon as the storage is allocated and filled again. `megatron.optimizer.sharded_units` decides
+when.
 """
 
 import math
@@ -22,22 +31,22 @@ from torch import Tensor, nn
 
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
-# A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers. Of
-# other lengths PyTorch's fused optimizers compute the last elements one by one, with other roundings, so that
-# two copies of a tied weight, which lie at different places in their buffers, would drift apart.
+# A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
+# With other lengths PyTorch's fused optimizers compute the last elements one by one, with different rounding.
+# The two copies of a tied weight lie at different offsets of their buffers, so they would diverge.
 ALIGNMENT = 16
-# fp32 sums of squares over whole tensors lose digits (4e-3 of the norm of 50 M elements on a CPU), so squares
-# are summed in fp32 within chunks of this many elements and in fp64 between them.
+# An fp32 sum of squares over a large tensor is inaccurate (relative error 4e-3 for 50 M elements on a CPU).
+# So squares are summed in fp32 within chunks of this many elements, and in fp64 over the chunks.
 NORM_CHUNK = 4096
 
 
 class FlatGroup:
-    """The parameters of one optimizer group as views of flat buffers, cut into equal partitions.
+    """The parameters of one optimizer group as views of flat buffers, divided into equal partitions.
 
-    With moments of 8 bits (`quantized`), parameters and partitions begin at multiples of the quantisation
-    block, so no block holds elements of two parameters or of two ranks. Where a parameter is cut into blocks
-    then depends on its tensor shard alone: stages, replicas and ZeRO do not change a code. The gaps have no
-    gradient and are not saved.
+    With 8-bit moments (`quantized`) parameters and partitions start at multiples of the quantization block.
+    So no block holds elements of two parameters or of two ranks, and the blocks of a parameter depend on its
+    tensor-parallel shard only: pipeline stages, replicas and ZeRO do not change any 8-bit code. The padding
+    between parameters has no gradient and is not saved.
     """
 
     def __init__(
@@ -46,16 +55,17 @@ class FlatGroup:
         partitions: int,
         partition: int,
         *,
-        shares_gradients: bool = False,
-        shares_weights: bool = False,
+        shards_gradients: bool = False,
+        shards_weights: bool = False,
         master_on_host: bool = False,
     ) -> None:
-        """`shares_gradients`, `shares_weights`: whole ones exist for a while only; at first there are none.
-        `master_on_host`: master weights, and with them the moments, are kept in the host's memory."""
+        """`partitions`, `partition`: number of partitions and index of this rank's. `shards_gradients`,
+        `shards_weights`: the full buffer is allocated only while in use, and is freed now. `master_on_host`:
+        master weights and optimizer state are kept in host memory (--cpu-offload)."""
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")
-        self.shares_gradients, self.shares_weights = shares_gradients, shares_weights
+        self.shards_gradients, self.shards_weights = shards_gradients, shards_weights
         alignment = BLOCK_SIZE if self.quantized else 1
         aligned = max(alignment, ALIGNMENT) * partitions
         offset = 0
@@ -75,45 +85,46 @@ class FlatGroup:
             parameter.data = view
             parameter.main_grad = self.gradients[place].view_as(parameter)
         own = slice(self.start, self.start + self.size)
-        self.local_weights = self.weights[own].clone() if shares_weights else self.weights[own]
+        self.local_weights = self.weights[own].clone() if shards_weights else self.weights[own]
         self.local_gradients = (
-            torch.zeros_like(self.gradients[own]) if shares_gradients else self.gradients[own]
+            torch.zeros_like(self.gradients[own]) if shards_gradients else self.gradients[own]
         )
-        # Of each parameter, what the gradients were that this rank has summed with the others' and let go of.
+        # Per parameter, the norm of this rank's gradients before they were reduce-scattered: for the
+        # diagnosis of a gradient that is not finite.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
-        # In fp32 the weights are their own master copy: no second one, nothing to copy after a step.
-        self.shares_master = first.dtype == torch.float32 and not master_on_host
+        # In fp32 the weights serve as master weights: there is no second copy.
+        self.weights_are_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
-        master = self.local_weights if self.shares_master else self.local_weights.float()
+        master = self.local_weights if self.weights_are_master else self.local_weights.float()
         if master_on_host:
-            # Page-locked, which copies to and from the device need to be fast.
+            # Page-locked memory makes copies to and from the device fast.
             master = get_accelerator().pin_memory(master.to("cpu", copy=True))
             self.host_gradients = get_accelerator().pin_memory(torch.zeros_like(master))
         self.master = nn.Parameter(master.detach())
-        if shares_weights:
+        if shards_weights:
             self.free_full_params()
-        if shares_gradients:
-            _let_go(self.gradients)
+        if shards_gradients:
+            _free_storage(self.gradients)
 
     @property
     def quantized(self) -> bool:
-        """Whether the moments of these parameters have 8 bits."""
+        """Whether the moments of these parameters are stored in 8 bits."""
         return self.moment_bits == 8
 
     def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """(start, length) within the local partition of what this rank owns of the parameter, if anything."""
+        """(start, length) of the parameter's elements in this rank's partition; None if it has none."""
         begin = max(parameter.flat_offset, self.start)
         end = min(parameter.flat_offset + parameter.numel(), self.start + self.size)
         return (begin - self.start, end - begin) if begin < end else None
 
     def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
-        """(parameter, start, length) of what this rank owns, in the order of the partition."""
+        """(parameter, start, length) for each parameter with elements in this partition, in order."""
         owned = [(parameter, self.fragment(parameter)) for parameter in self.parameters]
         return [(parameter, *fragment) for parameter, fragment in owned if fragment is not None]
 
-    def packed(self, values: Tensor | QuantizedMoment) -> Tensor:
-        """The parameters' elements of the partition one after the other, in fp32; a view where they are
-        already so. Copies are on the CPU: the device need not hold more than one parameter's at a time."""
+    def without_padding(self, values: Tensor | QuantizedMoment) -> Tensor:
+        """The partition's values in fp32 without the padding between parameters. A view if there is no
+        padding. Otherwise a copy on the CPU, made one parameter at a time to save device memory."""
         fragments = self.fragments()
         lengths = [length for _, _, length in fragments]
         if isinstance(values, Tensor) and fragments[-1:] and sum(fragments[-1][1:]) == sum(lengths):
@@ -126,74 +137,75 @@ class FlatGroup:
     # --- weights ---
 
     @property
-    def has_whole_weights(self) -> bool:
-        """Whether all weights are here now."""
+    def has_full_params(self) -> bool:
+        """Whether the full weights are allocated."""
         return self.weights.untyped_storage().nbytes() > 0
 
     def copy_master_to_params(self) -> None:
-        """Rounds the master weights to the run's precision, into this rank's partition."""
-        if not self.shares_master:
+        """Rounds the master weights to the run's precision, into this rank's partition of the weights."""
+        if not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
-    def gather_weights(self, replicas: dist.ProcessGroup) -> dist.Work:
-        """Starts to fill the whole weights from the partitions of all replicas; they are there after
-        `wait()`. Collective."""
+    def all_gather_params(self, dp_group: dist.ProcessGroup) -> dist.Work:
+        """Starts the all-gather of the full weights from all partitions; complete after `wait()`.
+        Collective."""
         own = self.local_weights
-        if self.shares_weights:
-            _take_back(self.weights)
+        if self.shards_weights:
+            _alloc_storage(self.weights)
         else:
-            own = own.clone()  # gloo may not gather into the buffer that it sends from
-        # What autograd has saved of a parameter stays valid: its version is counted apart from the buffer's.
-        return dist.all_gather_into_tensor(self.weights, own, group=replicas, async_op=True)
+            own = own.clone()  # gloo does not support an input that overlaps the output
+        # Tensors that autograd saved stay valid: a parameter's version counter is not that of the buffer.
+        return dist.all_gather_into_tensor(self.weights, own, group=dp_group, async_op=True)
 
     def free_full_params(self) -> None:
-        """Keeps this rank's partition only."""
-        _let_go(self.weights)
+        """Frees the full weights; this rank's partition stays."""
+        _free_storage(self.weights)
 
     # --- gradients ---
 
     def zero_gradients(self) -> None:
-        """Empties what has accumulated."""
-        (self.local_gradients if self.shares_gradients else self.gradients).zero_()
+        """Sets the accumulated gradients to zero."""
+        (self.local_gradients if self.shards_gradients else self.gradients).zero_()
         self.reduced_grad_norms.zero_()
 
     def alloc_full_grads(self) -> None:
-        """Makes room for whole gradients, all zero, where these are shared."""
-        _take_back(self.gradients)
+        """Allocates the full gradients and sets them to zero. Only with `shards_gradients`."""
+        _alloc_storage(self.gradients)
         self.gradients.zero_()
 
-    def sum_gradients(self, replicas: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-        """Starts to sum the replicas' whole gradients; after `wait()`, this partition's part of the sum is
-        for `accumulate_grad_shard`. Collective."""
+    def reduce_scatter_grads(self, dp_group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+        """Starts the reduce-scatter of the full gradients. After `wait()` the returned tensor is this
+        partition's sum over the replicas, to be passed to `accumulate_grad_shard`. Collective."""
         norms = [torch.linalg.vector_norm(parameter.main_grad) for parameter in self.parameters]
         self.reduced_grad_norms += torch.stack(norms)
         part = torch.empty_like(self.local_gradients)
-        return part, dist.reduce_scatter_tensor(part, self.gradients, group=replicas, async_op=True)
+        return part, dist.reduce_scatter_tensor(part, self.gradients, group=dp_group, async_op=True)
 
     def accumulate_grad_shard(self, part: Tensor) -> None:
-        """Adds what `sum_gradients` has made to the partition's gradient and lets go of the whole."""
+        """Adds the result of `reduce_scatter_grads` to the partition's gradient; frees the full gradients."""
         self.local_gradients += part
-        _let_go(self.gradients)
+        _free_storage(self.gradients)
 
-    def gradient_here(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient, flat, as a view: of gradients that are shared what this rank owns, which
-        may be nothing."""
-        if not self.shares_gradients:
+    def local_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter's accumulated gradient on this rank, as a flat view. With `shards_gradients` this is
+        only the fragment in this rank's partition, which may be empty."""
+        if not self.shards_gradients:
             return parameter.main_grad.reshape(-1)
         start, length = self.fragment(parameter) or (0, 0)
         return self.local_gradients[start : start + length]
 
-    def norms_here(self) -> list[Tensor]:
-        """Per parameter the norm of `gradient_here`, fp64 scalars."""
-        return [accurate_norm(self.gradient_here(parameter)) for parameter in self.parameters]
+    def local_grad_norms(self) -> list[Tensor]:
+        """The norm of `local_grad` for each parameter, fp64 scalars."""
+        return [accurate_norm(self.local_grad(parameter)) for parameter in self.parameters]
 
-    def norms_before_sums(self) -> list[Tensor]:
-        """Per parameter a norm, fp64, of what this rank has computed by itself: finite only if all of it is.
-        To be asked for before whole gradients are summed over replicas."""
-        return list(self.reduced_grad_norms) if self.shares_gradients else self.norms_here()
+    def unreduced_grad_norms(self) -> list[Tensor]:
+        """For each parameter the norm (fp64) of the gradient that this rank has computed, before any
+        reduction. It is finite only if every element is. Call it before the gradients are reduced over the
+        replicas."""
+        return list(self.reduced_grad_norms) if self.shards_gradients else self.local_grad_norms()
 
     def set_master_grad(self, factor: float) -> None:
-        """The partition's gradient, times `factor`, becomes that of the master weights."""
+        """Sets the gradient of the master weights to the partition's gradient times `factor`."""
         if factor != 1.0:
             self.local_gradients.mul_(factor)
         if self.host_gradients is not None:
@@ -202,20 +214,20 @@ class FlatGroup:
 
 
 def is_host_memory(device: torch.device) -> bool:
-    """Whether tensors of the device lie in the host's memory anyway."""
+    """Whether tensors on this device are in host memory."""
     return device.type == "cpu"
 
 
-def _let_go(flat: Tensor) -> None:
+def _free_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-def _take_back(flat: Tensor) -> None:
+def _alloc_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def accurate_norm(values: Tensor) -> Tensor:
-    """2-norm of an fp32 tensor to about 1e-8 relative, as an fp64 scalar, at the speed of reading it once."""
+    """2-norm of an fp32 tensor as an fp64 scalar, relative error about 1e-8. Reads the tensor once."""
     flat = values.reshape(-1)
     whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
     square = torch.linalg.vector_norm(flat[whole:]).double().square()

@@ -1,15 +1,15 @@
-"""Sums of gradients over ranks, after which copies of a parameter have equal gradients, to the last bit.
+"""Reduction of the gradients over ranks. Afterwards all copies of a parameter have bitwise equal gradients.
 
-Of a back-end one thing is asked: all members of a process group receive the same bits from one all-reduce.
-Two groups, or buffers of two lengths, may be summed in different orders, so no two such sums are taken to be
-equal. In this order:
+Assumption about the communication backend: all members of a process group receive the same bits from an
+all-reduce. Nothing more is assumed: two groups, or buffers of different lengths, may sum in different orders
+and round differently. The steps, in this order:
 
-1. Gradients that each tensor rank has computed a part of (--sequence-parallel) are summed over tensor ranks.
-2. Each flat buffer is summed over the data-parallel replicas: equal on the replicas of one stage and tensor
-   rank, which are the members of one group.
-3. The two copies of a tied parameter are added over their two stages: a + b has one result in any order.
-   Before step 2 it would not help: the stages' buffers have different lengths.
-4. Of a parameter that tensor ranks hold whole, all take the gradient of tensor rank 0.
+1. Sequence-parallel gradients: each tensor-parallel rank has a partial gradient; they are summed over TP.
+2. Each flat buffer is summed over the data-parallel group. The result is bitwise equal on its members, the
+   replicas of one stage and one tensor-parallel rank.
+3. The two copies of a tied parameter are added over their two stages: a + b has the same bits in both orders.
+   This must come after step 2, since the buffers of the two stages have different lengths.
+4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from megatron.optimizer.flat_group import FlatGroup
 
 
 class GradientReduction:
-    """The sums of a step over the ranks that hold parts and copies of `flats`."""
+    """Reduces the gradients of `flats` once per step."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class GradientReduction:
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         tp_group: TPGroup,
     ) -> None:
-        """`dp_group`: None for one replica. `tied`: parameters with a copy on
-        another stage, and the group of both. ValueError for a parameter on more than two stages."""
+        """`dp_group`: None if there is one replica. `tied`: parameters with a copy on another stage, and the
+        process group of the two stages. ValueError for a parameter on more than two stages."""
         self._flats, self._dp_group, self._tied, self._tp_group = list(flats), dp_group, list(tied), tp_group
         for parameter, stages in self._tied:
             if dist.get_world_size(stages) != 2:
@@ -43,33 +43,33 @@ class GradientReduction:
                     "stages: expected 2, since the sum of more depends on its order"
                 )
         held = [(flat, parameter) for flat in flats for parameter in flat.parameters]
-        self._partial = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
+        self._sequence_parallel = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
         self._replicated = [pair for pair in held if tp_group.size > 1 and spec_of(pair[1]).shard_dim is None]
 
     @property
     def exchanges(self) -> bool:
-        """Whether any gradient of this rank changes; if not, `run` does nothing."""
+        """Whether `run` changes any gradient of this rank."""
         return self._dp_group is not None or bool(self._tied or self._replicated)
 
     @torch.no_grad()
     def run(self) -> None:
-        """The four steps above, in place. Collective. Gradients that the replicas share out are summed over
-        them already."""
-        self._sum_over_tensor_ranks([flat.gradient_here(parameter) for flat, parameter in self._partial])
+        """The four steps above, in place. Collective. Sharded gradients (ZeRO-2, ZeRO-3) are already summed
+        over the data-parallel group; step 2 skips them."""
+        self._all_reduce_packed([flat.local_grad(parameter) for flat, parameter in self._sequence_parallel])
         if self._dp_group is not None:
             for flat in self._flats:
-                if not flat.shares_gradients:
+                if not flat.shards_gradients:
                     dist.all_reduce(flat.gradients, group=self._dp_group)
         for parameter, stages in self._tied:
             dist.all_reduce(parameter.main_grad, group=stages)
-        copies = [flat.gradient_here(parameter) for flat, parameter in self._replicated]
+        copies = [flat.local_grad(parameter) for flat, parameter in self._replicated]
         if self._tp_group.rank != 0:
             for copy in copies:
                 copy.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks
-        self._sum_over_tensor_ranks(copies)
+        self._all_reduce_packed(copies)
 
-    def _sum_over_tensor_ranks(self, parts: Sequence[Tensor]) -> None:
-        """Many short vectors as one message. Tensor ranks own the same parts of replicated parameters."""
+    def _all_reduce_packed(self, parts: Sequence[Tensor]) -> None:
+        """All-reduces many short vectors as one message. `parts` have the same lengths on all TP ranks."""
         if sum(part.numel() for part in parts):
             summed = torch.cat(list(parts))
             dist.all_reduce(summed, group=self._tp_group.group)

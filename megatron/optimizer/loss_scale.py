@@ -1,4 +1,4 @@
-"""The loss scale of fp16: static, or dynamic as in Micikevicius et al., 2018."""
+"""The loss scale of fp16: static, or dynamic (mixed precision training, arXiv 1710.03740)."""
 
 from megatron.config import PrecisionConfig
 
@@ -6,8 +6,9 @@ from megatron.config import PrecisionConfig
 class LossScaler:
     """`scale` multiplies the loss, so that small gradients stay representable; 1.0 without fp16.
 
-    Dynamic: halved when `hysteresis` overflows have come, doubled after `loss_scale_window` steps without
-    one (which also restores the hysteresis), never under `min_loss_scale`.
+    A dynamic scale is halved at the `hysteresis`-th overflow and at each further one, but not below
+    `min_loss_scale`. It is doubled after `loss_scale_window` steps without an overflow, which also resets the
+    overflow count.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
@@ -24,7 +25,7 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """A smaller scale may still cure an overflow."""
+        """Whether the scale can be lowered after an overflow."""
         return self.dynamic and self.scale > self._minimum
 
     def update(self, overflow: bool) -> None:
@@ -41,7 +42,7 @@ class LossScaler:
             self._overflows_left = self._hysteresis
 
     def state_dict(self) -> dict[str, float]:
-        """What a resume needs to go on exactly."""
+        """The state that a checkpoint saves."""
         return {
             "scale": self.scale,
             "overflows_left": self._overflows_left,
@@ -49,7 +50,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A static scale stays what the flags say."""
+        """Restores a dynamic scale. A static scale comes from the flags."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self._overflows_left = int(state["overflows_left"])

@@ -1,17 +1,17 @@
-"""One optimizer around Adam or SGD for every precision and ZeRO stage, its state on the device or the host.
+"""Mixed-precision optimizer with ZeRO, around Adam or SGD.
 
-DeepSpeed wraps an optimizer in one of five classes, by precision and stage. They differ in how gradients
-accumulate, in what the norm counts and in the first step (see `megatron.engine.workarounds`), so a run's
-numbers would depend on its layout. Here is one path for all:
+DeepSpeed has five optimizer wrappers, chosen by precision and ZeRO stage. They accumulate gradients, count
+the gradient norm and take the first step differently (see `megatron.engine.workarounds`), so a run's numbers
+would depend on its layout. This module replaces them with one code path:
 
-- gradients accumulate in one flat fp32 buffer per parameter group, whatever the parameters' precision;
-- they are summed over all ranks in fp32, so that copies of a parameter stay equal (`gradient_reduction`);
-- the norm counts each parameter of the model once;
-- fp32 master weights and the moments are shared out over the data-parallel ranks (ZeRO-1), or each has all;
-  so are the gradients of transformer layers with ZeRO-2, and with ZeRO-3 their weights (`sharded_units`).
+- gradients accumulate in one flat fp32 buffer per parameter group, for any precision of the parameters;
+- they are summed over ranks in fp32, so that all copies of a parameter stay equal (`gradient_reduction`);
+- the gradient norm counts each parameter of the model once;
+- master weights and optimizer state are sharded over the data-parallel ranks (ZeRO-1) or replicated (ZeRO-0).
+  ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`sharded_units`).
 
-The state it saves is laid out as DeepSpeed's ZeRO files are, so its tools read them. Moments of 8 bits are
-saved in fp32: any optimizer of the Adam family opens them, on any layout.
+The saved state has the layout of DeepSpeed's ZeRO files, so DeepSpeed's tools can read it. 8-bit moments are
+saved in fp32: any optimizer of the Adam family can load them, on any layout.
 """
 
 import math
@@ -39,18 +39,19 @@ from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_mom
 from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit
 
-# For a parameter's global name, its spec and this rank's place: its shard's master values and moments, flat
-# and in fp32, and what else the optimizer keeps. A moment may be read only when it is asked for.
+# Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
+# for this TP rank's shard: master weights (flat, fp32), moments by name (flat, fp32; may be read lazily), and
+# other state such as the step.
 SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient is not finite; raised on every rank before the optimizer has moved."""
+    """The loss or a gradient is not finite. Raised on every rank, before the weights are updated."""
 
 
 @dataclass(frozen=True)
 class OptimizerProcessGroups:
-    """The process groups that a step communicates over; None where there is one rank."""
+    """The process groups of an optimizer step; None stands for a group of one rank."""
 
     data: dist.ProcessGroup | None
     data_size: int
@@ -58,40 +59,40 @@ class OptimizerProcessGroups:
     model: dist.ProcessGroup | None
     """All stages and tensor ranks of one data-parallel replica."""
     description: str
-    """This rank in words, for error messages: rank, stage, tensor and data coordinates."""
+    """This rank's coordinates, for error messages: rank, stage, tensor rank, data rank."""
 
 
 @dataclass(frozen=True)
 class LocalParamState:
-    """The elements of one parameter that a rank owns."""
+    """The elements of one parameter in this rank's partition."""
 
     name: str
     spec: ParameterSpec
     tp_group: TPGroup
     start: int
-    """Place of the first of them in the rank's flat shard."""
+    """Index of the first element within the flattened TP shard of the parameter."""
     values: dict[str, Tensor]
-    """'fp32': the values themselves; by the optimizer's names, the moments. Flat, of one length, fp32."""
+    """'fp32': master weights; other keys: moments, by the optimizer's names. All flat, equally long, fp32."""
     step: float | None
-    """Updates that the optimizer has counted, if it does."""
+    """Number of updates, None if the optimizer does not count them."""
     quantized: bool
-    """Whether the moments have 8 bits."""
+    """Whether the moments are stored in 8 bits."""
 
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What the replicas share out among them, and where the optimizer's state lies."""
+    """What is sharded over the data-parallel ranks, and where the optimizer state is kept."""
 
     zero_stage: int
     units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """From ZeRO-2 on, where there are replicas: by the name that parameter groups have under 'unit', the
-    modules whose gradients, and with ZeRO-3 weights, are shared out."""
+    """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
+    parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
     cpu_offload: bool = False
-    """Whether master weights and moments are kept, and stepped, in the host's memory."""
+    """Whether master weights and moments are kept and updated in host memory."""
 
 
 class MixedPrecisionOptimizer:
-    """Wraps `optimizer` (its groups hold the model's parameters, which become views of flat buffers)."""
+    """Wraps `optimizer`, whose groups hold the model's parameters. These become views of flat buffers."""
 
     def __init__(
         self,
@@ -101,128 +102,131 @@ class MixedPrecisionOptimizer:
         tp_group: TPGroup,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
-        sharing: ZeroConfig,
+        zero: ZeroConfig,
         clip_grad: float,
     ) -> None:
-        """`names`: global name per parameter; `tied`: parameters with copies on other stages, and the group
-        of those stages; `clip_grad`: largest global gradient norm, 0 for no clipping."""
+        """`names`: global name of each parameter. `tied`: parameters with a copy on another stage, and the
+        process group of these stages. `clip_grad`: largest global gradient norm; 0 for no clipping."""
         self.optimizer = optimizer
         self.names = names
         self.groups = groups
         self.tp_group = tp_group
         self.scaler = scaler
         self.clip_grad = clip_grad
-        self.partition_count = groups.data_size if sharing.zero_stage >= 1 else 1
-        if sharing.zero_stage >= 1:
-            # By this name DeepSpeed's engine knows that each data-parallel rank has a part to save.
+        self.partition_count = groups.data_size if zero.zero_stage >= 1 else 1
+        if zero.zero_stage >= 1:
+            # DeepSpeed's engine looks for this attribute: if it exists, every data-parallel rank saves its
+            # state.
             self.dp_process_group = groups.data
-        # NVIDIA apex's Adam counts its updates in the groups, torch's in the state.
+        # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.overflow = False
         self.grad_norm = 0.0
-        # Whether a step that is not finite is skipped; None: where a smaller loss scale may help.
+        # Whether a step with a non-finite gradient is skipped; None: only if the loss scale can be lowered.
         self.skips_non_finite: bool | None = None
-        # What a skipped step says of its gradient, where no loss scale explains it.
+        # Which gradients were not finite in the last step, if that step was not skipped for the loss scale.
         self.diagnosis = ""
-        # Asked with the grad norm before an update is made, and answered alike on all ranks: is it dropped?
+        # Called with the grad norm before the update; returns, equally on all ranks, whether to skip it.
         self.skip_update_fn: Callable[[float], bool] | None = None
         self.update_skipped = False
-        # Whether parameters that tensor ranks hold alike get the mean of their values after each step.
+        # Whether parameters replicated over tensor-parallel ranks are averaged after each step.
         self.averages_replicated = False
         self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        self.flat = [self._flat_group(group, sharing) for group in optimizer.param_groups]
+        self.flat = [self._flat_group(group, zero) for group in optimizer.param_groups]
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        replicas = groups.data if groups.data_size > 1 else None
-        self._reduction = GradientReduction(self.flat, replicas, tied, tp_group)
+        dp_group = groups.data if groups.data_size > 1 else None
+        self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
-        shared = [flat.shares_gradients for flat in self.flat for _ in flat.parameters]
-        self._shared = torch.tensor(shared, dtype=torch.bool, device=self._device())
+        sharded = [flat.shards_gradients for flat in self.flat for _ in flat.parameters]
+        self._sharded = torch.tensor(sharded, dtype=torch.bool, device=self._device())
         self._units = [
             ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
-            for unit, module in sharing.units.items()
+            for unit, module in zero.units.items()
         ]
-        for parameter in (p for flat in self.flat if not flat.shares_gradients for p in flat.parameters):
+        for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
-                parameter.grad = parameter.main_grad  # autograd accumulates straight into the flat buffer
+                parameter.grad = parameter.main_grad  # autograd accumulates in the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
 
-    def _flat_group(self, group: dict[str, Any], sharing: ZeroConfig) -> FlatGroup:
-        in_unit = group.get("unit") in sharing.units
+    def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
+        in_unit = group.get("unit") in zero.units
         return FlatGroup(
             group,
             self.partition_count,
             self.groups.dp_rank if self.partition_count > 1 else 0,
-            shares_gradients=in_unit,
-            shares_weights=in_unit and sharing.zero_stage == 3,
-            master_on_host=sharing.cpu_offload and not is_host_memory(group["params"][0].device),
+            shards_gradients=in_unit,
+            shards_weights=in_unit and zero.zero_stage == 3,
+            master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
 
-    # --- what DeepSpeed's engine asks of an optimizer ---
+    # --- the interface that DeepSpeed's engine expects of an optimizer ---
 
     @property
     def param_groups(self) -> list[dict]:
-        """The wrapped optimizer's groups: learning rates live here."""
+        """The wrapped optimizer's groups, which hold the learning rates."""
         return self.optimizer.param_groups
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters per group, under the name by which DeepSpeed records their shapes."""
+        """The model's parameters per group. DeepSpeed records their shapes under this name."""
         return [flat.parameters for flat in self.flat]
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Nothing to do: gradients always accumulate until `reduce_gradients`."""
+        """Does nothing: gradients always accumulate until `reduce_gradients`."""
 
     def zero_grad(self) -> None:
-        """Empties the accumulated gradients."""
+        """Sets the accumulated gradients to zero."""
         for flat in self.flat:
             flat.zero_gradients()
 
     # --- the step ---
 
     def register_loss(self, loss: Tensor) -> None:
-        """Lets a loss that is not finite stop the step on every rank, even where its gradients are finite.
+        """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
 
-        loss * 0 is 0 or NaN: as part of a gradient it reaches all replicas without a message of its own.
+        loss * 0 is 0 or NaN. It is added to a gradient, so the gradient reduction sends it to all ranks.
         """
         self._loss = loss
         if self.flat:
-            # The first group is of no unit: its gradients are whole, and summed after this.
+            # The first group belongs to no sharded unit: its full gradients exist, and are reduced later.
             self.flat[0].gradients[:1].add_(loss * 0.0)
 
     def reduce_gradients(self) -> None:
-        """Sums the gradients over all ranks that have parts of them. Called once all micro-batches are
-        through, on every stage: what each rank has computed by itself is measured here, to name a culprit
-        later."""
+        """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
+        The norms before the reduction are kept, to name the rank of a gradient that is not finite."""
         self._norms_before_reduction = self._stacked(
-            [n for flat in self.flat for n in flat.norms_before_sums()]
+            [n for flat in self.flat for n in flat.unreduced_grad_norms()]
         )
         self._reduction.run()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clips, steps and spreads the new weights; if the step is `skipped` only the loss scale moves.
+        """Clips the gradient, updates the master weights and all-gathers the model's weights. A `skipped`
+        step changes only the loss scale.
 
-        Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow), `overflow` and `refused`.
-        Raises NonFiniteError on all ranks when a gradient is not finite and the step must not be skipped.
+        Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow), `overflow` and
+        `update_skipped`. Raises NonFiniteError on all ranks if a gradient is not finite and the step must not
+        be skipped.
         """
-        # Gradients are sums over data-parallel ranks of the scaled loss: one factor makes them its mean.
+        # Gradients are sums over data-parallel ranks, of the scaled loss: the factor gives those of the mean
+        # loss.
         factor = 1.0 / (self.scaler.scale * self.groups.data_size)
         self.grad_norm = self._global_norm() * factor
         self.overflow = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
         if self.overflow:
             scale_helps = self.scaler.can_shrink
-            goes_on = scale_helps if self.skips_non_finite is None else self.skips_non_finite
-            if not (goes_on and scale_helps):
+            skips = scale_helps if self.skips_non_finite is None else self.skips_non_finite
+            if not (skips and scale_helps):
                 self.diagnosis = self._diagnosis()
-            if not goes_on:
+            if not skips:
                 raise NonFiniteError(self.diagnosis)
         if self.scaler.dynamic:
             self.scaler.update(self.overflow)
@@ -244,26 +248,26 @@ class MixedPrecisionOptimizer:
 
     @property
     def skipped(self) -> bool:
-        """The last step has left the weights as they were."""
+        """Whether the last step did not update the weights."""
         return self.overflow or self.update_skipped
 
     def _all_gather_params(self) -> None:
-        """Copies this rank's master weights into the model and gathers the other partitions', unless each
-        layer does so before it runs."""
+        """Copies this rank's master weights into the model and all-gathers the other partitions. Weights that
+        are sharded (ZeRO-3) are gathered later, before each layer runs."""
         for flat in self.flat:
             flat.copy_master_to_params()
-            if self.partition_count > 1 and not flat.shares_weights:
-                flat.gather_weights(self.groups.data).wait()
+            if self.partition_count > 1 and not flat.shards_weights:
+                flat.all_gather_params(self.groups.data).wait()
 
     @property
-    def shares_weights(self) -> bool:
-        """Whether between steps some weights are on no rank as a whole."""
-        return any(flat.shares_weights for flat in self.flat)
+    def shards_weights(self) -> bool:
+        """Whether weights are sharded between steps (ZeRO-3)."""
+        return any(flat.shards_weights for flat in self.flat)
 
     @contextmanager
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Within this context the weights of `module` can be read on this rank, by default those of all
-        modules. Collective."""
+        """Within this context the full weights of `module` (default: of all modules) are allocated on this
+        rank. Collective."""
         with ExitStack() as stack:
             for unit in self._units:
                 if module is None or unit.module is module:
@@ -274,30 +278,31 @@ class MixedPrecisionOptimizer:
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=self._device())
 
     def _global_norm(self) -> float:
-        """Norm over the whole model, each parameter counted once; the same bits on all ranks."""
+        """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks."""
         norms = self._norms_before_reduction
         if self._reduction.exchanges:
-            norms = self._stacked([norm for flat in self.flat for norm in flat.norms_here()])
+            norms = self._stacked([norm for flat in self.flat for norm in flat.local_grad_norms()])
         squares = norms.square()
         if self._units:
-            of_parts = squares * self._shared
-            dist.all_reduce(of_parts, group=self.groups.data)
-            squares = torch.where(self._shared, of_parts, squares)
-        # Copies that do not count must be finite all the same.
+            shard_squares = squares * self._sharded
+            dist.all_reduce(shard_squares, group=self.groups.data)
+            squares = torch.where(self._sharded, shard_squares, squares)
+        # Copies that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         if self.groups.data_size > 1:
-            # Another group may sum in another order, and all copies have to be clipped by one factor.
+            # Each model-parallel group may round differently, but all replicas must clip by the same factor.
             dist.broadcast(square, group=self.groups.data, group_src=0)
-        total = square.item()  # the step's one wait for the device
+        total = square.item()  # the only synchronization with the device in a step
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
-        """Who first had a gradient that is not finite: the same sentence on every rank."""
+        """Names the ranks and parameters with a non-finite gradient; the same text on every rank.
+        Collective."""
         finite = self._norms_before_reduction.isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
         report = f"{self.groups.description}: {bad[0]} (and {len(bad) - 1} more)" if bad else None
@@ -315,7 +320,7 @@ class MixedPrecisionOptimizer:
     # --- moments ---
 
     def moments_of(self, flat: FlatGroup) -> dict[str, Tensor | QuantizedMoment]:
-        """What is kept per element of the group's partition, by the optimizer's names; {} before a step."""
+        """The moments of the group's partition, by the optimizer's names; {} before the first step."""
         return {
             key: value
             for key, value in self.optimizer.state.get(flat.master, {}).items()
@@ -323,10 +328,10 @@ class MixedPrecisionOptimizer:
         }
 
     def moment_fragments(self, flat: FlatGroup, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """fp32 moments, by the optimizer's names, of what this rank owns of a parameter of the group: flat,
-        as long as `flat.fragment(parameter)`. {} where it owns nothing and before the first step.
+        """fp32 moments of the parameter's elements in this partition (`flat.fragment(parameter)`), flat, by
+        the optimizer's names. {} if it has none, and before the first step.
 
-        Views of the state, or if `flat.quantized` copies, dequantised.
+        Views of the optimizer state, or dequantized copies if `flat.quantized`.
         """
         fragment = flat.fragment(parameter)
         if fragment is None:
@@ -335,16 +340,16 @@ class MixedPrecisionOptimizer:
 
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
-    def owned_state(self) -> Iterator[LocalParamState]:
-        """What this rank's partitions hold, a parameter at a time."""
+    def local_param_states(self) -> Iterator[LocalParamState]:
+        """Yields the state of each parameter with elements in this rank's partitions."""
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
                 values = {"fp32": flat.master.detach()[start : start + length]}
                 values |= self.moment_fragments(flat, parameter)
-                yield self._owned(flat, parameter, values, None if step is None else float(step))
+                yield self._local_state(flat, parameter, values, None if step is None else float(step))
 
-    def _owned(
+    def _local_state(
         self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
     ) -> LocalParamState:
         return LocalParamState(
@@ -358,26 +363,27 @@ class MixedPrecisionOptimizer:
         )
 
     def state_dict(self) -> dict:
-        """Moments, fp32 master weights of this rank's partition and where each parameter lies in them."""
+        """Moments and fp32 master weights of this rank's partitions, and the offset of each parameter in
+        them."""
         base = self.optimizer.state_dict()
         mappings, masters = [], []
         for index, flat in enumerate(self.flat):
             addresses = OrderedDict()
             packed = 0
             for parameter, _, length in flat.fragments():
-                # Without gaps and padding, which DeepSpeed's tools would expect to be others.
+                # Without padding: DeepSpeed's tools would expect a different padding.
                 addresses[self.names[parameter]] = fragment_address(start=packed, numel=length)
                 packed += length
             if self._steps_in_groups and index in base["state"]:
                 base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
             moments = self.moments_of(flat)
             if moments:
-                packed_moments = {key: flat.packed(moment) for key, moment in moments.items()}
+                packed_moments = {key: flat.without_padding(moment) for key, moment in moments.items()}
                 base["state"][index] = {**base["state"][index], **packed_moments}
             mappings.append(addresses)
-            master = flat.packed(flat.master.detach())
+            master = flat.without_padding(flat.master.detach())
             # torch.save writes the whole storage of a view, which in fp32 are the weights of all partitions.
-            is_view_of_weights = flat.shares_master and self.partition_count > 1
+            is_view_of_weights = flat.weights_are_master and self.partition_count > 1
             masters.append(master.clone() if is_view_of_weights else master)
         return {
             "clip_grad": self.clip_grad,
@@ -402,16 +408,16 @@ class MixedPrecisionOptimizer:
         if key not in state:
             state[key] = new_moment(key, flat.master, flat.moment_bits)
         if flat.quantized:
-            before_rounding(self._owned(flat, parameter, {key: elements}))
+            before_rounding(self._local_state(flat, parameter, {key: elements}))
         (start, _) = flat.fragment(parameter)
         if not write_moment(state[key], start, elements):
-            raise RuntimeError(f"{key} of {self.names[parameter]} was not quantised to within one step")
+            raise RuntimeError(f"{key} of {self.names[parameter]} was not quantized to within one step")
 
     def _load_others(self, flat: FlatGroup, index: int, name: str, others: dict[str, Any]) -> None:
-        """What is kept once for the whole group: the step, wherever the optimizer looks for it."""
+        """Restores the state that a group has once, which is the step, to where the optimizer reads it."""
         group = self.param_groups[index]
         kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
-        # A fused kernel reads its step on the device, others on the CPU.
+        # A fused kernel reads the step on the device, other implementations on the CPU.
         device = flat.master.device if group.get("fused") else "cpu"
         for key, value in others.items():
             if self._steps_in_groups and key == "step":
@@ -421,8 +427,8 @@ class MixedPrecisionOptimizer:
             first = self._first_others.setdefault((index, key), value)
             if float(value) != float(first):
                 raise ConfigError(
-                    f"the checkpoint says that {name} has made {float(value):g} updates and others "
-                    f"beside it {float(first):g}: it is not of one step"
+                    f"the checkpoint is inconsistent: {name} has {float(value):g} optimizer updates, another "
+                    f"parameter of its group has {float(first):g}; expected files of one step"
                 )
             kept[key] = value
 
@@ -434,11 +440,12 @@ class MixedPrecisionOptimizer:
         with_moments: bool,
         before_rounding: Callable[[LocalParamState], None] = lambda part: None,
     ) -> None:
-        """Restores values and moments from a checkpoint of any layout, and spreads the weights. Collective.
+        """Restores master weights and moments from a checkpoint of any layout; all-gathers the weights.
+        Collective.
 
-        loss_scaler: its state, None to begin anew. Without `with_moments` the optimizer begins anew as well.
-        before_rounding: gets each moment that will have 8 bits, as it was read. Raises ConfigError where the
-        checkpoint's parameters have made unequal numbers of updates.
+        loss_scaler: state of the loss scale; None keeps the initial one. with_moments: if false, the
+        optimizer state is reset. before_rounding: called with each fp32 moment that will be stored in 8 bits.
+        Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
         self.optimizer.state.clear()
         self._first_others: dict[tuple[int, str], Any] = {}
@@ -447,7 +454,7 @@ class MixedPrecisionOptimizer:
                 offset = max(flat.start - parameter.flat_offset, 0)
                 values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tp_group)
                 flat.master.data[start : start + length].copy_(values[offset : offset + length])
-                del values  # a moment is read when it is asked for: one at a time is in memory
+                del values  # moments are read lazily: only one tensor is in memory at a time
                 if with_moments:
                     for key in moments:
                         self._load_moment(
@@ -460,9 +467,9 @@ class MixedPrecisionOptimizer:
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and lets go of it.
+    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and frees it.
 
-    There is none where all of it has come in fp32 already: the head's, from the fused loss.
+    The fused loss adds the head's gradient to the fp32 sum itself; `grad` is then None.
     """
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)

@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and the optimizer that moves them."""
+"""Parameter groups (weight decay, learning-rate multiplier, moment precision) and the optimizer of a run."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ def parameter_groups(
     units: Collection[str] = (),
     lr_mult: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Two groups: what decays (matrices, embeddings) and what does not (biases, norms), as the specs say.
+    """Two groups: parameters with weight decay (matrices, embeddings), then those without (biases, norms).
 
-    Each has 'params', 'names' (one per parameter, in the same order), 'weight_decay' and 'lr_mult'. Both
-    are there on every rank, in this order, even if one is empty (a stage with only the embedding). A
-    parameter that comes twice (tied weights) is taken once, under its first name; frozen ones are left out.
-    ValueError if a parameter has no spec.
+    Keys of a group: 'params', 'names' (in the same order), 'weight_decay', 'lr_mult'. Every rank has both
+    groups in this order, even if one is empty (a stage with only the embedding). A parameter that occurs
+    twice (tied weights) is listed once, under its first name; frozen parameters are left out. ValueError if a
+    parameter has no spec.
 
-    lr_mult: some parameters have this factor of the learning rate, by their specs. If it is not 1, they
-    form groups of their own, each before the one of the same kind whose factor is 1.
+    lr_mult: the learning-rate multiplier of the specs that have one. If it is not 1, these parameters form
+    separate groups, each before the group of the same kind with multiplier 1.
 
-    eight_bit: before these two comes a group of the decayed ones whose moments have 8 bits, and each group
-    says its 'moment_bits'. Parameters of a group lie in one flat buffer, where a parameter's own size is no
-    longer seen, so a group is the place for what depends on it.
+    eight_bit: adds the key 'moment_bits', and a group of decayed parameters with 8-bit moments before the
+    others. (The moments' precision depends on the size of a parameter, which a flat buffer no longer shows.)
 
-    units: first parts of names ('3' in '3.mlp.dense_h_to_4h.weight') whose parameters lie in groups of their
-    own, which come after the others and say their 'unit'.
+    units: first parts of names ('3' in '3.mlp.dense_h_to_4h.weight'). The parameters of each form separate
+    groups with the key 'unit', after all others.
     """
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units}
     others: list[tuple[str, nn.Parameter]] = []
@@ -56,13 +55,13 @@ def _groups_by_kind(
     lr_mult: float,
 ) -> list[dict[str, Any]]:
     factors = (1.0,) if lr_mult == 1.0 else (lr_mult, 1.0)
-    # (decays, bits of its moments), in the order of the groups.
+    # (weight decay, moment bits), in the order of the groups.
     kinds = [*([(True, 8)] if eight_bit else []), (True, 32), (False, 32)]
     groups = {
         (decays, bits, factor): {
             "params": [],
             "names": [],
-            # Adam's decay is a part of the step: its share of a weight is the same at every rate.
+            # AdamW decays by lr * weight_decay: the division keeps the decay independent of lr_mult.
             "weight_decay": weight_decay / factor if decays else 0.0,
             "lr_mult": factor,
             **({"moment_bits": bits} if eight_bit else {}),
@@ -84,14 +83,14 @@ def _groups_by_kind(
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer over `groups`, whose other keys it keeps.
+    """The optimizer of --optimizer over `groups`; the groups keep their other keys.
 
-    Every group starts with 'lr' 0: the loop sets the schedule's rate before each step. 'adam' and 'adamw' are
-    the same, with decoupled weight decay, as in Megatron. ConfigError if --use-apex or --use-bnb-optimizer
-    cannot be done.
+    Every group starts with 'lr' 0: the training loop sets the learning rate before each step. 'adam' and
+    'adamw' are the same, with decoupled weight decay, as in Megatron. ConfigError if --use-apex or
+    --use-bnb-optimizer is given and the package cannot be used.
     """
     groups = [dict(group) for group in groups]
-    # One pass over memory instead of one per operation; any floating-point tensor on these devices will do.
+    # PyTorch's fused kernels (one pass over memory) exist on these devices.
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices <= {"cpu", "cuda", "xpu", "mps"}
     kernels = {"fused": fused, "foreach": not fused}
@@ -113,7 +112,7 @@ def make_adam(
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_eps,
-        "weight_decay": 0.0,  # the groups have their own
+        "weight_decay": 0.0,  # set per group
     }
     if config.use_apex:
         return _apex_adam(groups, settings)
@@ -123,7 +122,7 @@ def make_adam(
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """NVIDIA apex's FusedAdam; ConfigError if `apex` is another package, or was built without CUDA."""
+    """NVIDIA apex's FusedAdam; ConfigError if `apex` is a different package or was built without CUDA."""
     advice = "install NVIDIA's apex with its CUDA extensions, or leave --use-apex out"
     try:
         from apex.optimizers import FusedAdam
@@ -138,7 +137,7 @@ def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
 
 
 def _eight_bit_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """bitsandbytes' 8-bit Adam; ConfigError where bitsandbytes cannot be imported."""
+    """bitsandbytes' 8-bit Adam; ConfigError if bitsandbytes cannot be imported."""
     try:
         return EightBitAdam(groups, **settings)
     except ImportError as error:

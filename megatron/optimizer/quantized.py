@@ -1,8 +1,9 @@
-"""Moments of 8 bits an element: bitsandbytes' codes, and one fp32 scale per block.
+"""Block-wise 8-bit quantization of optimizer moments, in bitsandbytes' format (arXiv 2110.02861).
 
-A block of 256 elements is stored as its largest magnitude (the scale) and for each element the nearest of the
-256 values of a map, times that scale (Dettmers et al., 2021, "8-bit Optimizers via Block-wise Quantization").
-bitsandbytes is loaded by the runs that use it, on first use: that takes seconds.
+A block of 256 elements is stored as one fp32 scale, its largest magnitude, and one 8-bit code per element. A
+code is an index into a map of 256 values in [-1, 1]; the element is that value times the scale.
+
+bitsandbytes is imported on first use, since importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-# Elements per block: bitsandbytes' kernels for the optimizer know no other number.
+# Elements per block: the only number that bitsandbytes' optimizer kernels support.
 BLOCK_SIZE = 256
-# By the moment's name. The second moment is a mean of squares, so that its codes need no sign.
+# Map per moment. The second moment is a mean of squares: its map has no negative values.
 MAPS = {"exp_avg": "dynamic, signed", "exp_avg_sq": "dynamic, unsigned"}
-# What is quantised anew on load is looked at this many blocks at a time, which bounds the memory it takes.
+# Moments are quantized this many blocks at a time on load, to bound the memory.
 _BLOCKS_AT_ONCE = 2**14
 
 
 @cache
 def kernels() -> ModuleType:
     """`bitsandbytes.functional`; ImportError where it is not installed."""
-    # It warns that a 4-bit product could be faster, which training does not use.
+    # Hides a warning about the speed of 4-bit products, which training does not use.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional
 
@@ -34,19 +35,19 @@ def kernels() -> ModuleType:
 
 @cache
 def code_values(moment: str, device: torch.device) -> Tensor:
-    """The 256 ascending values in [-1, 1] that the codes of 'exp_avg' or 'exp_avg_sq' stand for."""
+    """The map of 'exp_avg' or 'exp_avg_sq': 256 ascending values in [-1, 1]."""
     values: Tensor = kernels().create_dynamic_map(signed=MAPS[moment] == "dynamic, signed")
     return values.to(device)
 
 
 class QuantizedMoment:
-    """One moment of a flat partition, whose parameters begin at multiples of BLOCK_SIZE.
+    """One moment of a flat partition. Parameters start at multiples of BLOCK_SIZE in it.
 
-    codes: uint8 [elements]; scales: fp32 [blocks]; values: what the codes stand for, fp32 [256].
+    codes: uint8 [elements]; scales: fp32 [blocks]; values: the map, fp32 [256].
     """
 
     def __init__(self, moment: str, elements: int, device: torch.device) -> None:
-        """All zeros. moment: 'exp_avg' or 'exp_avg_sq', which decides on the map."""
+        """All zeros. moment: 'exp_avg' or 'exp_avg_sq', which selects the map."""
         self.codes = torch.zeros(elements, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(-(-elements // BLOCK_SIZE), dtype=torch.float32, device=device)
         self.values = code_values(moment, device)
@@ -60,8 +61,8 @@ class QuantizedMoment:
         return restored
 
     def write(self, start: int, elements: Tensor) -> None:
-        """Quantises fp32 `elements` into those from `start`, a multiple of BLOCK_SIZE. What is left of the
-        last block becomes zero: it is the gap before the next parameter."""
+        """Quantizes fp32 `elements` and stores them from `start`, a multiple of BLOCK_SIZE. The rest of the
+        last block, which is padding before the next parameter, becomes zero."""
         codes, scales = self.part(start, -(-elements.numel() // BLOCK_SIZE) * BLOCK_SIZE)
         padded = elements.new_zeros(codes.numel(), device=codes.device)
         padded[: elements.numel()] = elements
@@ -70,8 +71,8 @@ class QuantizedMoment:
         scales.copy_(new_scales)
 
     def is_within_one_step(self, start: int, elements: Tensor) -> bool:
-        """Whether each of the elements from `start` is as near to `elements` (fp32) as the map allows: no
-        farther than its code's larger distance to a neighbour, times the scale."""
+        """Whether the stored elements from `start` are within one quantization step of `elements` (fp32). The
+        step of a code is its larger distance to a neighbour in the map, times the scale."""
         gaps = self.values.diff()
         steps = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
         codes, scales = self.part(start, elements.numel())
@@ -85,12 +86,13 @@ class QuantizedMoment:
 
 
 def quantize(elements: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of whole blocks of fp32 elements; those that were quantised before come back exactly.
+    """(codes, scales) of complete blocks of fp32 elements.
 
-    bitsandbytes' own function does not promise that. On CPUs it misses the nearest value close to zero. And
-    the signed map ends at 1.0 and at -0.993, so of a block whose largest magnitude is negative that element
-    comes back 0.7 % smaller, and would be taken for the scale: each save and load would shrink half of the
-    blocks. Here the scale is found again from the element.
+    Invariant: elements that were dequantized from codes give the same codes and scales again, so a save and a
+    load change nothing. bitsandbytes' function does not guarantee this. On CPUs it does not always find the
+    nearest value close to zero. Also, the signed map ends at 1.0 and at -0.993: if the largest magnitude of a
+    block is negative, its dequantized value is 0.7 % smaller than the scale. Taking it as the new scale would
+    shrink the block at every save and load. `_find_negative_scales` recovers the original scale.
     """
     rows = elements.view(-1, BLOCK_SIZE)
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
@@ -112,20 +114,22 @@ def _nearest(rows: Tensor, scales: Tensor, values: Tensor) -> Tensor:
 
 
 def _find_negative_scales(rows: Tensor, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Replaces codes [blocks, BLOCK_SIZE] and scales [blocks], in place, for those blocks whose elements, to
-    the last bit, are multiples of another scale: one of which the largest magnitude is the map's negative
-    end."""
+    """Recovers the scale of blocks whose largest magnitude is the negative end of the map.
+
+    Replaces codes [blocks, BLOCK_SIZE] and scales [blocks], in place, where a scale near largest / 0.993
+    gives all elements of the block exactly.
+    """
 
     def exact(rows: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         return (values[codes.int()] * scales[:, None] == rows).all(dim=1)
 
     blocks = (~exact(rows, codes, scales) & (rows.amin(dim=1) == -scales)).nonzero().squeeze(1)
     guesses = scales[blocks] / -values[0]
-    # The element is the scale times the map's end, rounded: so the scale is known to two units in the last
-    # place.
+    # The element is the rounded product of scale and map end, so the quotient is the scale to within two
+    # units in the last place.
     for units in (0, -1, 1, -2, 2):
         candidates = (guesses.view(torch.int32) + units).view(torch.float32)
-        # A few elements first: they rule out the blocks that never were quantised.
+        # A few elements first: they rule out most blocks that were never quantized.
         few = rows[blocks, ::16]
         likely = exact(few, _nearest(few, candidates, values), candidates)
         tried, candidates = blocks[likely], candidates[likely]
@@ -138,14 +142,14 @@ def _find_negative_scales(rows: Tensor, codes: Tensor, scales: Tensor, values: T
 
 
 def read_moment(moment: Tensor | QuantizedMoment, start: int, length: int) -> Tensor:
-    """fp32 elements of a moment, kept in 32 bits (a view) or in 8 (a copy)."""
+    """fp32 elements of a moment: a view of a 32-bit moment, a dequantized copy of an 8-bit one."""
     if isinstance(moment, QuantizedMoment):
         return moment.read(start, length)
     return moment[start : start + length]
 
 
 def write_moment(moment: Tensor | QuantizedMoment, start: int, elements: Tensor) -> bool:
-    """Whether the elements are there now, as exactly as the moment is kept."""
+    """Writes `elements` into the moment; returns False if quantization changed one by more than a step."""
     if isinstance(moment, QuantizedMoment):
         moment.write(start, elements)
         return moment.is_within_one_step(start, elements)

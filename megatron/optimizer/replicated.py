@@ -1,4 +1,4 @@
-"""Parameters that all tensor ranks hold alike, kept alike by force (--sync-tp-duplicated-parameters)."""
+"""Averages parameters that are replicated over tensor-parallel ranks (--sync-tp-duplicated-parameters)."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,11 @@ from megatron.optimizer.flat_group import FlatGroup
 
 @torch.no_grad()
 def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
-    """Gives what this rank owns of replicated parameters' master values the mean of all tensor ranks'.
+    """Sets the master weights of replicated parameters to their mean over the tensor-parallel ranks.
+    Collective.
 
-    Tensor ranks cut their shards of equal sizes alike, so they own the same parts. One message, in fp64, in
-    which the mean of equal values is that value. Collective.
+    Flat buffers have the same layout on all tensor-parallel ranks, so their partitions hold the same
+    elements. The mean is computed in fp64: the mean of equal values is then exactly that value.
     """
     parts = [
         flat.master[start : start + length]
@@ -25,7 +26,7 @@ def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
     ]
     if tp_group.size == 1 or not parts:
         return
-    # Master values may be in the host's memory, messages are not.
+    # Master weights may be in host memory (--cpu-offload); the all-reduce needs device memory.
     mean = torch.cat([part.double() for part in parts]).to(groups[0].weights.device)
     dist.all_reduce(mean, group=tp_group.group)
     mean /= tp_group.size

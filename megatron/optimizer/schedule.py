@@ -1,8 +1,8 @@
-"""The learning rate as a pure function of how far training has come.
+"""The learning-rate schedule: a pure function of training progress.
 
-Progress is counted after the step it is for: the first step of a warm-up over 100 iterations runs at a
-hundredth of the rate, not at 0, and the rate in a log line is the one that the step in that line used.
-There is no state to save: a resumed run computes the rate from its counters.
+The progress of a step includes the step itself. So the first step of a warm-up over 100 iterations uses 1/100
+of the maximum, not 0, and a log line shows the learning rate that its step used. The schedule has no state to
+save: a resumed run computes the learning rate from its counters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Unit = Literal["iterations", "samples", "tokens"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come, with the step in question included."""
+    """Training progress, including the current step."""
 
     iteration: int
     consumed_samples: int
@@ -38,11 +38,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up from 0 to max_rate, then a decay that reaches min_rate at decay_length and stays there.
+    """Linear warm-up from 0 to max_rate, then decay to min_rate at decay_length; min_rate from there on.
 
     warmup: length of the warm-up, in warmup_unit.
-    decay_start, decay_length: where the decay starts (the end of the warm-up) and where it ends, both counted
-        from the start of training, in decay_unit. Style 'constant' keeps max_rate and has no end.
+    decay_start, decay_length: start (the end of the warm-up) and end of the decay, both counted from the
+    start of
+        training, in decay_unit. With style 'constant' the learning rate stays at max_rate.
     """
 
     max_rate: float
@@ -55,7 +56,7 @@ class LearningRateSchedule:
     decay_unit: Unit
 
     def __post_init__(self) -> None:
-        LR_DECAY_STYLES.load(self.style)  # ConfigError for an unknown style, from code too
+        LR_DECAY_STYLES.load(self.style)  # ConfigError for an unknown style
 
     @classmethod
     def from_config(
@@ -65,11 +66,12 @@ class LearningRateSchedule:
         seq_length: int,
         tokens_of_samples: Callable[[float], float] | None = None,
     ) -> LearningRateSchedule:
-        """The schedule that the (validated) flags describe; ConfigError if the warm-up outlasts the decay.
+        """The schedule of the (validated) flags; ConfigError if the warm-up is longer than the decay.
 
-        A decay length that is not given is the length of training: --train-iters, or the one of
-        --train-samples and --train-tokens that ends first. Decay by tokens takes its warm-up in samples, of
-        seq_length tokens each unless `tokens_of_samples` tells how many the first N samples have.
+        The decay length defaults to the length of training: --train-iters, or --train-samples or
+        --train-tokens, whichever ends first. A decay by tokens has its warm-up in samples.
+        `tokens_of_samples(n)` is the number of tokens of the first n samples; by default every sample has
+        seq_length tokens.
         """
         tokens_of_samples = tokens_of_samples or (lambda samples: samples * seq_length)
         length, unit = _decay_length(schedule, training, tokens_of_samples)
@@ -93,7 +95,7 @@ class LearningRateSchedule:
         )
 
     def rate(self, progress: Progress) -> float:
-        """The rate of the step that brings training to `progress`."""
+        """The learning rate of the step that ends at `progress`."""
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_rate * warmed_up / self.warmup
@@ -101,7 +103,7 @@ class LearningRateSchedule:
         if position >= self.decay_length:
             done = 1.0
         elif position <= self.decay_start:
-            # With sequences shorter than seq_length during the warm-up, tokens can lag behind its end.
+            # A curriculum's warm-up has shorter sequences: the token count can still be below decay_start.
             done = 0.0
         else:
             done = (position - self.decay_start) / (self.decay_length - self.decay_start)
@@ -125,24 +127,24 @@ def constant_rate(max_rate: float, min_rate: float, done: float) -> float:
 
 
 def linear_decay(max_rate: float, min_rate: float, done: float) -> float:
-    """Linear from max_rate to min_rate while `done` goes from 0 to 1."""
+    """Linear from max_rate (done = 0) to min_rate (done = 1)."""
     return min_rate + (1.0 - done) * (max_rate - min_rate)
 
 
 def cosine_decay(max_rate: float, min_rate: float, done: float) -> float:
-    """Half a cosine from max_rate to min_rate while `done` goes from 0 to 1."""
+    """Half a cosine from max_rate (done = 0) to min_rate (done = 1)."""
     return min_rate + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_rate - min_rate)
 
 
 def _flag_end(unit: Unit) -> str:
-    """How a unit is written at the end of a flag: --lr-decay-iters."""
+    """The flag suffix of a unit, as in --lr-decay-iters."""
     return "iters" if unit == "iterations" else unit
 
 
 def _decay_length(
     schedule: ScheduleConfig, training: TrainingConfig, tokens_of_samples: Callable[[float], float]
 ) -> tuple[int, Unit]:
-    """Where the decay ends, counted from the start of training, and in what unit."""
+    """The end of the decay, counted from the start of training, and its unit."""
     if schedule.lr_decay_tokens is not None:
         return schedule.lr_decay_tokens, "tokens"
     if schedule.lr_decay_samples is not None:

@@ -1,11 +1,21 @@
-"""When a transformer layer's gradients (ZeRO-2) and weights (ZeRO-3) are whole: while it is worked on.
+"""ZeRO-2 and ZeRO-3: module hooks that gather a layer's weights and reduce-scatter its gradients.
 
-A unit is one transformer layer: its parameters lie in flat groups of their own. What is no unit (embedding,
-final norm) stays whole on each rank as with ZeRO-1: the fused loss (`mpu.cross_entropy`) reads the head's
-weight and adds to its `main_grad` outside any module's forward pass, where no hook would see it.
+The idea (ZeRO, arXiv 1910.02054; the unit is what FSDP calls a unit): a unit is one transformer layer, with
+flat groups that hold its parameters and no others. Full gradients (ZeRO-2) and full weights (ZeRO-3) of a
+unit are allocated only while the layer runs:
 
-Every rank runs the same layers in the same order, and autograd works through the same graph in one order, so
-the collectives in these hooks meet in the same order everywhere.
+    before forward      all-gather weights                                          ZeRO-3
+    after forward       free weights                                                ZeRO-3
+    before backward     all-gather weights                                          ZeRO-3
+    during backward     allocate full gradients, accumulate into them               ZeRO-2, ZeRO-3
+    after backward      reduce-scatter gradients, free them; free weights           ZeRO-2, ZeRO-3
+
+Invariant: every rank of the data-parallel group runs the same layers in the same order, and autograd visits
+the same graph in the same order. So the collectives in these hooks are issued in the same order on all ranks.
+
+Embedding, final norm and head are not units; they stay full on each rank, as with ZeRO-1. The fused loss
+(`mpu.cross_entropy`) reads the head's weight and adds to its `main_grad` outside of any module's forward
+pass, where module hooks do not run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,37 +30,37 @@ from megatron.optimizer.flat_group import FlatGroup
 
 
 class ShardedUnit:
-    """One layer between its partitions and its whole.
+    """The hooks of one transformer layer.
 
-    A backward pass begins when the gradient of the layer's output has come and ends when those of all its
-    parameters have: then they are summed over the replicas and let go of, and so are the weights.
+    Its backward pass starts when the gradient of the layer's output arrives. It ends when all parameters have
+    their gradient: these are then reduce-scattered and freed, and with ZeRO-3 the weights are freed.
     """
 
-    def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], replicas: dist.ProcessGroup) -> None:
-        """`flats`: the groups that hold `module`'s parameters and no others. Puts hooks on both."""
+    def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], dp_group: dist.ProcessGroup) -> None:
+        """`flats`: the groups that hold `module`'s parameters and no others. Registers the hooks."""
         self.module = module
         self._flats = list(flats)
-        self._replicas = replicas
-        self._shares_weights = any(flat.shares_weights for flat in flats)
+        self._dp_group = dp_group
+        self._shards_weights = any(flat.shards_weights for flat in flats)
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
-        self._awaited = set(self._parameters)
+        self._pending_params = set(self._parameters)
         self._in_backward = False
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._take_gradient)
-        if self._shares_weights:
+            parameter.register_post_accumulate_grad_hook(self._accumulate_grad)
+        if self._shards_weights:
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward)
 
     @contextmanager
     def gathered_params(self) -> Iterator[None]:
-        """Within this context the layer's parameters can be read. Collective."""
+        """Within this context the layer's full parameters are allocated. Collective."""
         self._gather()
         try:
             yield
         finally:
-            self._let_go()
+            self._free()
 
-    # --compile is for the layer: hooks that exchange messages stay as they are.
+    # With --compile the layer is compiled; hooks with collectives are not.
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._gather()
@@ -60,41 +70,42 @@ class ShardedUnit:
         hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
         if hidden.requires_grad:
             hidden.register_hook(self._before_backward)
-        # --checkpoint-activations runs the layer a second time, inside its backward pass, which goes on.
+        # With --checkpoint-activations the layer is recomputed inside its backward pass, which still needs
+        # them.
         if not self._in_backward:
-            self._let_go()
+            self._free()
 
     def _before_backward(self, gradient: Tensor) -> None:
         self._in_backward = True
         self._gather()
 
-    def _take_gradient(self, parameter: nn.Parameter) -> None:
-        """Adds a micro-batch's gradient to the whole ones of this pass."""
-        if len(self._awaited) == len(self._parameters):
+    def _accumulate_grad(self, parameter: nn.Parameter) -> None:
+        """Hook: adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
+        if len(self._pending_params) == len(self._parameters):
             for flat in self._flats:
                 flat.alloc_full_grads()
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
-        self._awaited.discard(parameter)
-        if not self._awaited:
-            self._share_out()
+        self._pending_params.discard(parameter)
+        if not self._pending_params:
+            self._reduce_scatter_grads()
 
-    def _share_out(self) -> None:
-        # All messages at once: that of norms and biases is short.
-        sums = [flat.sum_gradients(self._replicas) for flat in self._flats]
+    def _reduce_scatter_grads(self) -> None:
+        # Start all groups before waiting: the message of norms and biases is short.
+        sums = [flat.reduce_scatter_grads(self._dp_group) for flat in self._flats]
         for flat, (part, pending) in zip(self._flats, sums, strict=True):
             pending.wait()
             flat.accumulate_grad_shard(part)
-        self._awaited = set(self._parameters)
+        self._pending_params = set(self._parameters)
         self._in_backward = False
-        self._let_go()
+        self._free()
 
     def _gather(self) -> None:
-        missing = [flat for flat in self._flats if not flat.has_whole_weights]
-        for pending in [flat.gather_weights(self._replicas) for flat in missing]:
+        missing = [flat for flat in self._flats if not flat.has_full_params]
+        for pending in [flat.all_gather_params(self._dp_group) for flat in missing]:
             pending.wait()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         for flat in self._flats:
-            if flat.shares_weights:
+            if flat.shards_weights:
                 flat.free_full_params()

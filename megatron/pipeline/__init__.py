@@ -1,1 +1,1 @@
-"""How the list of layers is cut into pipeline stages."""
+"""Pipeline parallelism: the partition of the layers into stages, and the cost of a schedule."""

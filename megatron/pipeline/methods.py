@@ -1,6 +1,6 @@
-"""From `--partition-method` and what the layers cost to the bounds of the stages.
+"""The methods of --partition-method: from the costs of the layers to the bounds of the pipeline stages.
 
-Needs no process group: a dry run on a laptop cuts as the training run does.
+No process group is needed: a dry run computes the same partition as the training run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import accumulate, pairwise
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
+from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
 from megatron.pipeline.partition import Weight, partition
-from megatron.pipeline.uneven import partition_by_stage, partition_v
 
-# Class name of the input embedding and of the head, and of a transformer layer.
+# Class names of the input embedding (and head), and of a transformer layer.
 EMBEDDING = "EmbeddingPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
@@ -28,7 +28,7 @@ TIME_UNITS = ("GFLOP", "ms")
 
 @dataclass(frozen=True)
 class LayerTable:
-    """What each pipeline layer costs one rank; all lists are as long as the list of layers."""
+    """The costs of each pipeline layer on one rank; all lists have one entry per layer."""
 
     names: list[str]
     parameters: list[int]
@@ -37,14 +37,14 @@ class LayerTable:
     state_bytes: list[float]
     """Parameters, gradients and optimizer state."""
     activation_bytes: list[float]
-    """What a micro-batch leaves behind between its forward and its backward pass."""
+    """Activations that a micro-batch keeps between its forward and its backward pass."""
     seconds: list[float] | None = None
     """Measured forward and backward pass of a micro-batch, for the method 'profile'."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage s holds layers bounds[s] to bounds[s + 1] - 1 and weighs weights[s] in `unit`."""
+    """Stage s holds layers bounds[s] to bounds[s + 1] - 1; its weight is weights[s], in `unit`."""
 
     bounds: list[int]
     weights: list[float]
@@ -53,9 +53,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The stages to fill. is_v_schedule: rank r holds stages r and stages - 1 - r.
-    in_flight_micro_batches: per stage, the largest number of micro-batches between their forward and backward
-    pass."""
+    """The stages of a schedule. is_v_schedule: rank r holds stages r and stages - 1 - r.
+    in_flight_micro_batches: per stage, the largest number of micro-batches between their forward and their
+    backward pass."""
 
     stages: int
     is_v_schedule: bool
@@ -63,7 +63,7 @@ class PipelineShape:
 
 
 def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
-    """The indices of the input embedding and of the head, which are of one class."""
+    """The indices of the input embedding and of the head, which have the same class name."""
     found = [index for index, name in enumerate(names) if name == EMBEDDING]
     return found[0], found[-1]
 
@@ -75,19 +75,19 @@ def partition_layers(
     in_flight_micro_batches: Sequence[int],
     is_v_schedule: bool = False,
 ) -> Partition:
-    """Cuts the layers for `num_ranks` pipeline ranks: into as many stages, or `in_v` into twice as many, of
-    which rank r holds stages r and 2 * num_ranks - 1 - r.
+    """Partitions the layers into one stage per pipeline rank, or with `is_v_schedule` two.
 
-    in_flight_micro_batches: see PipelineShape.
+    In the second case rank r holds stages r and 2 * num_ranks - 1 - r. in_flight_micro_batches: see
+    PipelineShape.
 
-    Raises ConfigError, with the offending part and the layers' names, for an alternative that matches no
-    layer, a layout that does not add up, and more stages than layers to share out.
+    Raises ConfigError for a pattern that matches no layer, explicit stages that do not match --num-layers or
+    the number of stages, and more stages than layers with a weight.
     """
     stages = 2 * num_ranks if is_v_schedule else num_ranks
-    cut: Partition = PARTITION_METHODS.load(method.kind)(
+    result: Partition = PARTITION_METHODS.load(method.kind)(
         method, layers, PipelineShape(stages, is_v_schedule, in_flight_micro_batches)
     )
-    return cut
+    return result
 
 
 def by_layer_count(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
@@ -109,14 +109,14 @@ def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: Pipelin
     """Equal measured time; ConfigError if no times were measured."""
     if layers.seconds is None:
         raise ConfigError(
-            f"--partition-method {method.text} measures the layers when a run starts: --dry-run needs "
-            f"the file of --partition-profile FILE, which a run with that flag has written"
+            f"--partition-method {method.text} measures the layers when a run starts: with --dry-run pass "
+            f"--partition-profile FILE, a file that a run with that flag has written"
         )
     return _balanced(method, layers, shape, layers.seconds, "ms", 1e-3)
 
 
 def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal sums of the weights that type:REGEX:WEIGHT gives to the layers."""
+    """Equal sums of the weights that type:REGEX:WEIGHT assigns to the layers."""
     return _balanced(method, layers, shape, _weights_by_name(method, layers.names), "")
 
 
@@ -134,8 +134,8 @@ def _balanced(
     unit: str,
     scale: float = 1,
 ) -> Partition:
-    """Stages with equal sums of the layers' weights, which are shown in `unit`s of `scale`."""
-    weights = _keep_ends_whole(weights, layers.names)
+    """Stages with equal sums of the layers' weights. The sums are reported in `unit`, divided by `scale`."""
+    weights = _merge_end_functions(weights, layers.names)
     _check_enough(method, layers.names, weights, shape.stages, shape.is_v_schedule)
     bounds = (
         partition_v([weights] * shape.stages) if shape.is_v_schedule else partition(weights, shape.stages)
@@ -144,7 +144,7 @@ def _balanced(
 
 
 def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
-    """The first alternative that matches a layer gives its weight; 0 where none does."""
+    """Weight per layer: that of the first alternative which matches the layer, or 0."""
     weights: list[Fraction | None] = [None] * len(names)
     for alternative in method.alternatives:
         pattern = re.compile(alternative.pattern, re.IGNORECASE)
@@ -155,13 +155,13 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
                 f"are {', '.join(dict.fromkeys(names))}; expected something like {EXAMPLES['type']}"
             )
         chosen = {"": found, "first": found[:1], "last": found[-1:]}[alternative.place]
-        open_still = [index for index in chosen if weights[index] is None]
-        if not open_still:
+        without_weight = [index for index in chosen if weights[index] is None]
+        if not without_weight:
             raise ConfigError(
                 f"--partition-method {method.text}: an alternative before '{alternative.text}' matches all "
                 f"layers that it matches, so it does nothing: drop it, or put it first"
             )
-        for index in open_still:
+        for index in without_weight:
             weights[index] = alternative.weight
     return [weight or Fraction(0) for weight in weights]
 
@@ -179,15 +179,18 @@ def _check_enough(
         classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
         advice += f", weigh more of {classes}"
     raise ConfigError(
-        f"--partition-method {method.text} has {len(weighted)} layers of a weight above 0 to share out "
-        f"({kinds}) and {needed} need one each: {advice}, or ask for empty stages with stages:"
+        f"--partition-method {method.text} has {len(weighted)} layers with a weight above 0 "
+        f"({kinds}) and {needed} need one each: {advice}, or list empty stages with stages:"
     )
 
 
-def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
-    """The weights with those of the functions at the ends of the list given to embedding and head, which they
-    then go with. Between stages travel hidden states: neither tokens nor logits, which differ between tensor
-    ranks."""
+def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
+    """Moves the weights of the functions before the embedding and after the head to the embedding and the
+    head.
+
+    The partition then keeps them on the same stage. So stages exchange hidden states only, never token ids or
+    logits (logits are sharded over the tensor-parallel ranks).
+    """
     first, head = embedding_and_head(names)
     inner = list(weights[first : head + 1])
     inner[0] += sum(weights[:first])
@@ -196,9 +199,9 @@ def _keep_ends_whole(weights: Sequence[Weight], names: Sequence[str]) -> list[We
 
 
 def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal estimated memory, with the activations of each stage's micro-batches in flight."""
+    """Equal estimated memory, including the activations of each stage's in-flight micro-batches."""
     state, kept = (
-        _keep_ends_whole(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
+        _merge_end_functions(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
     )
     costs = [
         [s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.in_flight_micro_batches
@@ -214,20 +217,20 @@ def _explicit_bounds(method: PartitionMethod, names: Sequence[str], stages: int)
     given = sum(stage.transformer_layers for stage in method.stages)
     if len(method.stages) != stages:
         raise ConfigError(
-            f"--partition-method {method.text} describes {len(method.stages)} stages and there are {stages}: "
+            f"--partition-method {method.text} lists {len(method.stages)} stages, but there are {stages}: "
             f"correct it, or --pipeline-model-parallel-size"
         )
     if given != layers:
         raise ConfigError(
-            f"--partition-method {method.text} places {given} transformer layers and --num-layers is "
+            f"--partition-method {method.text} places {given} transformer layers, but --num-layers is "
             f"{layers}: correct one of the two"
         )
     return [0, *accumulate(_entries(method.stages, names))]
 
 
 def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
-    """How many entries of the list each stage takes. The functions before the first transformer layer go with
-    what comes after them, those behind the last transformer layer with the head."""
+    """Number of entries of the layer list per stage. Functions before the first transformer layer belong to
+    the stage of the next entry; entries after the last transformer layer belong to the head's stage."""
     first_layer, last_layer = (
         names.index(TRANSFORMER_LAYER),
         len(names) - names[::-1].index(TRANSFORMER_LAYER),

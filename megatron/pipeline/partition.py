@@ -1,21 +1,32 @@
-"""Where to cut a list of weighted layers into stages, as evenly as a contiguous cut can be.
+"""The partition of a list of weighted layers into contiguous stages that is as even as possible.
 
-Of two cuts the more even one has the smaller profile: the stage weights from the heaviest down, compared as
-words are, so that the heaviest counts first. `partition` finds the smallest profile of all cuts.
+Objective: the profile of a partition is the list of its stage weights, sorted from the heaviest down.
+Profiles are compared lexicographically. `partition` finds the partition with the smallest profile: first the
+heaviest stage is minimal, then the second heaviest, and so on.
 
-Layers of weight zero are set aside, so that a cut is a choice of positions between weighted layers. Let the
-level be the smallest limit that every stage of several layers can keep; a layer above it is alone on its
-stage in any case. A stage of several layers that weighs exactly the level is called full. The best cut has
-as few full stages as possible, and needs all of its stages for that: with one to spare, a full stage could be
-split. So what j stages can cover, c of them full, ends where a greedy walk ends, and the walks from both ends
-of the list leave an interval of open positions for every j and c.
+Terms: layers of weight zero are removed first, so every layer has a positive weight. A position is a place
+between two layers; a partition is a choice of positions. The level is the smallest limit that all stages of
+several layers can satisfy. (A layer heavier than the level is a stage by itself in every such partition.) A
+full stage has several layers and weighs exactly the level.
 
-Where one position is left behind stage j, the cut goes there, and each side is solved by itself, at its own
-lower level. Where full stages have several equally good places, one dynamic program compares all that would
-follow (`_cheapest_walk`).
+Algorithm:
 
-With k stages and n layers a level takes O(k log n) steps for each limit that the bisection tries, and
-O(k (c + 1) log n) for the walks.
+1. `_level` finds the level, by bisection over greedy partitions (each stage takes as many layers as fit).
+2. The best partition has as few full stages as possible. `_reach` computes how far j stages, c of them full,
+can
+   extend, greedily, from both ends of the list. Together these give, for every j and c, the interval of
+   positions that a best partition can have after stage j (`_open_positions`).
+3. If the interval after stage j is a single position, it is settled: the list is split there, and each side
+is
+   solved separately with a lower level (`_split`).
+4. If full stages can be at several equally good places, a dynamic program compares the profiles of the
+remaining
+   stages (`_cheapest_walk`).
+
+Invariant: the stages of a piece that are not yet decided all weigh less than the last level.
+
+Cost with k stages, n layers, c full stages: O(k log n) for each limit of the bisection, O(k (c + 1) log n)
+for `_reach`.
 """
 
 from __future__ import annotations
@@ -30,32 +41,32 @@ from numbers import Rational
 
 Weight = float | Fraction
 
-# Largest dynamic program for equally good places, in digits (of 30 bits) of the integers that it adds, and
-# what each possible stage counts in that unit: at most about a second.
+# Largest dynamic program of step 4, measured in 30-bit digits of the integers that it adds, and the cost of
+# each candidate stage in that unit. The limit is about one second.
 _MAX_TIE_DIGITS = 200_000_000
 _DIGITS_PER_STAGE = 40
 
-# Positions open to a best cut behind some stage: first and last, per number of full stages up to there.
+# Positions that a best partition can have after some stage: number of full stages so far -> (first, last).
 _Row = dict[int, tuple[int, int]]
 
 
 def partition(weights: Sequence[Weight], num_stages: int) -> list[int]:
-    """Bounds of the most even cut, length num_stages + 1: stage s has layers bounds[s] to bounds[s + 1] - 1.
+    """Bounds of the most even partition, length num_stages + 1: stage s has layers bounds[s] to bounds[s + 1]
+    - 1.
 
-    The heaviest stage is as light as any contiguous cut allows, then the second heaviest, and so on to the
-    last. Of equally even cuts it is the one with the smallest bounds: later stages are the heavier ones, and
-    layers of weight zero go with the weighted layer after them or, at the end, with the last stage. A stage
-    is without weight only if there are fewer weighted layers than stages: then the first ones are empty. If
-    no layer has weight, each counts as one.
+    The heaviest stage is as light as possible, then the second heaviest, and so on. Among equally even
+    partitions it returns the one with the smallest bounds, so that later stages are heavier. Layers of weight
+    zero belong to the stage of the next weighted layer, or at the end to the last stage. If there are fewer
+    weighted layers than stages, the first stages are empty. If no layer has weight, every layer has weight 1.
 
     Weights are integers, floats, Fractions or Decimals, and are added exactly. A float stands for the decimal
-    number that it prints as, so that 0.1 + 0.2 is as heavy as 0.3.
+    number that it prints as, so that 0.1 + 0.2 equals 0.3.
 
-    Weight and number of the heaviest stages are exact for every input, and the whole profile is for up to 250
-    weighted layers. Of longer lists, those give up some evenness that leave too many equally good places for
-    their heaviest stages (more than `_MAX_TIE_DIGITS`; a long block of measured weights, repeated exactly
-    between heavier layers, does). Then the first of these places are taken, and each part between them is cut
-    as evenly as it can be.
+    Exactness: weight and number of the heaviest stages are exact for every input, and the full profile is
+    exact for up to 250 weighted layers. For longer lists with very many equally good places for the heaviest
+    stages (beyond `_MAX_TIE_DIGITS`; for example a long sequence of measured weights that repeats exactly
+    between heavier layers) the first of these places are used. The parts between them are still partitioned
+    as evenly as possible.
 
     Raises ValueError for a weight that is negative or not finite, and for less than one stage.
     """
@@ -67,12 +78,16 @@ def partition(weights: Sequence[Weight], num_stages: int) -> list[int]:
     weighted = [index for index, weight in enumerate(whole) if weight]
     num_empty = max(num_stages - len(weighted), 0)
     chain = _Chain(list(accumulate((whole[index] for index in weighted), initial=0)))
-    inner = _even_cuts(chain, num_stages - num_empty)
-    return [0] * (num_empty + 1) + [weighted[cut - 1] + 1 for cut in inner] + [len(whole)] * bool(whole)
+    inner = _even_positions(chain, num_stages - num_empty)
+    return (
+        [0] * (num_empty + 1)
+        + [weighted[position - 1] + 1 for position in inner]
+        + [len(whole)] * bool(whole)
+    )
 
 
 def _whole_numbers(weights: Sequence[Weight]) -> list[int]:
-    """The weights as integers of a common unit, none rounded."""
+    """The weights as exact integer multiples of a common unit."""
     exact = []
     for index, weight in enumerate(weights):
         if isinstance(weight, Rational):
@@ -89,7 +104,7 @@ def _whole_numbers(weights: Sequence[Weight]) -> list[int]:
 
 
 class _Chain:
-    """Weighted layers as their running sums: sums[i] is the weight of the first i layers."""
+    """Weighted layers as prefix sums: sums[i] is the weight of the first i layers."""
 
     def __init__(self, sums: list[int]) -> None:
         self.sums = sums
@@ -104,7 +119,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Layers start to end - 1, to be cut into num_stages; several layers can be kept within `limit`."""
+    """Layers start to end - 1, to be partitioned into num_stages. `limit` is an upper bound of the level."""
 
     start: int
     end: int
@@ -112,27 +127,27 @@ class _Piece:
     limit: int
 
 
-def _even_cuts(chain: _Chain, num_stages: int) -> list[int]:
-    """The num_stages - 1 positions of the most even cut of at least num_stages layers of positive weight."""
+def _even_positions(chain: _Chain, num_stages: int) -> list[int]:
+    """The num_stages - 1 inner positions of the most even partition. It needs at least num_stages layers."""
     mirror = chain.mirrored()
-    cuts: set[int] = set()
+    positions: set[int] = set()
     pieces = [_Piece(0, len(chain), num_stages, chain.sums[-1])]
     while pieces:
         piece = pieces.pop()
-        cuts.update((piece.start, piece.end))
+        positions.update((piece.start, piece.end))
         if piece.num_stages == piece.end - piece.start:
-            cuts.update(range(piece.start, piece.end))
+            positions.update(range(piece.start, piece.end))
         elif piece.num_stages > 1:
             level = _level(chain.sums, piece)
             rows = _open_positions(chain, mirror, piece, level)
             pieces += _split(chain.sums, rows, level)
-    return sorted(cuts - {0, len(chain)})
+    return sorted(positions - {0, len(chain)})
 
 
 def _level(sums: Sequence[int], piece: _Piece) -> int:
-    """The smallest limit for stages of several layers within which num_stages are enough.
+    """The level of the piece: the smallest limit for stages of several layers that num_stages can satisfy.
 
-    Bisection, in which every greedy walk moves its end of the interval to the nearest sum that occurs.
+    Bisection. Each greedy partition moves its end of the interval to the nearest stage weight that occurs.
     """
     too_small, enough = 0, piece.limit
     while too_small + 1 < enough:
@@ -149,16 +164,16 @@ def _level(sums: Sequence[int], piece: _Piece) -> int:
             smallest_excess = min(smallest_excess, sums[reached + 1] - sums[position])
             position = reached
         else:
-            # Up to the smallest sum that was one layer too much, the walk would be the same.
+            # A limit below the smallest weight that was rejected gives the same greedy partition.
             too_small = smallest_excess - 1
     return enough
 
 
 def _open_positions(chain: _Chain, mirror: _Chain, piece: _Piece, level: int) -> list[_Row]:
-    """Per bound of the piece, the positions through which cuts with the fewest full stages pass.
+    """For each bound of the piece, the positions that partitions with the fewest full stages can have there.
 
-    With j stages, at most c of them full, everything up to reach[c][j] can be covered, and the same holds
-    from the end. A best cut passes where the full stages needed on both sides add up to the fewest there are.
+    j stages, at most c of them full, can extend from the start to reach[c][j] and no farther; likewise from
+    the end. A position is open if the full stages needed on its two sides add up to the fewest possible.
     """
     size = len(chain)
     reach = _reach(chain, piece, level)
@@ -183,9 +198,9 @@ def _open_positions(chain: _Chain, mirror: _Chain, piece: _Piece, level: int) ->
 
 
 def _reach(chain: _Chain, piece: _Piece, level: int) -> list[list[int]]:
-    """reach[c][j]: the farthest position that j stages from the start cover, at most c of them full.
+    """reach[c][j]: the farthest position that j stages from the start can reach, at most c of them full.
 
-    As many c as it takes to cover the piece. Stages of several layers weigh at most `level`, full ones that.
+    c grows until the stages cover the piece. Stages of several layers weigh at most `level`.
     """
     sums = chain.sums
     reach: list[list[int]] = []
@@ -197,8 +212,8 @@ def _reach(chain: _Chain, piece: _Piece, level: int) -> list[list[int]]:
             farthest = bisect_left(sums, sums[position] + level, position, piece.end + 1) - 1
             farthest = min(max(farthest, position + 1), piece.end)
             if fewer and farthest < piece.end:
-                # A full stage ends at most one layer farther: it starts no later than `position`, and
-                # without its last layer it is not full.
+                # A full last stage reaches at most one layer farther: without its last layer it is not full,
+                # and `farthest` already covers that case.
                 source = chain.position_of.get(sums[farthest + 1] - level)
                 if source is not None and piece.start <= source <= fewer[stage]:
                     farthest += 1
@@ -208,7 +223,7 @@ def _reach(chain: _Chain, piece: _Piece, level: int) -> list[list[int]]:
 
 
 def _split(sums: Sequence[int], rows: Sequence[_Row], level: int) -> list[_Piece]:
-    """The pieces between positions that are settled, all of which can be solved below `level`."""
+    """The pieces between settled positions. Each can be solved with a limit below `level`."""
     pieces = []
     settled = [
         stage for stage, row in enumerate(rows) if sum(last - first + 1 for first, last in row.values()) == 1
@@ -228,7 +243,7 @@ def _split(sums: Sequence[int], rows: Sequence[_Row], level: int) -> list[_Piece
 
 
 def _first_full_stages(sums: Sequence[int], rows: Sequence[_Row], level: int) -> list[_Piece]:
-    """The pieces between the full stages of the cut with the smallest bounds."""
+    """The pieces between the full stages of the partition with the smallest bounds."""
     smallest = [min(first for first, _ in row.values()) for row in rows]
     pieces = []
     begin = 0
@@ -245,14 +260,15 @@ def _first_full_stages(sums: Sequence[int], rows: Sequence[_Row], level: int) ->
 
 
 def _cheapest_walk(sums: Sequence[int], rows: Sequence[_Row], level: int) -> list[int] | None:
-    """The position in every row, for the smallest profile below `level`; None beyond _MAX_TIE_DIGITS.
+    """The position in every row that gives the smallest profile below `level`; None beyond _MAX_TIE_DIGITS.
 
-    A profile is an integer: its digits are the number of stages of each weight, the heaviest in front, so
-    that integers compare as profiles do. From one number of full stages to the next leads a full stage, from
-    the last position to the first; all other stages are lighter than `level` or single layers.
+    Dynamic program over rows and positions. A profile is encoded as an integer whose digits are the number of
+    stages of each weight, the heaviest first; integers then compare as profiles do. A full stage leads from
+    the last position with c full stages in one row to the first position with c + 1 in the next. All other
+    stages are lighter than `level` or single layers.
 
-    In a row, the profile up to a position grows with the position (a walk to a farther one can be cut short),
-    and the best position to come from does so too: what a stage costs grows faster the heavier it is.
+    Two monotonicity properties bound the search: within a row the smallest profile grows with the position,
+    and so does its best predecessor (the cost of a stage is convex in its weight).
     """
     shift_of = _shifts(sums, rows, level)
     if shift_of is None:
@@ -275,9 +291,9 @@ def _lane(
     interval: tuple[int, int],
     shift_of: dict[int, int],
 ) -> list[tuple[int, int]]:
-    """For every position of `interval`, behind `full` full stages: its cost and where its last stage starts.
+    """For every position of `interval`, after `full` full stages: its cost and the start of its last stage.
 
-    `costs` are those of the positions of the row `previous`. Of equal costs, the first start is taken.
+    `costs` are the costs of the positions in the row `previous`. Ties take the smallest start.
     """
     lane = []
     first, last = interval
@@ -305,15 +321,15 @@ def _lane(
 
 
 def _sources(sums: Sequence[int], position: int, sources: tuple[int, int], level: int, low: int) -> range:
-    """The positions of `sources`, from `low` on, where a stage that ends at `position` can start."""
+    """The positions in `sources`, from `low` on, at which a stage that ends at `position` can start."""
     lightest = min(bisect_right(sums, sums[position] - level, 0, position), position - 1)
     return range(max(sources[0], low, lightest), min(sources[1], position - 1) + 1)
 
 
 def _shifts(sums: Sequence[int], rows: Sequence[_Row], level: int) -> dict[int, int] | None:
-    """The bit that counts the stages of each weight below `level`; None if the integers would get too big.
+    """The bit offset of the digit of each stage weight below `level`; None beyond _MAX_TIE_DIGITS.
 
-    Stages of `level` and above are not counted: every walk here has as many of them.
+    Stages of `level` and above have no digit: all candidates have equally many of them.
     """
     weights: set[int] = set()
     num_positions = num_stages = 0
@@ -333,7 +349,7 @@ def _shifts(sums: Sequence[int], rows: Sequence[_Row], level: int) -> dict[int, 
 
 
 def _trace(rows: Sequence[_Row], origins: Sequence[dict[int, list[int]]]) -> list[int]:
-    """The walk back from the only position of the last row along `origins`."""
+    """Follows `origins` back from the only position of the last row."""
     ((full, (position, _)),) = rows[-1].items()
     walk = [position]
     for stage in range(len(rows) - 1, 0, -1):

@@ -1,21 +1,24 @@
-"""What a pipeline schedule costs: its order of work, run on paper with given times of stages and transfers.
+"""Simulation of pipeline schedules, with given times of the stages and of the transfers between them.
 
-The model's layers are cut into chunks, and every rank holds one of them ('1f1b', 'gpipe': stage r on rank r)
-or two ('dualpipev': chunks r and 2p - 1 - r of p ranks, so the first and the last are both on rank 0). An
-order of work is a list of steps per rank, each an exchange of messages followed by work.
+The model's layers are divided into chunks. Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b',
+called PipeDream-flush in arXiv 2104.04473) or two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r
+and 2p - 1 - r, so the first and the last chunk are on rank 0). An order of work is a list of steps per rank.
+Each step exchanges messages and then computes.
 
 '1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
 `DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
 
-- `TrainSchedule` receives a gradient before it sends the activation that it has just made, so in its steady
-  state each micro-batch waits for a transfer there and one back, however early the activation was ready;
-- `DualPipeVSchedule` neither splits the backward pass into the parts of inputs and of weights ("zero
-  bubble") nor computes a forward and a backward pass at the same time. A pair of them is only received for
-  and sent at once: the forward pass waits for the gradient too, and its output for the backward pass.
+- `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
+steady
+  state each micro-batch waits for one transfer in each direction, even if the activation was ready earlier;
+- `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
+overlaps
+  a forward with a backward pass. A pair of passes only shares its message exchanges: the forward pass also
+  waits for the gradient, and its output is sent after the backward pass.
 
-Idealised: a sender goes on at once, where DeepSpeed's blocks until the receiver takes the message (which
-costs nothing where transfers do); messages share no link and slow no computation; the step ends with the
-last backward pass, before gradients are reduced.
+Simplifications: a send does not block, whereas in DeepSpeed it blocks until the receiver takes the message;
+transfers do not share bandwidth and do not slow computation; the step ends with the last backward pass,
+before the gradients are reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from typing import Literal, NamedTuple
 Kind = Literal["forward", "backward"]
 
 _FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
-"""From a chunk to the one that takes its output."""
+"""Offset from a chunk to the chunk that receives its output."""
 
 
 class Work(NamedTuple):
@@ -46,16 +49,16 @@ class Work(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does between two exchanges of messages, in the order of the fields."""
+    """One message exchange of a rank and the work after it, in the order of the fields."""
 
     sends: tuple[Work, ...]
-    """Whose outputs leave first."""
+    """Work whose outputs are sent first."""
     receives: tuple[Work, ...]
-    """Whose inputs are then waited for, all together."""
+    """Work whose inputs are received then; the rank waits for all of them."""
     late_sends: tuple[Work, ...]
-    """Whose outputs leave once those are there."""
+    """Work whose outputs are sent after that."""
     work: tuple[Work, ...]
-    """Computed at last, one after the other."""
+    """Work that is computed last, in this order."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Order:
 
 
 class Span(NamedTuple):
-    """When a piece of work is done, in seconds from the start of the first."""
+    """Start and end of a piece of work, in seconds from the start of the step."""
 
     work: Work
     start: float
@@ -76,17 +79,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """How an order of work went."""
+    """The result of a simulation."""
 
     spans: list[list[Span]]
-    """Per rank, its work in the order of time."""
-    peak_live: list[int]
-    """Per rank, the most forward passes whose backward pass was not over, each through one chunk: that many
-    micro-batches' activations are kept. Where a rank has two chunks, each of them is of half its layers."""
+    """Per rank, its work in chronological order."""
+    peak_in_flight: list[int]
+    """Per rank, the largest number of in-flight forward passes (through one chunk, backward pass not
+    finished): the activations that are kept. With two chunks per rank, a chunk has half of the rank's
+    layers."""
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds until the last rank is done."""
+        """Seconds until the last rank is finished."""
         return max(span.end for spans in self.spans for span in spans[-1:])
 
     @cached_property
@@ -96,7 +100,7 @@ class Timeline:
 
     @property
     def bubble_shares(self) -> list[float]:
-        """Per rank, the part of the makespan in which it has no work."""
+        """Per rank, the fraction of the makespan in which it is idle."""
         return [1 - busy / self.makespan for busy in self.busy]
 
 
@@ -107,16 +111,17 @@ def simulate_schedule(
     transfer: Sequence[float],
     num_micro_batches: int,
 ) -> Timeline:
-    """Runs the schedule called `name`: '1f1b', 'gpipe' or 'dualpipev'.
+    """Simulates the schedule `name`: '1f1b', 'gpipe' or 'dualpipev'.
 
     forward, backward: seconds of a micro-batch's pass per chunk; 'dualpipev' has two chunks per rank.
-    transfer: seconds of a message, either way, between chunk c and c + 1; one entry less than chunks.
+    transfer: seconds of a message between chunks c and c + 1, in either direction; one entry less than
+    chunks.
 
-    All times may be integers or Fractions, and the results are then exact. Raises ValueError for a name that
-    does not exist, and for times or a number of micro-batches that do not fit the schedule.
+    Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
+    for times or a number of micro-batches that the schedule does not support.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"there is no pipeline schedule {name}: expected one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown pipeline schedule {name}: expected one of {', '.join(SCHEDULES)}")
     num_chunks = len(forward)
     _check_times(forward, backward, transfer)
     if num_micro_batches < 1:
@@ -156,8 +161,9 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Order:
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
-    """One forward, one backward in turn (PipeDream-flush), after as many forwards as there are stages from
-    this one on: no more activations are kept than it takes to have every stage at work."""
+    """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
+    alternates one backward and one forward pass. So stage s keeps activations of at most p - s
+    micro-batches."""
     stages = range(num_stages)
 
     def stage_steps(stage: int) -> list[Step]:
@@ -167,8 +173,8 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
         for work in forwards[:depth]:
             steps.add(work)
         for micro_batch, work in enumerate(backwards):
-            # Right after a forward pass DeepSpeed receives the gradient before it sends the activation. With
-            # fewer micro-batches than stages from here on, there is a pause in which the activation leaves.
+            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If there
+            # are fewer micro-batches than stages from this one on, the activation was already sent.
             last_forward = micro_batch + depth - 1
             steps.add(work, sends_late=last_forward < num_micro_batches)
             if last_forward + 1 < num_micro_batches:
@@ -195,7 +201,7 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
 
 
 def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
-    """One rank's steps. The numbered parts are those of DeepSpeed's `DualPipeVSchedule.steps`."""
+    """One rank's steps. The numbers are those of the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
     last_chunk = len(rank_of_chunk) - 1
     down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
     forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
@@ -206,7 +212,7 @@ def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
         steps.add(next(forward_down))
     work = next(forward_down)
     for turn in range(rank + 1):  # 2
-        # The output down leaves with the one up, and with the input up the next one down is received.
+        # The outputs of both directions are sent together; so are the next inputs received.
         steps.add(work, hold=True)
         work = next(forward_down)
         steps.add(next(forward_up), receive_too=(work,), hold=below == 0 and turn == rank)
@@ -238,7 +244,7 @@ SCHEDULES: dict[str, Callable[[int, int], Order]] = {
     "gpipe": gpipe,
     "dualpipev": dual_pipe_v,
 }
-"""By name, what makes the order of work from the numbers of ranks and of micro-batches."""
+"""Schedule name -> function from the numbers of ranks and of micro-batches to the order of work."""
 
 
 def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:
@@ -248,7 +254,8 @@ def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]
 
 
 class _Steps:
-    """Makes a rank's steps of its work: knows which inputs and outputs are messages of other ranks."""
+    """Builds the steps of a rank from its work. It knows which inputs and outputs are messages to other
+    ranks."""
 
     def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
         def elsewhere(chunk: int) -> bool:
@@ -267,9 +274,9 @@ class _Steps:
     ) -> None:
         """Adds a step.
 
-        sends_late: what is unsent leaves after this step's inputs are there, not before they are waited for.
-        hold: this step's outputs leave together with those of the next step.
-        receive_too: work of later steps, whose inputs are waited for already in this one.
+        sends_late: pending outputs are sent after this step's inputs have arrived, not before.
+        hold: this step's outputs are sent together with those of the next step.
+        receive_too: work of later steps whose inputs are received in this step.
         """
         receives = _select(work + receive_too, self._incoming)
         if self._received:
@@ -282,24 +289,24 @@ class _Steps:
         self._unsent, self._held = (self._held, outputs) if hold else (self._held + outputs, ())
 
     def finished(self) -> list[Step]:
-        """All steps, with the last messages in one without work."""
+        """All steps; a last step without work sends the remaining outputs."""
         return [*self._steps, Step(self._unsent + self._held, (), (), ())]
 
 
 def _select(work: tuple[Work, ...], places: set[tuple[Kind, int]]) -> tuple[Work, ...]:
     """The work whose kind and chunk are among `places`."""
     selected = [w for w in work if (w.kind, w.chunk) in places]
-    # Large plans have millions of these: the same tuple is kept where nothing is left out.
+    # Large plans have millions of these: reuse the tuple if nothing is removed.
     return work if len(selected) == len(work) else tuple(selected)
 
 
 def simulate(
     order: Order, forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]
 ) -> Timeline:
-    """Runs an order of work, each step as early as its rank and its messages allow.
+    """Simulates an order of work; each step starts as early as its rank and its messages allow.
 
-    The times are those of `simulate_schedule`. Raises ValueError for an order that cannot be run, naming a
-    piece of work that never gets its input.
+    The times are those of `simulate_schedule`. ValueError if the order deadlocks; it names a piece of work
+    that never gets its input.
     """
     run = _Run(order, {"forward": forward, "backward": backward}, transfer)
     ready = deque(range(len(order.steps)))
@@ -310,42 +317,42 @@ def simulate(
         raise ValueError(
             f"the order of work cannot be run: rank {rank} waits for the input of {work} for ever"
         )
-    return Timeline([rank.spans for rank in run.ranks], [rank.peak_live for rank in run.ranks])
+    return Timeline([rank.spans for rank in run.ranks], [rank.peak_in_flight for rank in run.ranks])
 
 
 @dataclass
 class _Rank:
-    """How far a rank has come."""
+    """The state of a rank in the simulation."""
 
     steps: list[Step]
     position: int = 0
     resumes: bool = False
-    """The current step's first messages have left, and another rank's was waited for."""
+    """Whether the current step was interrupted: its first messages are sent, and it waits for an input."""
     clock: float = 0
     inputs: set[Work] = field(default_factory=set)
-    """Work whose input is on this rank."""
+    """Work whose input has arrived."""
     outputs: set[Work] = field(default_factory=set)
-    """Work whose output is yet to be sent."""
+    """Work whose output is not sent yet."""
     live: set[tuple[int, int]] = field(default_factory=set)
-    """(micro-batch, chunk) of the forward passes whose backward pass is not over."""
-    peak_live: int = 0
+    """(micro-batch, chunk) of the in-flight forward passes."""
+    peak_in_flight: int = 0
     spans: list[Span] = field(default_factory=list)
 
 
 class _Run:
-    """A simulation under way."""
+    """The state of a simulation."""
 
     def __init__(self, order: Order, times: dict[Kind, Sequence[float]], transfer: Sequence[float]) -> None:
         self.ranks = [_Rank(steps) for steps in order.steps]
         self.waiting: dict[Work, int] = {}
-        """Work whose input is waited for, and the rank that waits."""
+        """Work that waits for its input -> its rank."""
         self._rank_of_chunk = order.rank_of_chunk
         self._times = times
         self._transfer = transfer
         self._arrivals: dict[Work, float] = {}
 
     def advance(self, number: int) -> list[int]:
-        """Takes a rank as far as the messages sent by now allow; returns the ranks that wait no longer."""
+        """Advances a rank until it waits for a message; returns the ranks that its messages unblock."""
         rank, woken = self.ranks[number], []
         while rank.position < len(rank.steps):
             sends, receives, late_sends, step_work = rank.steps[rank.position]
@@ -367,7 +374,7 @@ class _Run:
         return woken
 
     def _send(self, rank: _Rank, outputs: Sequence[Work]) -> list[int]:
-        """Sends the outputs of work; returns the ranks that waited for them."""
+        """Sends outputs; returns the ranks that waited for them."""
         woken = []
         for work in outputs:
             if work not in rank.outputs:
@@ -390,7 +397,7 @@ class _Run:
         rank.inputs.discard(work)
         if kind == "forward":
             rank.live.add(key)
-            rank.peak_live = max(rank.peak_live, len(rank.live))
+            rank.peak_in_flight = max(rank.peak_in_flight, len(rank.live))
         else:
             rank.live.remove(key)
         start = rank.clock

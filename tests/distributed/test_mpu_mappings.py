@@ -4,16 +4,12 @@ import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import (
-    copy_to_tensor_region,
     gather_from_tensor_region,
-    reduce_from_tensor_region,
     scatter_to_tensor_region,
 )
 from tests.distributed.pool import run_world
 
 MAPPINGS = {
-    "copy": copy_to_tensor_region,
-    "reduce": reduce_from_tensor_region,
     "gather": gather_from_tensor_region,
     "scatter": scatter_to_tensor_region,
 }
@@ -58,22 +54,6 @@ def test_tensor_groups_are_neighbouring_ranks(tp_group, pipeline):
 def test_in_a_group_of_one_the_argument_itself_comes_back(name):
     x = torch.randn(3, 4)
     assert MAPPINGS[name](x, TPGroup()) is x
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_copy_sums_the_gradients(size):
-    xs, upstreams = parts(3, 8, size=1, seed=1) * size, parts(3, 8, size=size, seed=2)
-    for output, grad, untouched in run_world(size, apply_mapping, "copy", xs, upstreams):
-        assert torch.equal(output, xs[0]) and untouched
-        torch.testing.assert_close(grad, sum(upstreams))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_reduce_sums_the_outputs(size):
-    xs, upstreams = parts(3, 8, size=size, seed=1), parts(3, 8, size=1, seed=2) * size
-    for output, grad, untouched in run_world(size, apply_mapping, "reduce", xs, upstreams):
-        torch.testing.assert_close(output, sum(xs))
-        assert torch.equal(grad, upstreams[0]) and untouched
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -168,4 +168,4 @@ def cut_a_sequence_that_cannot_be():
 
 def test_a_sequence_that_cannot_be_cut_is_refused():
     for messages in run_world(2, cut_a_sequence_that_cannot_be):
-        assert messages == [f"dimension {dim} of (3, 3) cannot be cut into 2 parts" for dim in (-1, 0)]
+        assert messages == [f"dimension {dim} of (3, 3) is not divisible by 2 ranks" for dim in (-1, 0)]

@@ -67,7 +67,7 @@ def digest_state(
     sharded: set[str] = set()
     quantized: set[str] = set()
     steps: set[float] = set()
-    for part in optimizer.owned_state():
+    for part in optimizer.local_param_states():
         digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
         own[part.name] = digests | read_parts.get(part.name, {})
         if part.spec.shard_dim is not None:

@@ -64,7 +64,7 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
             held.not_finite.append(f"{kind} of {name} on rank {layout.rank}")
 
     for flat in optimizer.flat:
-        if flat.shares_weights:
+        if flat.shards_weights:
             continue  # between steps there is one copy of them: the partitions, which are compared below
         for parameter in flat.parameters:
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
@@ -72,7 +72,7 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
             name, is_cut = optimizer.names[parameter], spec.shard_dim is not None
             add("weights", name, is_cut, layout.dp_rank, digest, is_finite)
     dp_rank = layout.dp_rank if optimizer.partition_count == 1 else None
-    for part in optimizer.owned_state():
+    for part in optimizer.local_param_states():
         for kind, values in part.values.items():
             digest, is_finite = _digest(part.spec, part.tp_group, part.start, values)
             add(kind, part.name, part.spec.shard_dim is not None, dp_rank, digest, is_finite)

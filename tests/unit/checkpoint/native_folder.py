@@ -16,8 +16,8 @@ from megatron.checkpoint.verification.digests import fragment_digests
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import shard_of
 from tests.distributed.layouts import EOD, VOCAB
+from tests.reference.shards import shard_of
 
 EMBED = "tied_modules.embed."
 PADDING = 7.0

@@ -5,7 +5,8 @@ import torch
 
 from megatron.checkpoint.verification.digests import CHUNK, fragment_digests
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, shard_of
+from megatron.mpu.parameters import ParameterSpec
+from tests.reference.shards import shard_of
 
 WORD = 1 << 64
 SPECS = {

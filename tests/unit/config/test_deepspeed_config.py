@@ -156,7 +156,7 @@ def test_a_contradiction_names_the_key_and_the_flag(
         ({"communication_data_type": "fp16"}, ("communication_data_type", "fp32")),
         ({"fp16": 5}, ("fp16 is 5", "braces")),
         ([1], ("expected a JSON object",)),
-        ("{", ("no JSON",)),
+        ("{", ("not valid JSON",)),
     ],
 )
 def test_what_flags_own_or_nothing_supports_is_refused(read, file: Any, parts: tuple[str, ...]) -> None:

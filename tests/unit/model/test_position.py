@@ -24,16 +24,16 @@ ROTARY_DIM = 8
 
 def test_the_end_token_belongs_to_the_document_that_it_ends():
     tokens = torch.tensor([[5, 6, EOD, 7, EOD, EOD, 8, 9], [EOD, 1, 2, 3, 4, 5, 6, EOD]])
-    segments = document_ids_of(tokens, EOD)
-    assert segments.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
-    positions = positions_within_documents(segments)
+    document_ids = document_ids_of(tokens, EOD)
+    assert document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 3, 3], [0, 1, 1, 1, 1, 1, 1, 1]]
+    positions = positions_within_documents(document_ids)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_a_sample_without_an_end_token_is_one_document():
-    segments = document_ids_of(random_tokens(3, 10), EOD)
-    assert not segments.any()
-    assert positions_within_documents(segments).tolist() == [list(range(10))] * 3
+    document_ids = document_ids_of(random_tokens(3, 10), EOD)
+    assert not document_ids.any()
+    assert positions_within_documents(document_ids).tolist() == [list(range(10))] * 3
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 64])
@@ -71,24 +71,24 @@ def test_plain_causal_attention_needs_no_bias():
 
 
 def test_document_boundaries_without_segments_are_an_error():
-    with pytest.raises(ValueError, match="no segments"):
+    with pytest.raises(ValueError, match="no document_ids"):
         AttentionMasks(None, within_documents=True).bias(4, torch.float32, torch.device("cpu"), None)
 
 
 def test_all_layers_share_one_bias_of_a_micro_batch_that_goes_with_its_segments():
     masks = AttentionMasks([0.5], within_documents=True)
-    segments, others = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
+    document_ids, others = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
 
     def bias(of, dtype=torch.float32):
         return masks.bias(4, dtype, torch.device("cpu"), of)
 
-    first = bias(segments)
-    assert bias(segments) is first and first.is_contiguous()
+    first = bias(document_ids)
+    assert bias(document_ids) is first and first.is_contiguous()
     assert not torch.equal(bias(others), first)
-    assert torch.equal(bias(segments), first)
-    assert bias(segments, torch.bfloat16).dtype == torch.bfloat16
-    kept = weakref.ref(bias(segments))
-    del segments
+    assert torch.equal(bias(document_ids), first)
+    assert bias(document_ids, torch.bfloat16).dtype == torch.bfloat16
+    kept = weakref.ref(bias(document_ids))
+    del document_ids
     gc.collect()
     assert kept() is None
 

@@ -7,16 +7,14 @@ from megatron.mpu.random import DropoutRNG, dropout
 ONE = TPGroup()
 
 
-def stream(*samples, seed=1234):
+def rng(*samples, seed=1234):
     result = DropoutRNG(seed)
     result.samples = samples
     return result
 
 
-def kept(shape, p, dropout_stream, salt="3.hidden", **kwargs):
-    return (
-        dropout(torch.ones(shape), p, dropout_stream, salt, tp_group=ONE, **{"batch_dim": 0, **kwargs}) != 0
-    )
+def kept(shape, p, dropout_rng, salt="3.hidden", **kwargs):
+    return dropout(torch.ones(shape), p, dropout_rng, salt, tp_group=ONE, **{"batch_dim": 0, **kwargs}) != 0
 
 
 def test_without_dropout_the_argument_itself_comes_back():
@@ -27,7 +25,7 @@ def test_without_dropout_the_argument_itself_comes_back():
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_wanted_part_is_dropped_in_every_row_and_column_and_the_rest_scaled(p):
     x = torch.rand(4, 256, 512) + 1
-    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
+    y = dropout(x, p, rng(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
     keep = y != 0
     torch.testing.assert_close(y[keep], x[keep] / (1 - p))
     dropped = (~keep).double()
@@ -40,12 +38,12 @@ def test_the_wanted_part_is_dropped_in_every_row_and_column_and_the_rest_scaled(
 
 def test_neighbours_samples_places_and_seeds_are_independent():
     shape = (1, 512, 512)
-    mask = kept(shape, 0.5, stream(7)).double()[0] * 2 - 1
+    mask = kept(shape, 0.5, rng(7)).double()[0] * 2 - 1
     others = {
-        "next sample": kept(shape, 0.5, stream(8))[0],
-        "sample 7 + 2**32": kept(shape, 0.5, stream(7 + 2**32))[0],
-        "other place": kept(shape, 0.5, stream(7), "4.hidden")[0],
-        "other seed": kept(shape, 0.5, stream(7, seed=1235))[0],
+        "next sample": kept(shape, 0.5, rng(8))[0],
+        "sample 7 + 2**32": kept(shape, 0.5, rng(7 + 2**32))[0],
+        "other place": kept(shape, 0.5, rng(7), "4.hidden")[0],
+        "other seed": kept(shape, 0.5, rng(7, seed=1235))[0],
         "next column": (mask > 0).roll(1, 1),
         "next row": (mask > 0).roll(1, 0),
         "32 columns further": (mask > 0).roll(32, 1),
@@ -65,7 +63,7 @@ def test_neighbours_samples_places_and_seeds_are_independent():
 
 
 def test_runs_of_equal_values_have_the_lengths_of_coin_tosses():
-    mask = kept((1, 1024, 1024), 0.5, stream(11)).flatten()
+    mask = kept((1, 1024, 1024), 0.5, rng(11)).flatten()
     for length in range(1, 9):
         windows = mask.unfold(0, length, length)
         for pattern in (torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.bool)):
@@ -75,17 +73,17 @@ def test_runs_of_equal_values_have_the_lengths_of_coin_tosses():
 
 
 def test_a_sample_has_its_mask_in_every_micro_batch():
-    together = kept((4, 6, 64), 0.3, stream(10, 11, 12, 13))
+    together = kept((4, 6, 64), 0.3, rng(10, 11, 12, 13))
     for row, sample in enumerate((10, 11, 12, 13)):
-        assert torch.equal(kept((1, 6, 64), 0.3, stream(sample))[0], together[row])
-    assert torch.equal(kept((2, 6, 64), 0.3, stream(13, 10)), together[[3, 0]])
+        assert torch.equal(kept((1, 6, 64), 0.3, rng(sample))[0], together[row])
+    assert torch.equal(kept((2, 6, 64), 0.3, rng(13, 10)), together[[3, 0]])
 
 
 def test_the_place_of_the_batch_does_not_matter():
-    batch_first = kept((3, 16, 64), 0.3, stream(4, 5, 6))
-    sequence_first = kept((16, 3, 64), 0.3, stream(4, 5, 6), batch_dim=1)
+    batch_first = kept((3, 16, 64), 0.3, rng(4, 5, 6))
+    sequence_first = kept((16, 3, 64), 0.3, rng(4, 5, 6), batch_dim=1)
     assert torch.equal(sequence_first.transpose(0, 1), batch_first)
-    assert torch.equal(kept((16, 3, 64), 0.3, stream(4, 5, 6), batch_dim=-2), sequence_first)
+    assert torch.equal(kept((16, 3, 64), 0.3, rng(4, 5, 6), batch_dim=-2), sequence_first)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -93,12 +91,12 @@ def test_the_place_of_the_batch_does_not_matter():
 def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
     shape = (2, 8, 12, 20)
     x = torch.rand(shape) + 1
-    whole = dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tp_group=ONE)
+    whole = dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=ONE)
     parts = [
         dropout(
             part,
             0.4,
-            stream(3, 4),
+            rng(3, 4),
             "a",
             batch_dim=0,
             shard_dim=shard_dim,
@@ -112,8 +110,7 @@ def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
 def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
     x = torch.rand(2, 8, 12) + 1
     first, second = (
-        dropout(x, 0.4, stream(3, 4), "a", batch_dim=0, tp_group=TPGroup(rank=rank, size=2))
-        for rank in (0, 1)
+        dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=TPGroup(rank=rank, size=2)) for rank in (0, 1)
     )
     assert torch.equal(first, second)
 
@@ -121,7 +118,7 @@ def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_gradient_has_the_mask_and_scale_of_the_output(dtype):
     x = (torch.rand(2, 5, 300) + 1).to(dtype).requires_grad_()
-    y = dropout(x, 0.25, stream(1, 2), "a", batch_dim=0, tp_group=ONE)
+    y = dropout(x, 0.25, rng(1, 2), "a", batch_dim=0, tp_group=ONE)
     upstream = torch.randn(2, 5, 300).to(dtype)
     y.backward(upstream)
     assert y.dtype == x.grad.dtype == dtype
@@ -132,35 +129,35 @@ def test_the_gradient_has_the_mask_and_scale_of_the_output(dtype):
 
 
 def test_large_activations_are_masked_as_small_ones():
-    large = kept((1, 40, 20000), 0.5, stream(5))  # more than one piece
-    assert torch.equal(kept((1, 3, 20000), 0.5, stream(5)), large[:, :3])
-    assert torch.equal(kept((1, 40, 100), 0.5, stream(5)), large[:, :, :100])
+    large = kept((1, 40, 20000), 0.5, rng(5))  # more than one piece
+    assert torch.equal(kept((1, 3, 20000), 0.5, rng(5)), large[:, :3])
+    assert torch.equal(kept((1, 40, 100), 0.5, rng(5)), large[:, :, :100])
 
 
 def test_recomputation_finds_the_samples_of_its_forward_pass():
-    dropout_stream = stream(1, 2)
-    before = kept((2, 4, 64), 0.5, dropout_stream)
-    samples = dropout_stream.samples
-    dropout_stream.samples = (3, 4)
-    with dropout_stream.use_samples(samples):
-        assert torch.equal(kept((2, 4, 64), 0.5, dropout_stream), before)
-    assert dropout_stream.samples == (3, 4)
+    dropout_rng = rng(1, 2)
+    before = kept((2, 4, 64), 0.5, dropout_rng)
+    samples = dropout_rng.samples
+    dropout_rng.samples = (3, 4)
+    with dropout_rng.use_samples(samples):
+        assert torch.equal(kept((2, 4, 64), 0.5, dropout_rng), before)
+    assert dropout_rng.samples == (3, 4)
 
 
 def test_what_cannot_be_meant_is_refused():
     with pytest.raises(ValueError, match="outside"):
-        kept((1, 4), 1.0, stream(1))
-    with pytest.raises(ValueError, match="3 samples, and the stream 2"):
-        kept((3, 4), 0.1, stream(1, 2))
+        kept((1, 4), 1.0, rng(1))
+    with pytest.raises(ValueError, match="3 samples, and the RNG 2"):
+        kept((3, 4), 0.1, rng(1, 2))
     with pytest.raises(ValueError, match="last dimension"):
-        kept((4, 3), 0.1, stream(1, 2, 3), batch_dim=1)
+        kept((4, 3), 0.1, rng(1, 2, 3), batch_dim=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.1, 0.3])
 def test_what_is_kept_is_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
     x = (torch.rand(4, 512, 512, generator=torch.Generator().manual_seed(4)) + 1).to(dtype).requires_grad_()
-    y = dropout(x, p, stream(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
+    y = dropout(x, p, rng(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
     gradient = (torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) + 1).to(dtype)
     y.backward(gradient)
     keep = y.detach() != 0
@@ -176,5 +173,5 @@ def test_what_is_kept_is_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
 
 def test_a_large_fp16_value_that_is_dropped_is_zero_and_no_nan():
     x = torch.full((1, 64, 64), 65000.0, dtype=torch.float16)
-    y = dropout(x, 0.5, stream(1), "a", batch_dim=0, tp_group=ONE)
+    y = dropout(x, 0.5, rng(1), "a", batch_dim=0, tp_group=ONE)
     assert set(y.unique().tolist()) == {0.0, float("inf")}

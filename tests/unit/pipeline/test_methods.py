@@ -7,8 +7,8 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
 from megatron.pipeline.methods import LayerTable, partition_layers
-from megatron.pipeline.uneven import partition_by_stage, partition_v
 
 LAYER = "ParallelTransformerLayerPipe"
 

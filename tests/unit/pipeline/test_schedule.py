@@ -245,7 +245,7 @@ def test_live_micro_batches(stages, micro_batches):
     def peak(name):
         return simulate_schedule(
             name, [1] * stages, [2] * stages, [0] * (stages - 1), micro_batches
-        ).peak_live
+        ).peak_in_flight
 
     assert peak("gpipe") == [micro_batches] * stages
     assert peak("1f1b") == [min(micro_batches, stages - stage) for stage in range(stages)]
@@ -260,7 +260,7 @@ def test_dualpipev_keeps_as_many_activations_on_every_rank(ranks, micro_batches)
     """Of half a stage each: half a stage more than 1F1B keeps on its first rank."""
     chunks = 2 * ranks
     timeline = simulate_schedule("dualpipev", [1] * chunks, [2] * chunks, [0] * (chunks - 1), micro_batches)
-    assert timeline.peak_live == [2 * ranks + 1] * ranks
+    assert timeline.peak_in_flight == [2 * ranks + 1] * ranks
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

@@ -1,4 +1,8 @@
-"""Cuts where a layer does not weigh the same everywhere, or a rank holds two stages."""
+"""Partitions by dynamic programming, for costs that depend on the stage and for two stages per rank (V
+schedules).
+
+`megatron.pipeline.partition` is the faster solver for one weight per layer and one stage per rank.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ _ROUNDING = 1 + 1e-12
 
 
 def partition_by_stage(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Bounds of the stages when layer i costs costs[s][i] on stage s: under 1F1B early stages keep the
-    activations of more micro-batches.
+    """Bounds of the stages if layer i costs costs[s][i] on stage s. Example: memory under 1F1B, where earlier
+    stages keep the activations of more micro-batches.
 
-    The largest stage is minimal; among such cuts the sum of squares is. Each stage has a layer with a cost;
-    layers without go with the one after them, or with the last stage. A dynamic program over (stage, layer):
-    O(stages x layers^2), vectorised.
+    The cost of the largest stage is minimal; among such partitions the sum of squares is minimal. Each stage
+    has at least one layer with a cost. Layers without cost belong to the stage of the next layer with a cost,
+    or to the last stage. A dynamic program over (stage, layer): O(stages x layers^2), vectorized.
     """
     heavy = _heavy(costs)
     layers = len(heavy)
@@ -44,29 +48,29 @@ def partition_by_stage(costs: Sequence[Sequence[Weight]]) -> list[int]:
 
 
 def _uncompressed(bounds: Sequence[int], heavy: Sequence[int], layers: int) -> list[int]:
-    """Bounds among all layers, from bounds among the heavy ones."""
+    """Converts bounds among the layers with a cost to bounds among all layers."""
     return [0, *(heavy[bound - 1] + 1 for bound in bounds[1:-1]), layers]
 
 
 def _stage_costs(prefix: np.ndarray) -> np.ndarray:
-    """Cost of a stage of layers i to j - 1 at [i, j]; infinite where it would be empty."""
+    """Element [i, j]: cost of a stage with layers i to j - 1; infinite if the stage is empty."""
     return np.where(np.tri(len(prefix), dtype=bool), np.inf, prefix[None, :] - prefix[:, None])
 
 
 def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Bounds of the 2 * ranks stages of which rank r holds stages r and 2 * ranks - 1 - r, when layer i costs
-    costs[s][i] on stage s.
+    """Bounds of 2 * ranks stages for a V schedule (DualPipeV, arXiv 2412.19437): rank r holds stages r and
+    2 * ranks - 1 - r. Layer i costs costs[s][i] on stage s.
 
-    The heaviest rank is as light as can be; among such cuts the sum of squares over the stages is least. Each
-    stage has a layer with a cost, as in `partition_by_stage`.
+    The cost of the heaviest rank is minimal; among such partitions the sum of squares over the stages is
+    minimal. Each stage has at least one layer with a cost, as in `partition_by_stage`.
 
-    A dynamic program from the innermost rank, which holds a middle of the list, to the outermost, over the
-    first and last layer of the middle that is taken: O(layers^4 / ranks), vectorised.
+    A dynamic program from the innermost rank, whose two stages are adjacent in the middle of the list, to the
+    outermost. Its state is the range of layers that the inner ranks hold: O(layers^4 / ranks), vectorized.
     """
     num_ranks = len(costs) // 2
     heavy = _heavy(costs)
     sums = [_prefix(row, heavy) for row in costs]
-    # No cut is of interest that is worse than the one that balances the stages.
+    # Upper bound for pruning: the partition that balances the stages.
     stages = partition_by_stage(costs)
     even = np.array([sum(row[a:b]) for row, (a, b) in zip(costs, pairwise(stages), strict=True)], dtype=float)
     limit = float((even + even[::-1]).max()) * _ROUNDING
@@ -99,9 +103,12 @@ def _around(
     limit: float,
     combine: Callable[..., np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts one more rank around a middle: at [i, j] the best value for layers i to j - 1, and how many layers
-    the rank takes on the left and on the right, [2, i, j]. inner[i, j] is the value without it; `combine`
-    makes the new one of the weights of the rank's two stages and the middle's value."""
+    """Adds the next outer rank, with one stage on each side of the inner ranks' layers.
+
+    inner[i, j]: value if the inner ranks hold layers i to j - 1. `combine`: new value from the costs of the
+    rank's two stages and the inner value. Returns the best value [i, j] for layers i to j - 1 including the
+    new rank, and the number of layers in its left and right stage, [2, i, j].
+    """
     size = len(left_prefix)
     best, taken = np.full_like(inner, np.inf), np.zeros((2, *inner.shape), dtype=int)
     for left in range(1, size - 1):
