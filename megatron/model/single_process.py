@@ -21,7 +21,7 @@ class GPTModel(nn.Module):
     """The layers of `pipeline_layers`, one after the other, under the parameter names of `GPTModelPipe`.
 
     It needs no process group. Its parameters are uninitialised fp32 until weights are loaded, for example
-    with `megatron.checkpoint.weights.load_whole_weights`. Layer norms are PyTorch's, never apex's.
+    with `megatron.checkpoint.weights.load_full_weights`. Layer norms are PyTorch's, never apex's.
     """
 
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
