@@ -1,7 +1,8 @@
-"""The record of a resume: what a checkpoint says of itself, and proof that it is what was loaded.
+"""Checkpoint verification: the integrity record that a checkpoint holds, and its comparison after loading.
 
-A checkpoint keeps a digest of every whole parameter and moment, and the loss of a probe. After loading, on
-whatever layout, both are computed anew and compared, before the first step.
+The record has a digest of every full parameter and moment, and the loss of a canary batch. After loading, on
+any layout, both are recomputed and compared before the first step. In `run.json` the record is stored under
+the key "certificate", and the canary under "probe".
 """
 
 from __future__ import annotations

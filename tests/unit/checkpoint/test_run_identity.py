@@ -306,9 +306,7 @@ def test_a_run_whose_own_checkpoints_are_all_damaged_starts_again_where_it_began
 def test_an_older_checkpoint_of_the_same_folder_is_a_new_run_and_the_newest_is_not(tmp_path):
     run = Run(tmp_path, tmp_path).save(2, 4)
     assert Run(tmp_path, tmp_path / "global_step4").identity.run_id == run.identity.run_id
-    with pytest.raises(
-        ConfigError, match=r"\(global_step4\) ahead of .* write global_s"
-    ):
+    with pytest.raises(ConfigError, match=r"\(global_step4\) ahead of .* write global_s"):
         Run(tmp_path, tmp_path / "global_step2")
     branch = Run(tmp_path, tmp_path / "global_step2", overwrite_checkpoints=True).save(3)
     again = Run(tmp_path, tmp_path / "global_step2", overwrite_checkpoints=True)
