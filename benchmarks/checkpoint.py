@@ -208,15 +208,15 @@ class Loader:
     def do(self, work: str) -> None:
         """'read', 'load', 'prove' or 'check'."""
         from megatron.checkpoint.integrity.manifest import first_damaged
-        from megatron.checkpoint.verification.digests import DigestsAsRead
-        from megatron.checkpoint.verification.record import check_certificate
+        from megatron.checkpoint.verification.digests import UnquantizedDigests
+        from megatron.checkpoint.verification.record import verify_loaded_state
 
         if work == "read":
             self.read()
         elif work == "load":
             self.load()
         elif work == "prove":
-            check_certificate(self.engine, self.checkpoint, True, DigestsAsRead())
+            verify_loaded_state(self.engine, self.checkpoint, True, UnquantizedDigests())
         elif damage := first_damaged(self.checkpoint.folder, self.checkpoint.run["files"]):
             raise SystemExit(damage)
 

@@ -65,7 +65,7 @@ def run_worker(name: str) -> None:
     from megatron.model.gpt_model import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.logging.moments import moments_here
+    from megatron.training.logging.moments import local_moments
 
     config = make_config(eight_bit=name != "adam")
     rank = init_distributed(config)
@@ -75,7 +75,7 @@ def run_worker(name: str) -> None:
     engine = GPTEngine(config, layout, tensor, model)
     tokens = torch.randint(0, VOCAB, (1, SEQ))
     engine.train_step(iter([(tokens, (tokens, torch.ones(1, SEQ)))] * STAGES), 0, STAGES, 1e-4)
-    moments = moments_here(engine.optimizer).values()
+    moments = local_moments(engine.optimizer).values()
     count, quantized = sum(m.elements for m in moments), [m for m in moments if m.found == {8}]
     in_8_bits = sum(m.elements for m in quantized)
     found = {

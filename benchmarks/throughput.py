@@ -253,7 +253,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
     from megatron.model.gpt_model import PARAMETER_DTYPES, GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
-    from megatron.training.logging.peak_memory import memory_here
+    from megatron.training.logging.peak_memory import local_memory
 
     if "KEEP_THREADS" in os.environ:
         torch.set_num_threads(os.cpu_count() or 1)
@@ -287,7 +287,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
     work: dict[str, Callable[[], object]] = {
         "step": step,
         "product": product,
-        "peak memory": lambda: float(peak_bytes(memory_here())),
+        "peak memory": lambda: float(peak_bytes(local_memory())),
     }
     serve(lambda name: work[name](), answers)
     destroy_distributed()

@@ -1,6 +1,6 @@
-"""Tables of plain text. Needs no torch."""
+"""Tables and lists as plain text. Needs no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]], left_align: Sequence[int] = (0,)) -> str:
@@ -15,3 +15,25 @@ def format_table(rows: Sequence[Sequence[str]], left_align: Sequence[int] = (0,)
         ).rstrip()
         for row in rows
     )
+
+
+def first_few(names: Iterable[str], limit: int = 3) -> str:
+    """'a, b, c and 4 more': at most `limit` names, in their order."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """[3, 4, 5, 8] -> '3-5, 8'."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def rank_list(ranks: Collection[int]) -> str:
+    """'rank 3', 'ranks 0-2, 5'."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {number_ranges(ranks)}"

@@ -133,7 +133,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
     architecture = FAMILIES[family_of(checkpoint.config.model)].architecture
-    notes = [f"not the newest: {checkpoint.passed_over}"] if checkpoint.passed_over else []
+    notes = [f"not the newest: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
     notes += remarks(checkpoint.config)
     writer = tokenizer_writer(arguments, checkpoint)
     if writer is None and not arguments.no_tokenizer:

@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.checkpoint.convert.source import Source, open_source
 from megatron.checkpoint.convert.to_universal import convert
-from megatron.checkpoint.integrity.damage import damaged_files
+from megatron.checkpoint.integrity.verify import verify_files
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 
@@ -103,32 +103,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif not arguments.no_verify_digests:
             verify_digests(source, workers)
         target = Path(arguments.output_folder)
-        drifts = {}
-        with tqdm(total=len(source.merges), unit="parameter", disable=None) as bar:
+        mismatches = {}
+        with tqdm(total=len(source.plans), unit="parameter", disable=None) as bar:
             try:
                 for parameter in convert(source, target, workers, arguments.allow_replica_mismatch):
                     bar.set_postfix_str(parameter.name)
                     bar.update()
-                    drifts[parameter.name] = parameter.drift
+                    mismatches[parameter.name] = parameter.mismatch
             except OSError as error:
                 raise ConfigError(
                     f"the conversion has stopped ({error}): once that is mended the same command goes on"
                 ) from error
-        for name, drift in drifts.items():
-            if drift:
+        for name, mismatch in mismatches.items():
+            if mismatch:
                 print(
-                    f"{name}: the copies on tensor ranks differed by up to {drift:.2e}; their mean is taken"
+                    f"{name}: replicas on tensor ranks differed by up to {mismatch:.2e}; their mean is used"
                 )
-        finished = len(source.merges) - len(drifts)
+        finished = len(source.plans) - len(mismatches)
         before = f", {finished} of them by an interrupted conversion before" if finished else ""
-        print(f"{target}: {len(source.merges)} parameters{before}")
+        print(f"{target}: {len(source.plans)} parameters{before}")
 
 
 def verify_digests(source: Source, workers: int) -> None:
     """Reads all files of the source, with a progress bar; ConfigError names those that are damaged."""
     damages = []
     with tqdm(total=len(source.run["files"]), unit="file", disable=None) as bar:
-        for damage in damaged_files(source.folder, source.run["files"], workers):
+        for damage in verify_files(source.folder, source.run["files"], workers):
             bar.update()
             damages += [damage] if damage else []
     if damages:

@@ -102,13 +102,13 @@ def load_model(checkpoint: Checkpoint) -> GPTModel:
     """The model on the accelerator, in the precision that it was trained in; on a CPU always in fp32."""
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.checkpoint.weights import load_whole_weights
+    from megatron.checkpoint.weights import load_full_weights
     from megatron.model.gpt_model import PARAMETER_DTYPES
     from megatron.model.single_process import GPTModel
 
     config = checkpoint.config
     model = GPTModel(config, checkpoint.vocab_size, checkpoint.eod)
-    load_whole_weights(model, checkpoint.folder)
+    load_full_weights(model, checkpoint.folder)
     device = get_accelerator().current_device_name()
     if get_accelerator().device_name() != "cpu":
         model.to(device, PARAMETER_DTYPES[config.precision.name])
@@ -160,7 +160,7 @@ def run(argv: Sequence[str] | None) -> None:
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())
-    from megatron.checkpoint.integrity.damage import check_weights
+    from megatron.checkpoint.integrity.verify import check_weights
     from megatron.checkpoint.reading import find_tokenizer, read_checkpoint
 
     sampling = read_sampling(arguments)

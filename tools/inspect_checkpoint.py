@@ -51,7 +51,7 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 
     overview = inspect_folder(folder, verify)
     _print(overview, as_json, overview_text)
-    return overview.is_well
+    return overview.is_intact
 
 
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
@@ -60,7 +60,7 @@ def show_two(folders: Sequence[Path], as_json: bool) -> None:
     from megatron.checkpoint.report.compare import compare_checkpoints
     from megatron.checkpoint.report.tables import comparison_text
 
-    one, other = (read_checkpoint(folder, foreign=True) for folder in folders)
+    one, other = (read_checkpoint(folder, allow_external=True) for folder in folders)
     comparison = compare_checkpoints(one, other)
     _print(comparison, as_json, comparison_text)
 

@@ -12,7 +12,7 @@ from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule
 
 
-def is_a_start(checkpoint: Checkpoint) -> bool:
+def is_untrained(checkpoint: Checkpoint) -> bool:
     """Whether it holds weights that were not trained here, as those of Hugging Face: no sample was consumed,
     so data, schedule and how the weights are trained on are free."""
     return not checkpoint.state.consumed_samples
@@ -23,7 +23,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     # The vocabulary is compared by its size before padding: padding is removed or added.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
     names = now.keys()
-    if is_a_start(checkpoint):
+    if is_untrained(checkpoint):
         names &= {field.name for field in fields(config.model)}
     differences = [
         f"{key} was {saved.get(key)}, is {now[key]}"
@@ -59,10 +59,10 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
 
 def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
     """The data then and now, in words."""
-    if is_a_start(checkpoint):
+    if is_untrained(checkpoint):
         return "from sample 0: the checkpoint has seen none"
     position = f"from sample {checkpoint.state.consumed_samples:,}"
-    if checkpoint.is_foreign:
+    if checkpoint.is_external:
         return f"not compared, {position}: the program that saved it does not tell which they were"
     if differences := _data_differences(checkpoint, fingerprint):
         return f"OTHER data, {position} (--override-data): {'; '.join(differences)}"
@@ -70,7 +70,7 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
 
 
 def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
-    return [] if is_a_start(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
+    return [] if is_untrained(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
 
 
 def unequal_copies(checkpoint: Checkpoint) -> list[str]:
@@ -78,7 +78,7 @@ def unequal_copies(checkpoint: Checkpoint) -> list[str]:
     return list(checkpoint.run.get("certificate", {}).get("unequal_copies", []))
 
 
-def check_copies(checkpoint: Checkpoint, config: Config) -> None:
+def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses a checkpoint in which replicas of a parameter differ, unless --allow-replica-mismatch."""
     unequal = unequal_copies(checkpoint)
     if unequal and not config.checkpoint.allow_replica_mismatch:
@@ -89,7 +89,7 @@ def check_copies(checkpoint: Checkpoint, config: Config) -> None:
         )
 
 
-def check_foreign_schedule(checkpoint: Checkpoint, config: Config) -> None:
+def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
     """Refuses to take the schedule of a checkpoint that tells none."""
     if config.schedule.use_checkpoint_lr_scheduler:
         raise ConfigError(
@@ -133,7 +133,7 @@ def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
 
 
 def _has_schedule(checkpoint: Checkpoint) -> bool:
-    return not (is_a_start(checkpoint) or checkpoint.is_foreign)
+    return not (is_untrained(checkpoint) or checkpoint.is_external)
 
 
 def _schedule_of(config: Config) -> LearningRateSchedule:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.integrity.files import read_json
 from megatron.checkpoint.integrity.layout_files import missing_files
-from megatron.checkpoint.integrity.manifest import first_misfit, is_sealed
+from megatron.checkpoint.integrity.manifest import first_size_mismatch, has_valid_checksum
 from megatron.checkpoint.integrity.names import check_run
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
 from megatron.checkpoint.lineage.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
@@ -51,13 +51,13 @@ class Checkpoint:
     folder: Path
     state: TrainingState
     run: dict[str, Any]
-    passed_over: str = ""
+    skip_reason: str = ""
     """Why a newer one was not taken, if so."""
     remark: str = ""
     """What it does not say, so that nothing could be compared with it."""
 
     @property
-    def is_foreign(self) -> bool:
+    def is_external(self) -> bool:
         """Whether another program wrote it: it tells `state` and what it kept of its arguments, no config."""
         return "config" not in self.run
 
@@ -110,10 +110,10 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         return open_checkpoint(folder)
     names = native_names(folder)
     latest = read_latest(folder)
-    line, reason = _line_of(folder, latest, names)
-    passed_over = [reason] if reason else []
+    line, reason = _candidates(folder, latest, names)
+    skip_reason = [reason] if reason else []
     for name, sha256 in line.items():
-        path = place_of(folder, name)
+        path = current_path(folder, name)
         if name not in names and name != latest:
             continue  # deleted by --keep-last, or of the run's time in another folder
         try:
@@ -123,16 +123,16 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
             if sha256 not in (None, checkpoint.run["sha256"]) and name != latest:
                 raise ConfigError(f"checkpoint {path}: it is not the one that this run saved under that name")
         except ConfigError as error:
-            passed_over.append(str(error))
+            skip_reason.append(str(error))
             continue
-        passed_over += _ahead(folder, checkpoint, names, " ".join(passed_over))
-        return replace(checkpoint, passed_over="; ".join(passed_over))
+        skip_reason += _newer_checkpoints(folder, checkpoint, names, " ".join(skip_reason))
+        return replace(checkpoint, skip_reason="; ".join(skip_reason))
     if names or latest:
-        raise ConfigError("; ".join(passed_over) or f"no checkpoint in {folder} is complete")
+        raise ConfigError("; ".join(skip_reason) or f"no checkpoint in {folder} is complete")
     return None
 
 
-def _line_of(
+def _candidates(
     folder: Path, latest: str | None, names: Mapping[str, Path]
 ) -> tuple[dict[str, str | None], str]:
     """Names of the run's checkpoints with their digests (None: any), in the order in which they are tried,
@@ -156,18 +156,18 @@ def _line_of(
             reason = f"the job was killed before {LATEST_FILE} could name {next(iter(line))}"
         return line if latest is None else line | {latest: line.get(latest)}, reason
     if latest is None:
-        line = _only_line(folder, names)
+        line = _single_lineage(folder, names)
         return line, f"{folder / LATEST_FILE} is missing or names no checkpoint" if line else ""
     reason = ""
     if record is not None:
         newest = (record.upcoming or record.lineage[-1]).name if record.lineage or record.upcoming else "none"
         if latest != newest:
             reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
-    own = _described(place_of(folder, latest))
+    own = _open_or_none(current_path(folder, latest))
     if own is not None:
-        return {latest: None} | _newest_first(_lineage_of(own, _all_described(folder, names))), reason
+        return {latest: None} | _newest_first(_lineage_of(own, _readable_checkpoints(folder, names))), reason
     before = {name: path for name, path in names.items() if step_of(name) < step_of(latest)}
-    rest = _newest_first(record.lineage) if record is not None else _only_line(folder, before)
+    rest = _newest_first(record.lineage) if record is not None else _single_lineage(folder, before)
     return {latest: None} | rest, reason
 
 
@@ -183,10 +183,10 @@ def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:
     return {entry.name: entry.sha256 for entry in reversed(list(entries))}
 
 
-def _only_line(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
+def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
     """The checkpoints of a folder in which nothing says which is the newest, if all of them are of one line
     of descent. ConfigError if not: the highest number may be another run's."""
-    described = _all_described(folder, names)
+    described = _readable_checkpoints(folder, names)
     parents = {
         (entry.name, entry.sha256)
         for checkpoint in described.values()
@@ -216,7 +216,7 @@ def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint])
     )
 
 
-def _ahead(folder: Path, checkpoint: Checkpoint, names: Iterable[str], told: str) -> list[str]:
+def _newer_checkpoints(folder: Path, checkpoint: Checkpoint, names: Iterable[str], told: str) -> list[str]:
     """What to say of those with a higher number than the one that is taken."""
     step = checkpoint.state.iteration
     saving = sorted(path.name for path in folder.glob(f"{SAVING}global_step*"))
@@ -236,16 +236,16 @@ def native_names(folder: Path) -> dict[str, Path]:
         and path.is_dir()
         and not is_universal(path)
     }
-    return {name: place_of(folder, name) for name in sorted(names, key=step_of)}
+    return {name: current_path(folder, name) for name in sorted(names, key=step_of)}
 
 
-def place_of(folder: Path, name: str) -> Path:
+def current_path(folder: Path, name: str) -> Path:
     """The path of a checkpoint; while another one is about to take its place, it has a suffix."""
     path, replaced = folder / name, folder / f"{name}{REPLACED}"
     return replaced if not path.exists() and replaced.is_dir() else path
 
 
-def _described(path: Path) -> Checkpoint | None:
+def _open_or_none(path: Path) -> Checkpoint | None:
     """The checkpoint of a folder if its `run.json` can be read, whether or not its files are complete."""
     try:
         return open_checkpoint(path, with_files=False)
@@ -253,13 +253,13 @@ def _described(path: Path) -> Checkpoint | None:
         return None
 
 
-def _all_described(folder: Path, names: Mapping[str, Path]) -> dict[str, Checkpoint]:
-    found = {name: _described(path) for name, path in names.items()}
+def _readable_checkpoints(folder: Path, names: Mapping[str, Path]) -> dict[str, Checkpoint]:
+    found = {name: _open_or_none(path) for name, path in names.items()}
     return {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
 
 
 def _digest_of(folder: Path, entry: LineageEntry) -> str | None:
-    checkpoint = _described(folder / entry.name)
+    checkpoint = _open_or_none(folder / entry.name)
     return None if checkpoint is None else checkpoint.run["sha256"]
 
 
@@ -277,8 +277,8 @@ def step_of(name: str) -> int:
 def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
     """The line that says what a run starts from, and why."""
     if checkpoint is None:
-        return "starting from new weights" + (f" (--load {load} holds no checkpoint)" if load else "")
-    why = f" ({checkpoint.passed_over})" if checkpoint.passed_over else ""
+        return "initializing from scratch" + (f" (--load {load} holds no checkpoint)" if load else "")
+    why = f" ({checkpoint.skip_reason})" if checkpoint.skip_reason else ""
     remark = f". {checkpoint.remark}" if checkpoint.remark else ""
     return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{remark}"
 
@@ -292,20 +292,20 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
     try:
         run = read_json(path)
         check_run(run, path)
-        if not is_sealed(run):
+        if not has_valid_checksum(run):
             raise ValueError("it is not as it was written")
         checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)
         parse_run_id(run.get("run_id"))
         parse_lineage(run.get("lineage", []))
-        misfit = first_misfit(path.parent, run["files"]) if with_files else None
-        if with_files and not misfit and not is_universal(path.parent):
+        problem = first_size_mismatch(path.parent, run["files"]) if with_files else None
+        if with_files and not problem and not is_universal(path.parent):
             lacking = missing_files(run["files"], run)
-            misfit = f"{lacking[0]} was never written" if lacking else None
+            problem = f"{lacking[0]} was never written" if lacking else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
             f"`{LATEST_FILE}` names a complete checkpoint"
         ) from error
-    if misfit:
-        raise ConfigError(f"checkpoint {path.parent}: {misfit}")
+    if problem:
+        raise ConfigError(f"checkpoint {path.parent}: {problem}")
     return checkpoint

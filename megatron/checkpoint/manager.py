@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: how far the
 run had come, its configuration, vocabulary, layout and data. The file `latest` beside the folders names the
-newest. Nothing else has to be remembered: dropout and initial weights are functions of the seed and of global
-sample numbers, and the learning rate of progress, so there is no random state to save.
+newest checkpoint. No random state is saved: dropout and initial weights are functions of the seed and of
+global sample numbers, and the learning rate is a function of the iteration.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import (
-    check_copies,
     check_data,
-    check_foreign_schedule,
+    check_external_schedule,
     check_model,
+    check_replicas,
     check_schedule,
     check_vocabulary,
     data_line,
@@ -37,22 +37,38 @@ from megatron.checkpoint.discovery import (
     is_universal,
     open_checkpoint,
 )
-from megatron.checkpoint.formats.universal import UniversalParameters, check_foreign
+from megatron.checkpoint.formats.universal import UniversalParameters, check_external
 from megatron.checkpoint.integrity.layout_files import missing_files
-from megatron.checkpoint.integrity.manifest import describe_files, first_damaged, seal, write_atomically
+from megatron.checkpoint.integrity.manifest import (
+    add_checksum,
+    describe_files,
+    first_damaged,
+    write_atomically,
+)
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity, lineage_record
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import (
-    check_save,
+    check_save_folder,
     choose_checkpoint,
-    identity_of_start,
-    owns_place,
+    may_replace,
     share_checkpoint,
+    start_identity,
 )
-from megatron.checkpoint.publishing import clean_leftovers, is_in_place, publish, remove_old, saving_name
+from megatron.checkpoint.publishing import (
+    clean_leftovers,
+    delete_old_checkpoints,
+    is_same_checkpoint,
+    publish,
+    saving_name,
+)
 from megatron.checkpoint.reshard import SavedParameters, spec_record
-from megatron.checkpoint.verification.digests import DigestsAsRead
-from megatron.checkpoint.verification.record import Check, certify, check_certificate, table
+from megatron.checkpoint.verification.digests import UnquantizedDigests
+from megatron.checkpoint.verification.record import (
+    Check,
+    make_integrity_record,
+    verification_table,
+    verify_loaded_state,
+)
 from megatron.config import Config, ConfigError
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import spec_of
@@ -62,37 +78,38 @@ _LOG = logging.getLogger(__name__)
 
 
 class FolderTakenError(Exception):
-    """This run must not write to --save, or not under that name. Raised on every rank."""
+    """Another run or job owns --save, or the checkpoint of this name in it. Raised on every rank."""
 
 
 class SaveError(OSError):
-    """A checkpoint cannot be written; those that were complete are still there."""
+    """A checkpoint cannot be written. Earlier complete checkpoints are not affected."""
 
 
 @dataclass(frozen=True)
 class CheckpointManager:
-    """The checkpoints that a run writes to --save, and goes back to."""
+    """Saves the checkpoints of a run to --save, and rolls the run back to them."""
 
     engine: GPTEngine
     vocab_size: int
     eod: int | None
     fingerprint: dict[str, Any]
     owner: FolderOwner | None = None
-    """Of --save, on rank 0 of a run that saves there."""
+    """Owner of the --save folder; only on rank 0 of a run that saves."""
 
     def save(self, state: TrainingState) -> Path:
-        """Writes one; returns its folder. See `save_checkpoint`."""
+        """Writes a checkpoint; returns its folder. See `save_checkpoint`."""
         folder, owner = self.engine.run_config.checkpoint.save, self.owner
         return save_checkpoint(self.engine, folder, state, self.vocab_size, self.eod, self.fingerprint, owner)
 
     def rollback(self) -> Checkpoint | None:
-        """Loads the run's newest; None where it has none yet, and nothing is loaded. Collective."""
+        """Loads the run's newest valid checkpoint and returns it. Returns None, and loads nothing, if the run
+        has none yet. Collective."""
         options = self.engine.run_config.checkpoint
         checkpoint = newest_of_this_run(self.engine, Path(options.save or ""), options.allow_replica_mismatch)
         if checkpoint is not None:
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
             if self.engine.checkpoint_identity is not None:
-                self.engine.checkpoint_identity = self.engine.checkpoint_identity.back_at(
+                self.engine.checkpoint_identity = self.engine.checkpoint_identity.rolled_back_to(
                     checkpoint.folder.name
                 )
         return checkpoint
@@ -101,11 +118,11 @@ class CheckpointManager:
 def find_checkpoint(
     config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that --load resumes from; None for a fresh start, where there is none yet.
+    """The checkpoint that --load resumes from; None if the run initializes from scratch.
 
-    Raises ConfigError for one that this run cannot go on from: another model, other data or another
-    learning-rate schedule, unless flags say that the latter are meant, and for a --save folder that belongs
-    to another run. damaged: paths of checkpoints to pass over, and why.
+    Raises ConfigError for a checkpoint of another model, and for other data or another learning-rate schedule
+    unless a flag allows them, and for a --save folder that belongs to another run. damaged: path of each
+    checkpoint to skip -> the reason.
     """
     # An evaluation is of the checkpoint that is given, not of what was saved since.
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
@@ -114,12 +131,12 @@ def find_checkpoint(
         raise ConfigError(
             f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
         )
-    check_save(checkpoint, config)
+    check_save_folder(checkpoint, config)
     if checkpoint is not None:
-        check_copies(checkpoint, config)
-    if checkpoint is not None and checkpoint.is_foreign:
-        check_foreign(checkpoint, config, vocab_size)
-        check_foreign_schedule(checkpoint, config)
+        check_replicas(checkpoint, config)
+    if checkpoint is not None and checkpoint.is_external:
+        check_external(checkpoint, config, vocab_size)
+        check_external_schedule(checkpoint, config)
     elif checkpoint is not None:
         check_model(checkpoint, config, vocab_size)
         check_vocabulary(checkpoint, fingerprint)
@@ -131,8 +148,8 @@ def find_checkpoint(
 def select_valid_checkpoint(
     checkpoint: Checkpoint | None, config: Config, vocab_size: int, fingerprint: dict[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint that rank 0 has found, on all ranks, or if its files are not what was written the newest
-    one before it. Other ranks may pass None. Reads all files once, shared over the ranks. Collective."""
+    """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid one before
+    it. Other ranks may pass None. The ranks share the work of reading all files once. Collective."""
     damaged: dict[str, str] = {}
     while True:
         checkpoint = share_checkpoint(checkpoint)
@@ -146,26 +163,27 @@ def select_valid_checkpoint(
         if dist.get_rank() == 0:
             try:
                 checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
-            except ConfigError as found:
-                error = [str(found)]
+            except ConfigError as config_error:
+                error = [str(config_error)]
         dist.broadcast_object_list(error)
         if error[0] is not None:
             raise ConfigError(error[0])
 
 
-def newest_of_this_run(engine: GPTEngine, folder: Path, with_unequal_copies: bool) -> Checkpoint | None:
+def newest_of_this_run(engine: GPTEngine, folder: Path, allow_replica_mismatch: bool) -> Checkpoint | None:
     """The newest of this run's checkpoints in `folder` that a resume would accept; None if there is none.
 
-    with_unequal_copies: as with --allow-replica-mismatch. Reads the files, shared over the ranks. Collective.
+    allow_replica_mismatch: as with --allow-replica-mismatch. The ranks share the work of reading the files.
+    Collective.
     """
     names: list[list[str]] = [[]]
     if engine.checkpoint_identity is not None:
         lineage = engine.checkpoint_identity.lineage
-        names = [[entry.name for entry in reversed(lineage) if is_in_place(folder, entry)]]
+        names = [[entry.name for entry in reversed(lineage) if is_same_checkpoint(folder, entry)]]
     dist.broadcast_object_list(names)  # rank 0 keeps the identity
     for name in names[0]:
         checkpoint = _opened(folder / name)
-        good = checkpoint is not None and (with_unequal_copies or not unequal_copies(checkpoint))
+        good = checkpoint is not None and (allow_replica_mismatch or not unequal_copies(checkpoint))
         everywhere: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(everywhere, good)
         if checkpoint is not None and all(everywhere):
@@ -175,7 +193,7 @@ def newest_of_this_run(engine: GPTEngine, folder: Path, with_unequal_copies: boo
 
 
 def _opened(folder: Path) -> Checkpoint | None:
-    """The checkpoint of a folder if all its files are there."""
+    """The checkpoint in a folder; None if a file is missing or of the wrong size."""
     try:
         return open_checkpoint(folder)
     except ConfigError:
@@ -183,7 +201,7 @@ def _opened(folder: Path) -> Checkpoint | None:
 
 
 def layout_record(config: Config) -> dict[str, Any]:
-    """The layout in words for people and tools."""
+    """The layout as `run.json` records it, for users and tools."""
     parallel = config.parallel
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -197,7 +215,7 @@ def layout_record(config: Config) -> dict[str, Any]:
 
 
 def _optimizer_state_record(config: Config) -> dict[str, Any]:
-    """How the run kept the moments; in the files they are fp32 always."""
+    """The precision of the moments in memory. The files always hold them in fp32."""
     return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
 
 
@@ -210,12 +228,12 @@ def save_checkpoint(
     fingerprint: dict[str, Any],
     owner: FolderOwner | None = None,
 ) -> Path:
-    """Writes `global_step<iteration>` in `folder`, then lets `latest` name it. Collective.
+    """Writes `global_step<iteration>` in `folder`, then updates `latest`. Collective.
 
-    Until it is complete the folder has another name; one of the same step that is there already stays until
-    then. owner: rank 0's ownership of the folder; None: the caller knows that nobody else writes there.
-    Raises SaveError on the rank that cannot write, and FolderTakenError on all ranks if the folder, or the
-    checkpoint of this name in it, belongs to another run.
+    The checkpoint is written under a temporary name and renamed when it is complete; an existing checkpoint
+    of the same step is replaced only then. owner: the owner of the folder, on rank 0; None if no other job
+    can write there. Raises SaveError on the rank that cannot write, and FolderTakenError on all ranks if the
+    folder, or the checkpoint of this name in it, belongs to another run.
     """
     folder, name = Path(folder), f"global_step{state.iteration}"
     if engine.global_rank == 0 and engine.checkpoint_identity is None:
@@ -230,7 +248,7 @@ def save_checkpoint(
         engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
         dist.barrier()
         files = describe_files(saving)
-        certificate = certify(engine, vocab_size)
+        record = make_integrity_record(engine, vocab_size)
         run = {
             "state": asdict(state),
             "config": engine.run_config.to_dict(),
@@ -242,13 +260,13 @@ def save_checkpoint(
             "eod": eod,
             "data": fingerprint,
             "parameters": parameters,
-            "certificate": certificate,
+            "certificate": record,
             INFO_KEY: info,
             "files": files,
         }
         if lacking := missing_files(files, run):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
-        # A job that was taken over while it wrote must not rename.
+        # If another job has taken over the folder during the save, this job must not rename.
         _agree_on_owner(owner)
         if identity is not None:
             record = {
@@ -256,30 +274,30 @@ def save_checkpoint(
                 "origin": identity.origin,
                 "lineage": lineage_record(identity.lineage),
             }
-            run = seal({**run, **record})
+            run = add_checksum({**run, **record})
             write_atomically(saving / RUN_FILE, json.dumps(run, indent=2) + "\n")
             entry = LineageEntry(name, state.iteration, identity.run_id, run["sha256"])
             engine.checkpoint_identity = publish(saving, entry, identity)
     except (OSError, RuntimeError) as error:
         if not _is_of_writing(error):
-            raise  # of a message to another rank, which may have died
+            raise  # a failed collective: another rank may have died
         raise SaveError(
             f"checkpoint {folder / name} cannot be written ({error}; {_space(folder)})"
         ) from error
-    _delete_old(engine, folder, name, certificate["unequal_copies"])
+    _delete_old(engine, folder, name, record["unequal_copies"])
     dist.barrier()
     return folder / name
 
 
 def _begin_save(engine: GPTEngine, folder: Path, name: str, owner: FolderOwner | None) -> str:
-    """Checks that this run may write there and makes room; returns the name of the unfinished checkpoint.
-    Collective."""
+    """Checks that this run may write to the folder and removes leftovers of killed saves. Returns the
+    temporary name of the new checkpoint. Collective."""
     found: list[Any] = [None, None]
     identity: RunIdentity | None = engine.checkpoint_identity
     if identity is not None:
         problem = owner.problem() if owner is not None else None
         options = engine.run_config.checkpoint
-        if problem is None and not (options.overwrite_checkpoints or owns_place(folder, name, identity)):
+        if problem is None and not (options.overwrite_checkpoints or may_replace(folder, name, identity)):
             problem = (
                 f"{folder / name} belongs to another run: it is not overwritten without "
                 "--overwrite-checkpoints; move it away, or give another --save"
@@ -294,7 +312,7 @@ def _begin_save(engine: GPTEngine, folder: Path, name: str, owner: FolderOwner |
 
 
 def _agree_on_owner(owner: FolderOwner | None) -> None:
-    """Raises FolderTakenError on all ranks if the folder has another owner by now. Collective."""
+    """Raises FolderTakenError on all ranks if another job has taken over the folder. Collective."""
     problem = [owner.problem() if owner is not None else None]
     dist.broadcast_object_list(problem)
     if problem[0] is not None:
@@ -302,24 +320,26 @@ def _agree_on_owner(owner: FolderOwner | None) -> None:
 
 
 def _delete_old(engine: GPTEngine, folder: Path, name: str, unequal: list[str]) -> None:
-    """What --keep-last asks for, once the checkpoint `name` is complete. Collective.
+    """Deletes old checkpoints as --keep-last says, once the checkpoint `name` is complete. Collective.
 
-    unequal: copies that differ in it. Then no resume accepts it, and the newest that one does accept stays.
+    unequal: replicas that differ in `name`. A resume refuses such a checkpoint, so the newest checkpoint that
+    a resume accepts is kept as well.
     """
     options = engine.run_config.checkpoint
     protected: Checkpoint | None = None
     if unequal:
         if engine.global_rank == 0:
-            _LOG.warning("%s: copies on several ranks are not equal: %s", folder / name, "; ".join(unequal))
+            _LOG.warning("%s: replicas on several ranks are not equal: %s", folder / name, "; ".join(unequal))
         if options.keep_last is not None:
-            protected = newest_of_this_run(engine, folder, with_unequal_copies=False)
+            protected = newest_of_this_run(engine, folder, allow_replica_mismatch=False)
     if engine.checkpoint_identity is not None:
         kept = protected.folder.name if protected is not None else None
-        remove_old(folder, engine.checkpoint_identity, options, kept)
+        delete_old_checkpoints(folder, engine.checkpoint_identity, options, kept)
 
 
 def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
-    """By name, what every parameter of the model is, for those who read without the model. Collective."""
+    """The spec of every parameter of the model, by name: readers of the checkpoint need no model.
+    Collective."""
     own = {name: spec_record(spec_of(p)) for name, p in engine.module.named_parameters()}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
@@ -327,12 +347,12 @@ def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
 
 
 def _is_of_writing(error: OSError | RuntimeError) -> bool:
-    """torch.save tells of a failed write by a RuntimeError that names its file format's source."""
+    """torch.save reports a failed write as a RuntimeError that names the C++ source of its file format."""
     return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 
 
 def _space(folder: Path) -> str:
-    """PyTorch's errors do not say that a disk is full."""
+    """Free space of the folder's disk, for an error text: PyTorch's errors do not say that a disk is full."""
     try:
         return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
     except OSError as error:
@@ -343,38 +363,39 @@ def restore_or_init(
     engine: GPTEngine,
     checkpoint: Checkpoint | None,
     fingerprint: dict[str, Any],
-    tell: Callable[[str], object],
+    print_fn: Callable[[str], object],
 ) -> TrainingState:
-    """Where the run begins: at the checkpoint, which is loaded, or with the new weights that are there.
+    """Loads the checkpoint, or keeps the initial weights if there is none. Returns the state to train from.
     Collective."""
-    tell(describe_start(checkpoint, engine.run_config.checkpoint.load))
+    print_fn(describe_start(checkpoint, engine.run_config.checkpoint.load))
     if engine.global_rank == 0:
-        engine.checkpoint_identity = identity_of_start(checkpoint, engine.run_config.checkpoint)
+        engine.checkpoint_identity = start_identity(checkpoint, engine.run_config.checkpoint)
     if checkpoint is None:
         return TrainingState()
-    tell(table(load_checkpoint(engine, checkpoint, fingerprint)))
+    print_fn(verification_table(load_checkpoint(engine, checkpoint, fingerprint)))
     return checkpoint.state
 
 
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
-    """Restores weights, master weights, moments, step and loss scale, whatever layout, precision and stages
-    saved them. Another kind of optimizer starts with fresh moments. Returns what was compared with what was
-    saved. Collective; ConfigError, on every rank, names what is not as it was saved."""
+    """Restores weights, master weights, moments, step and loss scale from a checkpoint of any layout,
+    precision and partition. Another kind of optimizer starts with fresh moments. Returns the lines of the
+    checkpoint verification. Collective. Raises ConfigError, on every rank, if a restored tensor differs from
+    the saved one."""
     now = engine.run_config
     parameters: SavedParameters | UniversalParameters
     if is_universal(checkpoint.folder):
         parameters = UniversalParameters(checkpoint)
     else:
         parameters = SavedParameters(checkpoint)
-    same_precision = not checkpoint.is_foreign and checkpoint.config.precision.name == now.precision.name
-    with_moments = parameters.kept_by == now.optimizer.moments_kind
-    as_read = DigestsAsRead()
+    same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
+    with_moments = parameters.moments_kind == now.optimizer.moments_kind
+    unquantized = UnquantizedDigests()
     engine.optimizer.load_by_name(
-        parameters.read, parameters.loss_scaler if same_precision else None, with_moments, as_read.add
+        parameters.read, parameters.loss_scaler if same_precision else None, with_moments, unquantized.add
     )
     return [
-        *check_certificate(engine, checkpoint, with_moments, as_read),
+        *verify_loaded_state(engine, checkpoint, with_moments, unquantized),
         Check("data", data_line(checkpoint, fingerprint)),
         Check("learning rate", schedule_line(checkpoint, now)),
-        Check("random streams", "made from seed, iteration and global coordinates: nothing to restore"),
+        Check("random state", "computed from seed, iteration and global coordinates: nothing to restore"),
     ]

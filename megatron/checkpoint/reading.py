@@ -1,4 +1,4 @@
-"""What a tool needs of a checkpoint: which one a folder means, and the tokenizer that it was trained with."""
+"""Opens a checkpoint for a tool: finds it in a folder, and builds the tokenizer that it was trained with."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +17,15 @@ from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
-# Of a run's settings: tokens, samples, seeds.
+# Limit for integers in a run's settings (tokens, samples, seeds).
 _LARGEST_SIZE = 1 << 53
 
 
-def read_checkpoint(folder: str | Path, universal: bool = False, foreign: bool = False) -> Checkpoint:
+def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
     """The checkpoint in `folder`, or the one that `latest` in it names, or where there is no native one, or
     if `universal`, the one that `latest_universal` names; ConfigError where there is none.
 
-    foreign: take one of another program too, which has no config.
+    allow_external: take one of another program too, which has no config.
     """
     folder = Path(folder)
     if universal or is_universal(folder):
@@ -38,19 +38,20 @@ def read_checkpoint(folder: str | Path, universal: bool = False, foreign: bool =
                 f"`{LATEST_UNIVERSAL_FILE}`, or a global_stepN folder with {RUN_FILE}"
             )
         checkpoint = native or find_universal(folder)
-    if not checkpoint.is_foreign:
+    if not checkpoint.is_external:
         check_run_file(checkpoint)
-    elif not foreign:
+    elif not allow_external:
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} was made by another program, which keeps neither the whole "
-            "configuration of the model nor its vocabulary: start pretrain_gpt.py from it, with the flags of "
-            "the model, --universal_checkpoint and --save, and give what that run saves"
+            f"checkpoint {checkpoint.folder} was made by another program and lacks the full configuration of "
+            "the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
+            "--universal_checkpoint and --save, and use the checkpoint that this run saves"
         )
     return checkpoint
 
 
 def check_run_file(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where `run.json` lacks a part that describes the model and its layout."""
+    """Raises ConfigError if `run.json` lacks a part that describes the model or its layout, or is
+    malformed."""
     lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
     if lacking:
         raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
@@ -73,7 +74,7 @@ def check_run_file(checkpoint: Checkpoint) -> None:
 
 
 def _sizes(settings: Any) -> Iterator[int]:
-    """The whole numbers in a config, and 0."""
+    """The integers in a nested config, and 0."""
     yield 0
     for value in settings.values() if isinstance(settings, dict) else ():
         yield from _sizes(value)
@@ -82,24 +83,26 @@ def _sizes(settings: Any) -> Iterator[int]:
 
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
-    """By field of DataConfig, those of a tool's tokenizer flags that are given."""
+    """The tokenizer flags that are given to a tool, by field of DataConfig."""
     names = {"tokenizer_type"}.union(*(tokenizer.settings for tokenizer in TOKENIZERS.values()))
     return {name: getattr(flags, name) for name in sorted(names) if getattr(flags, name)}
 
 
 def tokenizer_flags(flags: TokenizerFlags, checkpoint: Checkpoint) -> TokenizerFlags:
-    """The flags of a tool if any of them is given, else those of the run that wrote the checkpoint."""
+    """The tool's tokenizer flags if any is given, else those of the run that wrote the checkpoint."""
     return flags if tokenizer_settings(flags) else checkpoint.config.data
 
 
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of the flags if there are any, else the checkpoint's; ConfigError if another."""
+    """Builds the tokenizer of the flags if any is given, else the checkpoint's. ConfigError if it is not the
+    one that the checkpoint was trained with."""
     tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint))
     if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens, of which "
-            f"{checkpoint.eod} ends a document, but this tokenizer has {tokenizer.vocab_size} and "
-            f"{tokenizer.eod}: give the flags of the tokenizer that it was trained with"
+            f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "
+            f"end-of-document id {checkpoint.eod}, but this tokenizer has {tokenizer.vocab_size} and "
+            f"{tokenizer.eod}: "
+            "give the flags of the tokenizer that it was trained with"
         )
     check_vocabulary(checkpoint, {VOCABULARY_KEY: vocabulary_digest(tokenizer)})
     return tokenizer

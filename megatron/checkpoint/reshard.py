@@ -6,7 +6,7 @@ memory-mapped, so a rank reads what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint.discovery import Checkpoint
 from megatron.checkpoint.formats.native import VALUES, OptimizerFiles
-from megatron.checkpoint.formats.torch_archive import StoredTensor
+from megatron.checkpoint.formats.torch_archive import StoredTensor, concat_pieces
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import TPGroup
@@ -68,7 +68,7 @@ class SavedParameters:
         self.padded_vocab = padded_vocab_size(checkpoint.vocab_size, saved.model, self.tensor_size)
         self._files = OptimizerFiles(self.folder, self.tensor_size)
         self.loss_scaler: dict = self._files.common["loss_scaler"]
-        self.kept_by = saved.optimizer.moments_kind
+        self.moments_kind = saved.optimizer.moments_kind
 
     def read(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
         """Of this rank's shard, flat: fp32 values, moments by the optimizer's names, and what else it keeps
@@ -84,21 +84,17 @@ class SavedParameters:
 
     def _shard(self, name: str, spec: ParameterSpec, tp_group: TPGroup, key: str) -> Tensor:
         def saved_shard(tp_rank: int) -> Tensor:
-            return _joined(self._files.pieces(tp_rank, name, key))
+            return concat_pieces(self._files.pieces(tp_rank, name, key))
 
         saved = spec
         if spec.num_valid_rows is not None:
             saved = replace(spec, global_shape=(self.padded_vocab, *spec.global_shape[1:]))
         if spec.shard_dim is None or (saved == spec and self.tensor_size == tp_group.size):
             return saved_shard(0 if spec.shard_dim is None else tp_group.rank)
-        return recut(spec, tp_group, saved, self.tensor_size, saved_shard).reshape(-1)
+        return reshard(spec, tp_group, saved, self.tensor_size, saved_shard).reshape(-1)
 
 
-def _joined(pieces: Sequence[StoredTensor]) -> Tensor:
-    return pieces[0].tensor() if len(pieces) == 1 else torch.cat([piece.tensor() for piece in pieces])
-
-
-def recut(
+def reshard(
     spec: ParameterSpec,
     tp_group: TPGroup,
     saved: ParameterSpec,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.to_universal import MOMENT_FILES
 from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.formats.native import VALUES, OptimizerFiles
-from megatron.checkpoint.formats.universal import check_parameters, read_whole
-from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.formats.torch_archive import concat_pieces
+from megatron.checkpoint.formats.universal import check_parameters, read_full_tensor
+from megatron.checkpoint.integrity.files import expect_layout
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.single_process import model_specs
@@ -25,9 +25,9 @@ from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
 
 def specs_of(checkpoint: Checkpoint) -> dict[str, ParameterSpec]:
     """The parameters of the model that a checkpoint of this repo holds; of another program's, none."""
-    if checkpoint.is_foreign:
+    if checkpoint.is_external:
         return {}
-    with expecting_layout(checkpoint.folder / RUN_FILE, "the record of a model that can be built"):
+    with expect_layout(checkpoint.folder / RUN_FILE, "the record of a model that can be built"):
         return model_specs(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
 
 
@@ -50,7 +50,7 @@ class UniversalStates:
         """A whole tensor. The vocabulary has no padding, unless another program wrote it."""
         spec = self._specs.get(name)
         file = MOMENT_FILES.get(kind, "fp32.pt")
-        return read_whole(self._folder / name / file, spec)[: spec.num_valid_rows if spec else None]
+        return read_full_tensor(self._folder / name / file, spec)[: spec.num_valid_rows if spec else None]
 
 
 class NativeStates:
@@ -84,8 +84,7 @@ class NativeStates:
         shards = []
         # Of what is not cut the first copy is read, as a run reads it that loads the checkpoint.
         for rank in range(1 if spec.shard_dim is None else self._tensor_size):
-            pieces = [piece.tensor() for piece in self._files.pieces(rank, name, kind)]
-            flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            flat = concat_pieces(self._files.pieces(rank, name, kind))
             shape = local_shape(saved, TPGroup(rank, self._tensor_size))
             if flat.numel() != prod(shape):
                 raise ConfigError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.discovery import PARAMETER_FOLDER, is_universal
 from megatron.checkpoint.formats.torch_archive import load_file
-from megatron.checkpoint.formats.universal import fits, read_whole
+from megatron.checkpoint.formats.universal import fits, read_full_tensor
 from megatron.checkpoint.integrity.names import check_parameter
 from megatron.config import ConfigError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
@@ -24,12 +24,14 @@ def full_weights(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[t
 
     Raises ConfigError for files that cannot be read, and naming what is missing or of another shape.
     """
-    return _universal_wholes(folder, specs) if is_universal(folder) else LayerFiles(folder).all_wholes(specs)
+    return (
+        _universal_tensors(folder, specs) if is_universal(folder) else LayerFiles(folder).all_tensors(specs)
+    )
 
 
-def _universal_wholes(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+def _universal_tensors(folder: Path, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
     for name, spec in specs.items():
-        yield name, read_whole(folder / PARAMETER_FOLDER / name / "fp32.pt", spec)
+        yield name, read_full_tensor(folder / PARAMETER_FOLDER / name / "fp32.pt", spec)
 
 
 class LayerFiles:
@@ -92,7 +94,7 @@ class LayerFiles:
                 )
         return wholes
 
-    def all_wholes(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+    def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of every parameter, a layer at a time; ConfigError if any of `specs` is
         missing in the end."""
         missing = set(specs)
@@ -106,7 +108,7 @@ class LayerFiles:
             )
 
 
-def load_whole_weights(module: nn.Module, folder: Path) -> None:
+def load_full_weights(module: nn.Module, folder: Path) -> None:
     """Fills `module`, a single-process model, from the `folder` of a checkpoint.
 
     The vocabulary's padding, which depends on the tensor-parallel size, is cut or filled with zeros. Raises

@@ -22,6 +22,7 @@ from typing import Any
 from megatron.cluster.exit_codes import FAILURE_EXIT_CODE, REQUEUE_EXIT_CODE
 from megatron.cluster.rank_reports import ExitStatus, read_reports
 from megatron.config.errors import CONFIG_ERROR_EXIT_CODE
+from megatron.text_table import rank_list
 
 Report = dict[str, Any]
 
@@ -52,25 +53,25 @@ def diagnose(
         return Diagnosis(0)
     if len(reports) == processes and ends <= {ExitStatus.FINISHED, ExitStatus.CONTINUED}:
         if not ended_by_slurm and not slurm.lost_nodes:
-            return _left_to_go_on(reports)
-        text = f"{_ended(slurm)}{_progress(reports)}: saved, to be continued"
+            return _stopped_on_request(reports)
+        text = f"{_ended(slurm)}{_progress(reports)}: checkpoint saved, resumes after requeue"
         return Diagnosis(REQUEUE_EXIT_CODE, text)
     if found := _first([report for report in reports if report.get("end") == ExitStatus.MISTAKE]):
-        return Diagnosis(CONFIG_ERROR_EXIT_CODE, _told(found, reports))
+        return Diagnosis(CONFIG_ERROR_EXIT_CODE, _error_text(found, reports))
     if slurm.lost_nodes:
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_ended(slurm)}{_progress(reports)}")
     if found := _first([report for report in reports if report.get("end") == ExitStatus.STOPPED]):
-        return Diagnosis(CONFIG_ERROR_EXIT_CODE, _told(found, reports))
+        return Diagnosis(CONFIG_ERROR_EXIT_CODE, _error_text(found, reports))
     if reports and ends <= {ExitStatus.FINISHED, ExitStatus.CONTINUED}:
         missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
-        text = f"error: {_ranks(missing)} left no report: the nodes do not share the folder of the reports"
+        text = f"error: {rank_list(missing)} left no report: the nodes do not share the folder of the reports"
         return Diagnosis(CONFIG_ERROR_EXIT_CODE, f"{text} (RUN_DIR)")
     if ended_by_slurm:
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_ended(slurm)}{_progress(reports)}")
     return Diagnosis(FAILURE_EXIT_CODE, _fault(reports, processes))
 
 
-def _left_to_go_on(reports: Sequence[Report]) -> Diagnosis:
+def _stopped_on_request(reports: Sequence[Report]) -> Diagnosis:
     """Of a run that was asked to leave. If no step was done, the next start would fare no better."""
     if any("iteration" in report for report in reports):
         return Diagnosis(REQUEUE_EXIT_CODE)
@@ -81,7 +82,7 @@ def _left_to_go_on(reports: Sequence[Report]) -> Diagnosis:
     )
 
 
-def _told(found: Report, reports: Sequence[Report]) -> str:
+def _error_text(found: Report, reports: Sequence[Report]) -> str:
     """The sentence of a rank, with who it is unless all nodes say the same."""
     told_on = {report["host"] for report in reports if report.get("text") == found["text"]}
     if told_on == {report["host"] for report in reports}:
@@ -111,7 +112,7 @@ def _fault(reports: Sequence[Report], processes: int) -> str:
         return f"{trace}\nerror: {_who(found)}{_progress([found])}: {error}".lstrip("\n")
     missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
     if missing:
-        return f"error: {_ranks(missing)} of {processes} never started: see the messages of srun above"
+        return f"error: {rank_list(missing)} of {processes} never started: see the messages of srun above"
     signalled = [report for report in reports if "signal" in report]
     names = ", ".join(sorted({report["signal"] for report in signalled})) or "no signal"
     return f"error: all processes were ended by {names}{_progress(reports)}"
@@ -123,7 +124,7 @@ def _hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
     lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout); stacks beside the reports"]
     for place, _ in sorted(places.items(), key=lambda item: item[1]):
         ranks = [report["rank"] for report in hung if report["place"] == place]
-        lines.append(f"  {_ranks(ranks)}: at {place}")
+        lines.append(f"  {rank_list(ranks)}: at {place}")
     stopped = {rank for report in hung for rank in report.get("stopped", ())}
     told = {report["rank"] for report in hung}
     suspects = [report for report in reports if report["rank"] in stopped or "end" not in report]
@@ -164,7 +165,9 @@ def _first(reports: Sequence[Report]) -> Report | None:
 
 def _several(reports: Sequence[Report]) -> str:
     more = (
-        f" (and {len(reports) - 1} more: {_ranks([r['rank'] for r in reports[1:]])})" if reports[1:] else ""
+        f" (and {len(reports) - 1} more: {rank_list([r['rank'] for r in reports[1:]])})"
+        if reports[1:]
+        else ""
     )
     return _who(reports[0]) + more
 
@@ -177,18 +180,6 @@ def _who(report: Report) -> str:
 def _progress(reports: Sequence[Report]) -> str:
     steps = max((report.get("iteration", 0) for report in reports), default=0)
     return f", after iteration {steps}" if steps else ", before the first step"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0-2, 5'."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def ask_slurm(job: str, nodes: str) -> Slurm:

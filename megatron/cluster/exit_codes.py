@@ -77,12 +77,12 @@ def exit_on_error(report: RankReport, *, same_everywhere: bool = False) -> Itera
         end, code, by_rank_0 = ExitStatus.FAILED, FAILURE_EXIT_CODE, False
     else:
         return
-    rank, met = report.rank, _processes_have_met()
+    rank, met = report.rank, _is_distributed()
     speaks = rank == "0" or is_own
     first = rank
     if met and not by_rank_0:
         first, first_code = _first_failure(rank, code)
-        code = code if report.is_kept else first_code
+        code = code if report.is_enabled else first_code
         speaks = rank == first
     if report.end(end, sentence, first=rank == first):
         _end(None, code)
@@ -103,13 +103,13 @@ def _end(sentence: str | None, code: int) -> NoReturn:
     sys.stdout.flush()
     if sentence is not None:
         print(sentence, file=sys.stderr, flush=True)
-    if _processes_have_met():
+    if _is_distributed():
         # Leaving the interpreter with a process group that still communicates aborts now and then.
         os._exit(code)
     sys.exit(code)
 
 
-def _processes_have_met() -> bool:
+def _is_distributed() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

@@ -36,9 +36,9 @@ _MESSAGE_BYTES = {"cpu": 2**22, "gpu": 2**27}
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class RankInfo:
     """What one rank found. versions: by name. free_share: of its device's memory, None on a CPU. unseen:
-    see `check_folders`. reduced_bytes_per_s: see `_measure_all_reduce`."""
+    see `check_shared_folders`. reduced_bytes_per_s: see `_measure_all_reduce`."""
 
     rank: int
     node: str
@@ -58,23 +58,23 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     if config.training.no_preflight or dist.get_world_size() == 1:
         return []
     started = time.monotonic()
-    own = RankFacts(
+    own = RankInfo(
         dist.get_rank(),
         node_name(os.environ),
         _versions(),
         str(sorted(fingerprint.items())),
         _free_share(),
-        check_folders(
+        check_shared_folders(
             _folders(config), dist.get_rank(), config.parallel.local_rank == 0, _token(), dist.barrier
         ),
         _measure_all_reduce(),
     )
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, asdict(own))
-    facts = [RankFacts(**entry) for entry in gathered]
+    facts = [RankInfo(**entry) for entry in gathered]
     if differences := find_differences(facts):
         raise ConfigError(
-            "the nodes are not alike (--no-preflight starts nevertheless):\n" + table(differences)
+            "nodes are inconsistent (--no-preflight starts nevertheless):\n" + differences_table(differences)
         )
     samples = length.samples_per_split(config)
     missing = missing_index_files(config.data, config.model.seq_length, config.training.seed, samples)
@@ -82,7 +82,7 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     return [f"{describe(facts)}; {len(missing)} index files to be made; {seconds:.1f} s (--no-preflight)"]
 
 
-def describe(facts: Sequence[RankFacts]) -> str:
+def describe(facts: Sequence[RankInfo]) -> str:
     """Equal nodes in a sentence."""
     nodes = {fact.node for fact in facts}
     versions = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
@@ -95,7 +95,7 @@ def describe(facts: Sequence[RankFacts]) -> str:
     )
 
 
-def find_differences(facts: Sequence[RankFacts]) -> list[tuple[str, str, str]]:
+def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
     """(node, what, found) for everything that is not as on most nodes."""
     rows: dict[tuple[str, str, str], None] = {}
     names = dict.fromkeys(name for fact in facts for name in fact.versions)
@@ -118,12 +118,12 @@ def find_differences(facts: Sequence[RankFacts]) -> list[tuple[str, str, str]]:
     return list(rows)
 
 
-def table(rows: Sequence[tuple[str, str, str]]) -> str:
+def differences_table(rows: Sequence[tuple[str, str, str]]) -> str:
     """Aligned, with a heading."""
     return textwrap.indent(format_table([("node", "what", "found"), *rows], left_align=(0, 1, 2)), "  ")
 
 
-def check_folders(
+def check_shared_folders(
     folders: Mapping[str, str], rank: int, leads_node: bool, token: str, barrier: Callable[[], object]
 ) -> dict[str, str]:
     """What is wrong, on this node, with folders that all nodes have to share: by their names, as '--save'.

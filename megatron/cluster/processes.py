@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.cluster.rendezvous import Address, meet
+from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, ConfigError, LoggingConfig
 
 # Said once per process at import on a machine without GPU; the start banner says which device is used.
@@ -43,7 +43,7 @@ def init_distributed(config: Config) -> int:
 
     The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who is who; a
     process started without a launcher is a world of one. Raises ConfigError for a backend that the device
-    lacks, and what `rendezvous.meet` raises.
+    lacks, and what `rendezvous.connect_processes` raises.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -62,7 +62,7 @@ def init_distributed(config: Config) -> int:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
     address = Address.from_environment()
-    store = meet(address, config)
+    store = connect_processes(address, config)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     # Some wait long for one that builds index files; a hang is the watchdog's to find.
     longest = timedelta(hours=2)

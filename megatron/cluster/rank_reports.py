@@ -25,7 +25,7 @@ from megatron.cluster.launch import node_name, rank_of
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Its place on the disk is taken at the start: a report of a full disk still fits on it.
 _REPORT_BYTES = 16_384
-LEAVE_FILE = "leave"
+STOP_REQUEST_FILE = "leave"
 FAILED_FILE = "failed"
 
 
@@ -70,7 +70,7 @@ class RankReport:
         return cls(env.get(FOLDER_VARIABLE) or None, rank_of(env), node_name(env))
 
     @property
-    def is_kept(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is a report, so that nothing need be said on stderr."""
         return self._file is not None
 
@@ -80,7 +80,7 @@ class RankReport:
             self._facts |= facts
             self._write()
 
-    def reach(self, iteration: int) -> None:
+    def set_iteration(self, iteration: int) -> None:
         """`iteration` steps are done. Not written before something else is: a step costs no file access."""
         self._facts["iteration"] = iteration
 
@@ -89,11 +89,11 @@ class RankReport:
         cannot be kept."""
         with self._lock:
             if "end" not in self._facts:
-                self._tell_others_of(end)
+                self._mark_failed(end)
                 self._facts |= {"end": end, "text": text, "ended": time.time(), **facts}
             return self._write()
 
-    def dump_stacks(self) -> None:
+    def write_stacks(self) -> None:
         """Writes the stacks of all threads beside the report; without reports, to stderr."""
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(self._stacks or sys.stderr, all_threads=True)
@@ -106,13 +106,13 @@ class RankReport:
 
     def stop_requested(self) -> bool:
         """Whether the job's script has asked the run to save and exit, by a file beside the reports."""
-        return self.folder is not None and (self.folder / LEAVE_FILE).exists()
+        return self.folder is not None and (self.folder / STOP_REQUEST_FILE).exists()
 
-    def others_have_failed(self) -> bool:
+    def another_rank_failed(self) -> bool:
         """Whether a rank has told that it failed: then no step of this run will end any more."""
         return self.folder is not None and (self.folder / FAILED_FILE).exists()
 
-    def _tell_others_of(self, end: ExitStatus) -> None:
+    def _mark_failed(self, end: ExitStatus) -> None:
         if self.folder is not None and end not in (
             ExitStatus.FINISHED,
             ExitStatus.CONTINUED,

@@ -69,7 +69,7 @@ class Address:
         return f"{self.host}:{self.port}"
 
 
-def meet(address: Address, config: Config) -> dist.Store:
+def connect_processes(address: Address, config: Config) -> dist.Store:
     """Waits until all processes have arrived; returns the store through which they can make process groups.
 
     Raises on every rank: SharedConfigError where flags differ between ranks, RunStopped where processes are

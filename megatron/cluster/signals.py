@@ -13,7 +13,7 @@ from megatron.cluster.rank_reports import RankReport
 from megatron.config import TrainingConfig
 
 # Why to stop, as numbers that ranks can compare; of several reasons the largest is told.
-_NONE, _INTERVAL, _DURATION, _ASKED, _SIGNAL, _KILL_SWITCH = 0, 1, 2, 3, 100, 1000
+_NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH = 0, 1, 2, 3, 100, 1000
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ExitConditions:
 
     def reason_before_training(self, device: torch.device | str = "cpu") -> ExitReason | None:
         """Why not to start at all, or None. Collective, as `reason` is."""
-        return self._told(self._agreed(_NONE, device))
+        return self._exit_reason(self._all_ranks_code(_NONE, device))
 
     def reason(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
         """Why to stop after step `iteration`, or None to go on.
@@ -67,16 +67,16 @@ class ExitConditions:
         `device`: a signal may have reached one rank only, and rank 0 alone reads the clock and files.
         """
         at_interval = bool(self.interval) and iteration % int(self.interval or 1) == 0
-        code = self._agreed(_INTERVAL if at_interval else _NONE, device)
-        return self._told(code, iteration)
+        code = self._all_ranks_code(_INTERVAL if at_interval else _NONE, device)
+        return self._exit_reason(code, iteration)
 
-    def _agreed(self, code: int, device: torch.device | str) -> int:
+    def _all_ranks_code(self, code: int, device: torch.device | str) -> int:
         """The largest code of: the given one (equal on all ranks), and what each rank has found out."""
         if _rank() == 0:
             if self.kill_switch_path and os.path.exists(self.kill_switch_path):
                 code = _KILL_SWITCH
             elif self.report.stop_requested():
-                code = _ASKED
+                code = _REQUESTED
             elif self.duration_mins and self._minutes() >= self.duration_mins:
                 code = _DURATION
         if self._received:
@@ -86,13 +86,13 @@ class ExitConditions:
     def _minutes(self) -> float:
         return (time.monotonic() - self.report.started_at) / 60
 
-    def _told(self, code: int, iteration: int = 0) -> ExitReason | None:
+    def _exit_reason(self, code: int, iteration: int = 0) -> ExitReason | None:
         if code == _KILL_SWITCH:
             return ExitReason(f"exiting program: kill switch {self.kill_switch_path} exists", False)
         if code >= _SIGNAL:
             name = signal.Signals(code - _SIGNAL).name
             return ExitReason(f"exiting program at iteration {iteration}: {name} (--exit-signal)", True)
-        if code == _ASKED:
+        if code == _REQUESTED:
             return ExitReason(
                 f"exiting program at iteration {iteration}: the job's script asked for it", True
             )

@@ -40,7 +40,7 @@ class Watchdog:
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        if report.is_kept:
+        if report.is_enabled:
             # The number of each signal that has a handler in Python is written there at once, by the C code.
             signal.set_wakeup_fd(self._awake, warn_on_full_buffer=False)
             signal.signal(signal.SIGTERM, lambda *_: None)
@@ -57,7 +57,7 @@ class Watchdog:
     def heartbeat(self, iteration: int) -> None:
         """The main thread gets on, and has done `iteration` steps."""
         self._beats += 1
-        self.report.reach(iteration)
+        self.report.set_iteration(iteration)
 
     def pause(self) -> None:
         """Until the next `start` the main thread may take its time."""
@@ -78,7 +78,7 @@ class Watchdog:
                 self.report.note(signal="SIGTERM")
             # Nobody else will handle it: training has not begun, or is stuck for another's failure. Slurm and
             # torch's launcher would wait half a minute before they kill.
-            if self._signalled and (not self._signals_handled or self.report.others_have_failed()):
+            if self._signalled and (not self._signals_handled or self.report.another_rank_failed()):
                 self.report.end(ExitStatus.SIGNALLED)
                 os._exit(128 + signal.SIGTERM)
             now = time.monotonic()
@@ -86,11 +86,11 @@ class Watchdog:
             silent_s = silent_s + min(now - before, _TICK_S) if beats == self._beats else 0.0
             before, beats = now, self._beats
             if self._watching and 0 < self._timeout_s < silent_s:
-                self._end_a_hang()
+                self._exit_on_hang()
 
-    def _end_a_hang(self) -> NoReturn:
-        place, pause = place_of_main_thread(), f"no step ended for {self._timeout_s:g} s"
-        self.report.dump_stacks()
+    def _exit_on_hang(self) -> NoReturn:
+        place, pause = main_thread_location(), f"no step ended for {self._timeout_s:g} s"
+        self.report.write_stacks()
         stopped = [rank for rank, pid in self.report.siblings().items() if _is_stopped(pid)]
         if not self.report.end(ExitStatus.HANG, pause, place=place, stopped=stopped):
             where = f"rank {self.report.rank} on {node_name(os.environ)}"
@@ -99,7 +99,7 @@ class Watchdog:
         os._exit(HANG_EXIT_CODE)
 
 
-def place_of_main_thread() -> str:
+def main_thread_location() -> str:
     """Where the main thread is: the innermost call of this program, and the innermost."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = _name(frame) if frame is not None else "nowhere"

@@ -94,7 +94,7 @@ def build_gpt_datasets(
     """
     train, valid, test = (
         tuple(_build(group, wanted, seq_length, seed) for group, wanted in groups)
-        for groups in _splits_that_are_read(data, num_samples)
+        for groups in _requested_groups(data, num_samples)
     )
     return Datasets(train[0] if train else None, valid, test)
 
@@ -114,7 +114,7 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     return {
         "paths": [dataset.prefix for dataset in datasets],
         "weights": list(group.weights),
-        "split": group.cut,
+        "split": group.fractions,
         "seed": seed,
         "seq_length": seq_length,
         "documents": [len(dataset) for dataset in datasets],
@@ -149,7 +149,7 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
     ]
 
 
-def _splits_that_are_read(
+def _requested_groups(
     data: DataConfig, num_samples: tuple[int, int, int]
 ) -> list[list[tuple[DocumentGroup, int]]]:
     """Of train, valid and test: the groups that have documents and of which samples are wanted, and how
@@ -166,7 +166,7 @@ def _splits_that_are_read(
 def _all_requests(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> Iterator[IndexRequest]:
-    for groups in _splits_that_are_read(data, num_samples):
+    for groups in _requested_groups(data, num_samples):
         for group, wanted in groups:
             yield from _requests(group, wanted, seq_length, seed)
 
@@ -183,7 +183,7 @@ def _requests(group: DocumentGroup, num_samples: int, seq_length: int, seed: int
             max(share, 1),
             seq_length,
             seed,
-            component.files_name,
+            component.index_name,
         )
         for component, share in zip(group.components, shares, strict=True)
     ]

@@ -33,7 +33,7 @@ class IndexRequest:
     num_samples: int
     seq_length: int
     seed: int
-    files_name: str | None = None
+    index_name: str | None = None
     """What stands for the documents in the files' names; None: the split's name, as in Megatron."""
 
     def plan(self) -> EpochPlan:
@@ -50,7 +50,7 @@ class IndexRequest:
 
     def paths(self) -> tuple[str, str, str]:
         """Megatron's names for the files of the document, sample and shuffle index."""
-        stem = f"{self.dataset.prefix}_{self.files_name or self.split_name}_indexmap"
+        stem = f"{self.dataset.prefix}_{self.index_name or self.split_name}_indexmap"
         stem += f"_{self.num_samples}ns_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 

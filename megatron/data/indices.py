@@ -3,15 +3,13 @@ samples.
 
 Three arrays, made in this order from one `numpy.random.RandomState(seed)`:
 
-document index  the documents of all epochs, shuffled together. If the last epoch is used by less than 95 %,
-it is
-                shuffled apart and stands at the end, so that no document is seen an extra time before all
-                were seen.
-sample index    the documents, laid end to end in that order, are cut every seq_length tokens. Row i says
-where
-                sample i begins (place in the document index, token in that document) and row i + 1 where its
-                last token lies: a sample is seq_length + 1 tokens and shares one with the next.
-shuffle index   the order of the samples, the last epoch again apart.
+document index  The documents of all epochs, shuffled together. If less than 95 % of the last epoch is used,
+                the last epoch is shuffled separately and appended, so that no document is repeated before
+                all documents were read.
+sample index    The documents are concatenated in that order and split every seq_length tokens. Row i holds
+                the start of sample i (position in the document index, token in that document). Row i + 1
+                holds its last token: a sample has seq_length + 1 tokens and shares one with the next.
+shuffle index   The shuffled order of the samples; the last epoch again separately.
 """
 
 from __future__ import annotations

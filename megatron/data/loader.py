@@ -34,7 +34,7 @@ class GPTBatchLoader:
         *,
         micro_batch_size: int,
         dp_rank: int,
-        data_size: int,
+        dp_size: int,
         eod: int | None = None,
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
@@ -45,7 +45,7 @@ class GPTBatchLoader:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
-        self.data_size = data_size
+        self.dp_size = dp_size
         self._masked_token = eod if eod_mask_loss else None
         self._vocab_size = vocab_size
         self._workers = ThreadPoolExecutor(num_workers, "read-ahead") if num_workers > 0 else None
@@ -55,14 +55,14 @@ class GPTBatchLoader:
     def micro_batches(self, consumed_samples: int, global_batch_size: int) -> Iterator[MicroBatch]:
         """The micro-batches of the step that follows `consumed_samples`, on this data rank.
 
-        Steps may differ in `global_batch_size`, a multiple of micro_batch_size * data_size. Raises
+        Steps may differ in `global_batch_size`, a multiple of micro_batch_size * dp_size. Raises
         ConfigError if the dataset ends before the step does.
         """
-        per_micro_batch = self.micro_batch_size * self.data_size
+        per_micro_batch = self.micro_batch_size * self.dp_size
         if global_batch_size % per_micro_batch:
             raise ConfigError(
                 f"global batch {global_batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size} times data-parallel size {self.data_size}: change "
+                f"{self.micro_batch_size} times data-parallel size {self.dp_size}: change "
                 "--global-batch-size or --rampup-batch-size"
             )
         if consumed_samples + global_batch_size > len(self.dataset):
@@ -76,7 +76,7 @@ class GPTBatchLoader:
             self.micro_batch_size,
             global_batch_size // per_micro_batch,
             self.dp_rank,
-            self.data_size,
+            self.dp_size,
         )
         return (self._next(int(samples[0])) for samples in steps)
 
@@ -90,7 +90,7 @@ class GPTBatchLoader:
         if self._workers is None:
             return self._read(start)
         # On one rank micro-batches follow each other at this distance, across steps of whatever size.
-        stride = self.micro_batch_size * self.data_size
+        stride = self.micro_batch_size * self.dp_size
         wanted = range(start, start + (self._read_ahead + 1) * stride, stride)
         for other in [key for key in self._pending if key not in wanted]:
             self._pending.pop(other).cancel()

@@ -18,11 +18,11 @@ Opener = Callable[[str, str], IndexedDataset]
 
 @dataclass(frozen=True)
 class Component:
-    """The documents of one dataset that a blend reads. files_name: see IndexRequest."""
+    """The documents of one dataset that a blend reads. index_name: see IndexRequest."""
 
     dataset: IndexedDataset
     documents: range
-    files_name: str | None = None
+    index_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DocumentGroup:
     name: str
     components: tuple[Component, ...]
     weights: tuple[int, ...]
-    cut: list[float] | list[list[float]]
+    fractions: list[float] | list[list[float]]
     """What the user gave, in fractions: of train, valid and test, or START and END of each component."""
 
     @property
@@ -82,8 +82,8 @@ def _weighted_group(
                 f"in the group '{name}', is none of them: widen the range, or leave it out"
             )
         # Groups share index files where they read the same documents, whatever they are called.
-        files_name = f"documents{documents.start}-{documents.stop}"
-        components.append(Component(dataset, documents, files_name))
+        index_name = f"documents{documents.start}-{documents.stop}"
+        components.append(Component(dataset, documents, index_name))
     weights = integer_weights([path.weight for path in paths])
     return DocumentGroup(name, tuple(components), weights, [[path.start, path.end] for path in paths])
 

@@ -22,7 +22,7 @@ class GPTModel(nn.Module):
     """Runs the layers of `pipeline_layers` in order. Parameter names are those of `GPTModelPipe`.
 
     It needs no process group. Its parameters are fp32 and uninitialized until weights are loaded, for example
-    with `megatron.checkpoint.weights.load_whole_weights`. Layer norms are PyTorch's, not apex's.
+    with `megatron.checkpoint.weights.load_full_weights`. Layer norms are PyTorch's, not apex's.
     """
 
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:

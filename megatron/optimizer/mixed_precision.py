@@ -54,7 +54,7 @@ class OptimizerProcessGroups:
     """The process groups of an optimizer step; None stands for a group of one rank."""
 
     data: dist.ProcessGroup | None
-    data_size: int
+    dp_size: int
     dp_rank: int
     model: dist.ProcessGroup | None
     """All stages and tensor ranks of one data-parallel replica."""
@@ -113,7 +113,7 @@ class MixedPrecisionOptimizer:
         self.tp_group = tp_group
         self.scaler = scaler
         self.clip_grad = clip_grad
-        self.partition_count = groups.data_size if zero.zero_stage >= 1 else 1
+        self.partition_count = groups.dp_size if zero.zero_stage >= 1 else 1
         if zero.zero_stage >= 1:
             # DeepSpeed's engine looks for this attribute: if it exists, every data-parallel rank saves its
             # state.
@@ -139,7 +139,7 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        dp_group = groups.data if groups.data_size > 1 else None
+        dp_group = groups.data if groups.dp_size > 1 else None
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
@@ -217,7 +217,7 @@ class MixedPrecisionOptimizer:
         """
         # Gradients are sums over data-parallel ranks, of the scaled loss: the factor gives those of the mean
         # loss.
-        factor = 1.0 / (self.scaler.scale * self.groups.data_size)
+        factor = 1.0 / (self.scaler.scale * self.groups.dp_size)
         self.grad_norm = self._global_norm() * factor
         self.overflow = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
@@ -291,7 +291,7 @@ class MixedPrecisionOptimizer:
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
-        if self.groups.data_size > 1:
+        if self.groups.dp_size > 1:
             # Each model-parallel group may round differently, but all replicas must clip by the same factor.
             dist.broadcast(square, group=self.groups.data, group_src=0)
         total = square.item()  # the only synchronization with the device in a step

@@ -36,7 +36,7 @@ from megatron.planner.stages import layer_kinds
 WARM_UP, REPEATS = 2, 7
 
 
-def is_measured(config: Config) -> bool:
+def needs_profiling(config: Config) -> bool:
     """The layers' times are found once the processes have met: rank 0 reads or all measure."""
     method = parse_partition_method(config.parallel.partition_method)
     return method.kind == "profile" and not config.training.dry_run

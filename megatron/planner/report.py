@@ -69,13 +69,18 @@ def _pipeline_line(schedule: str, micro_batches: int, ranks: int) -> str:
 def stage_map(plan: StagePlan) -> str:
     """A table of the stages: layer indices, weight and its share of the mean, parameters, content; then the
     heaviest stage (with dualpipev: rank) and what it costs."""
-    header = ["stage", "layers", f"weight{f' ({plan.cut.unit})' if plan.cut.unit else ''}", "of mean"]
+    header = [
+        "stage",
+        "layers",
+        f"weight{f' ({plan.partition.unit})' if plan.partition.unit else ''}",
+        "of mean",
+    ]
     rows = [[*header, "parameters per rank", "content"]]
     if plan.is_v_schedule:
         rows[0][0:0] = ["rank", "its weight"]
     ranks = plan.rank_weights()
     mean = sum(ranks) / len(ranks)
-    for stage, weight in enumerate(plan.cut.weights):
+    for stage, weight in enumerate(plan.partition.weights):
         of_rank = ranks[plan.rank_of(stage)]
         share = f"{of_rank / mean:.2f}" if mean else "-"
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
@@ -94,7 +99,7 @@ def heaviest_line(plan: StagePlan) -> str:
     ratio = heaviest / mean
     consequence = (
         f"it needs {100 * (ratio - 1):.1f} % more than the mean"
-        if plan.cut.unit == MEMORY_UNIT
+        if plan.partition.unit == MEMORY_UNIT
         else f"waiting for it costs up to {100 * (1 - 1 / ratio):.1f} % of the efficiency"
     )
     return (
@@ -105,11 +110,11 @@ def heaviest_line(plan: StagePlan) -> str:
 
 def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
     """How busy the ranks are with stages that weigh what they weigh, where that is time or work."""
-    if plan.cut.unit not in TIME_UNITS or not any(plan.cut.weights):
+    if plan.partition.unit not in TIME_UNITS or not any(plan.partition.weights):
         return []
     micro_batches = micro_batches_per_step(config)
     # A backward pass is twice a forward pass.
-    forward = [weight / 3 for weight in plan.cut.weights]
+    forward = [weight / 3 for weight in plan.partition.weights]
     backward = [2 * weight for weight in forward]
     transfer = [0.0] * (len(forward) - 1)
     schedule = config.parallel.pipeline_schedule

@@ -29,7 +29,7 @@ class StagePlan:
     names: list[str]
     parameters: list[int]
     """Per layer, on one tensor-parallel rank."""
-    cut: Partition
+    partition: Partition
     is_v_schedule: bool
     """Each rank holds two stages: r, and as many from the end."""
     total_parameters: int
@@ -37,15 +37,15 @@ class StagePlan:
 
     @property
     def bounds(self) -> list[int]:
-        return self.cut.bounds
+        return self.partition.bounds
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds the stage."""
-        return min(stage, len(self.cut.weights) - 1 - stage) if self.is_v_schedule else stage
+        return min(stage, len(self.partition.weights) - 1 - stage) if self.is_v_schedule else stage
 
     def rank_weights(self) -> list[float]:
         """Weight per pipeline rank."""
-        weights = self.cut.weights
+        weights = self.partition.weights
         return (
             [a + b for a, b in zip(weights, weights[::-1], strict=True)][: len(weights) // 2]
             if self.is_v_schedule
@@ -77,7 +77,7 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
     layers = pipeline_layers(context, vocab_size, eod=0)
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
     is_v_schedule = parallel.pipeline_schedule == "dualpipev"
-    cut = partition_layers(
+    partition = partition_layers(
         parse_partition_method(parallel.partition_method),
         layer_table(config, vocab_size, names, parameters, seconds),
         parallel.pipeline_model_parallel_size,
@@ -87,7 +87,7 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
     whole = layer_parameter_counts(layers, whole=True)
     _, head = embedding_and_head(names)
     total = sum(whole) - whole[head]
-    return StagePlan(parallel.partition_method, names, parameters, cut, is_v_schedule, total)
+    return StagePlan(parallel.partition_method, names, parameters, partition, is_v_schedule, total)
 
 
 def layer_table(

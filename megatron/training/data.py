@@ -45,7 +45,7 @@ class RunData:
     test: dict[str, GPTBatchLoader]
 
 
-def fingerprint_of(config: Config, length: RunLength, vocabulary: Vocabulary) -> dict:
+def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary) -> dict:
     """What identifies the training data, its order and its vocabulary; ConfigError if there is no document to
     train on."""
     model, training = config.model, config.training
@@ -75,7 +75,7 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
             dataset,
             micro_batch_size=config.batch.micro_batch_size,
             dp_rank=layout.dp_rank,
-            data_size=layout.dp_size,
+            dp_size=layout.dp_size,
             eod=vocabulary.eod,
             eod_mask_loss=config.data.eod_mask_loss,
             vocab_size=vocabulary.size,

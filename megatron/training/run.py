@@ -16,11 +16,11 @@ from megatron.config.batch import BatchSchedule
 from megatron.engine.pipeline_engine import ENGINES
 from megatron.model.gpt_model import GPT_MODELS
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.layer_times import find_layer_times, is_measured, read_layer_times
+from megatron.planner.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.planner.report import run_report
 from megatron.planner.stages import plan_stages
 from megatron.tokenizer.vocabulary import find_vocabulary
-from megatron.training.data import fingerprint_of, open_data
+from megatron.training.data import open_data, run_fingerprint
 from megatron.training.logging.output_folders import make_output_folders
 from megatron.training.trainer import Trainer, make_metrics, run_length
 
@@ -34,7 +34,7 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
     # Mistakes in flags and files are found here, before the processes meet.
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
-    plan = None if is_measured(config) else plan_stages(config, vocab.size, times)
+    plan = None if needs_profiling(config) else plan_stages(config, vocab.size, times)
     batches = BatchSchedule.from_config(config.batch)
     length = run_length(config, batches)
     lr_schedule = resumed_schedule(None, config)
@@ -42,15 +42,15 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
         if processes.is_main_process():
             print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
         return False
-    fingerprint = fingerprint_of(config, length, vocab)
+    fingerprint = run_fingerprint(config, length, vocab)
     checkpoint = folder_owner = None
     if processes.is_main_process():
-        start.check_load(config)
+        start.check_load_folder(config)
     make_output_folders(config)
     if processes.is_main_process():
         saved_to = None if config.training.no_train else config.checkpoint.save
-        say = partial(print, flush=True)
-        folder_owner = on_exit.enter_context(owner.hold(saved_to, node_name(os.environ), say))
+        print_fn = partial(print, flush=True)
+        folder_owner = on_exit.enter_context(owner.hold_folder(saved_to, node_name(os.environ), print_fn))
         checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
 
     rank = processes.init_distributed(config)
@@ -70,7 +70,7 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
     engine = ENGINES[schedule](config, layout, tp_group, model)
     state = manager.restore_or_init(engine, checkpoint, fingerprint, metrics.print)
     if folder_owner is not None:
-        folder_owner.note_run(engine.checkpoint_identity.run_id)
+        folder_owner.set_run_id(engine.checkpoint_identity.run_id)
     data = open_data(config, layout, length, vocab)
     checkpoints = manager.CheckpointManager(engine, vocab.size, vocab.eod, fingerprint, folder_owner)
     trainer = Trainer(config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints)

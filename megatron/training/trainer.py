@@ -94,7 +94,7 @@ class Trainer:
 
     def advance(self, state: TrainingState) -> TrainingState:
         """One step, or past the iterations that are to be skipped."""
-        return self.stability.past_skipped_range(state, self.length.iterations) or self.step(state)
+        return self.stability.skip_range(state, self.length.iterations) or self.step(state)
 
     def step(self, state: TrainingState) -> TrainingState:
         """One optimizer step on the next global batch; returns the state reached, after a rollback too."""

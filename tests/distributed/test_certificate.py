@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.manager import (
     TrainingState,
     find_checkpoint,
@@ -31,7 +31,7 @@ def save(row, folder):
 
 def start(row, folder):
     """What a resume prints, or why it stops; and the certificate that it would save at once."""
-    from megatron.checkpoint.verification.record import certify
+    from megatron.checkpoint.verification.record import make_integrity_record
 
     config = config_of(row, checkpoint={"load": str(folder)})
     engine = build_engine(config)
@@ -41,7 +41,7 @@ def start(row, folder):
         restore_or_init(engine, find_latest(folder), FINGERPRINT, printed.append)
     except ConfigError as error:
         return str(error)
-    return "\n".join(printed), certify(engine, VOCAB)
+    return "\n".join(printed), make_integrity_record(engine, VOCAB)
 
 
 def certificate_in(folder):
@@ -89,7 +89,7 @@ def change(folder, what):
         torch.save(state, path)
         run["files"][path.name]["bytes"] = path.stat().st_size
     del run["sha256"]
-    (folder / "run.json").write_text(json.dumps(seal(run)))
+    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def find(folder, fingerprint=FINGERPRINT, **changes):
 def load_lines(folder, fingerprint, changes):
     checkpoint, config = find(folder, fingerprint, **changes)
     checks = load_checkpoint(build_engine(config), checkpoint, fingerprint)
-    return {check.subject: check.finding for check in checks}
+    return {check.subject: check.result for check in checks}
 
 
 def test_other_data_are_taken_if_asked_for(tmp_path):

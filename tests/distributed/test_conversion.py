@@ -48,7 +48,7 @@ import itertools, os, signal, sys
 from megatron.checkpoint.convert import to_universal as universal
 
 # Worker threads share the counter: each number is given out once, so exactly one of them sees the last.
-blocks, numbers, last = universal.whole_blocks, itertools.count(1), int(sys.argv.pop())
+blocks, numbers, last = universal.merged_blocks, itertools.count(1), int(sys.argv.pop())
 
 def then_kill(*args):
     for block in blocks(*args):
@@ -57,7 +57,7 @@ def then_kill(*args):
         if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-universal.whole_blocks = then_kill
+universal.merged_blocks = then_kill
 from tools.ds_to_universal import main
 main()
 """

@@ -10,7 +10,7 @@ from megatron.cluster.exit_codes import RunStopped
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
-from megatron.training.logging.moments import describe_moments, moments_here
+from megatron.training.logging.moments import describe_moments, local_moments
 from tests.distributed.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
 from tests.distributed.pool import run_world
 
@@ -95,7 +95,7 @@ def moments_and_table(row):
             assert fragments.keys() == {"exp_avg", "exp_avg_sq"}
             assert all(f.dtype == torch.float32 and f.numel() == length for f in fragments.values())
             assert not flat.quantized or start % BLOCK_SIZE == 0
-    return moments_here(optimizer), describe_moments(optimizer)
+    return local_moments(optimizer), describe_moments(optimizer)
 
 
 @cache

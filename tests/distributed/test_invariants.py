@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.cluster.exit_codes import RunStopped
-from megatron.training.stability.invariants import broken_invariants
+from megatron.training.stability.invariants import find_invariant_violation
 from tests.distributed.layouts import Row, config_of
 from tests.distributed.layouts import train as train_engine
 from tests.distributed.pool import run_world
@@ -38,12 +38,12 @@ def findings(row, changes, precision):
     """Before and after one rank's state is changed: changes = (rank, name, kind, value)."""
     engine = make_trainer(config_of(row, model=TWO_LAYERS, precision=precision)).engine
     train_engine(engine, [0, 1])
-    before = broken_invariants(engine.optimizer, engine.layout)
+    before = find_invariant_violation(engine.optimizer, engine.layout)
     rank, name, kind, value = changes
     if engine.layout.rank == rank:
         with torch.no_grad():
             change(engine, name, kind, value)
-    return before, broken_invariants(engine.optimizer, engine.layout)
+    return before, find_invariant_violation(engine.optimizer, engine.layout)
 
 
 EVERYTHING = Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2)

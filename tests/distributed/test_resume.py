@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.manager import (
     SaveError,
     TrainingState,
@@ -227,7 +227,7 @@ def test_another_vocabulary_of_the_same_size_is_refused_even_with_other_data(sav
     path = saved / "global_step1" / "run.json"
     run = json.loads(path.read_text())
     del run["sha256"]
-    path.write_text(json.dumps(seal({**run, "data": {**FINGERPRINT, VOCABULARY_KEY: "a" * 64}})))
+    path.write_text(json.dumps(add_checksum({**run, "data": {**FINGERPRINT, VOCABULARY_KEY: "a" * 64}})))
     assert find(saved, fingerprint={**FINGERPRINT, VOCABULARY_KEY: "a" * 64}) is not None
     assert find(saved) is not None  # a run without a tokenizer
     options = {"checkpoint": {"load": str(saved), "override_data": True}}
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
     path = saved / "global_step1" / "run.json"
     run = json.loads(path.read_text())
     del run["sha256"]
-    path.write_text(json.dumps(seal({**run, "state": asdict(TrainingState()), "data": {}})))
+    path.write_text(json.dumps(add_checksum({**run, "state": asdict(TrainingState()), "data": {}})))
     assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
     with pytest.raises(ConfigError, match="num_layers was 4, is 3"):
         find(saved, model={"num_layers": 3})
@@ -266,7 +266,7 @@ def test_a_universal_checkpoint_is_not_taken_for_a_native_one(saved):
 def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
     (saved / "latest").write_text("global_step7")
     checkpoint = find(saved)
-    assert checkpoint.folder == saved / "global_step1" and "global_step7" in checkpoint.passed_over
+    assert checkpoint.folder == saved / "global_step1" and "global_step7" in checkpoint.skip_reason
 
 
 # --- complete or invisible ---
@@ -288,7 +288,7 @@ def settle(row, folder):
         settled = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
     except ConfigError as error:
         return str(error)
-    return settled.state.iteration, settled.passed_over
+    return settled.state.iteration, settled.skip_reason
 
 
 def flip_a_byte(path):
@@ -303,9 +303,9 @@ def test_a_flipped_byte_is_named_and_the_checkpoint_before_taken(pattern, tmp_pa
     run_world(row.world_size, save_twice, row, tmp_path)
     (damaged,) = (tmp_path / "global_step2").glob(pattern)
     flip_a_byte(damaged)
-    for iteration, passed_over in run_world(2, settle, Row(tp=2), tmp_path):
+    for iteration, skip_reason in run_world(2, settle, Row(tp=2), tmp_path):
         assert iteration == 1
-        assert "global_step2" in passed_over and f"{damaged.name} is damaged" in passed_over
+        assert "global_step2" in skip_reason and f"{damaged.name} is damaged" in skip_reason
     flip_a_byte(next((tmp_path / "global_step1").glob(pattern)))
     for sentence in run_world(2, settle, Row(tp=2), tmp_path):
         assert "global_step2" in sentence and "global_step1:" in sentence and "is damaged" in sentence
@@ -345,7 +345,7 @@ def test_only_what_this_run_has_come_by_is_deleted(tmp_path):
     for name in ("global_step2", "global_step3", "global_step4"):
         run = json.loads((tmp_path / name / "run.json").read_text())
         del run["sha256"]
-        (tmp_path / name / "run.json").write_text(json.dumps(seal({**run, "lineage": []})))
+        (tmp_path / name / "run.json").write_text(json.dumps(add_checksum({**run, "lineage": []})))
     assert run_world(1, go_on, Row(), tmp_path, (5, 6), 1) == [1]
     assert (elsewhere / "run.json").is_file() and not (tmp_path / "global_step1").exists()
     left = {path.name for path in tmp_path.glob("global_step*")}
@@ -376,7 +376,7 @@ def test_a_disk_that_fills_up_leaves_what_was_complete(limit, tmp_path):
     assert "global_step2 cannot be written" in sentence
     found = find_latest(tmp_path)
     assert found.state.iteration == 1 and re.search(
-        r"saving-global_step2\.\w{8} was never finished", found.passed_over
+        r"saving-global_step2\.\w{8} was never finished", found.skip_reason
     )
     assert run_world(1, settle, Row(), tmp_path)[0][0] == 1
 
@@ -394,11 +394,11 @@ def save_trained(row, folder, steps):
 
 def whole_weights_from(folder):
     """Names and values of a single-process model, as it starts and as it is loaded."""
-    from megatron.checkpoint.weights import load_whole_weights
+    from megatron.checkpoint.weights import load_full_weights
 
     _, _, model = build_model(config_of(Row()))
     fresh = {name: p.detach().clone() for name, p in model.named_parameters()}
-    load_whole_weights(model, find_latest(folder).folder)
+    load_full_weights(model, find_latest(folder).folder)
     return fresh, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -423,11 +423,11 @@ def test_whole_weights_of_a_trained_checkpoint_are_its_shards_put_together(tmp_p
 
 
 def load_into_another_model(folder, changes):
-    from megatron.checkpoint.weights import load_whole_weights
+    from megatron.checkpoint.weights import load_full_weights
 
     _, _, model = build_model(config_of(Row(), model=changes))
     try:
-        load_whole_weights(model, folder)
+        load_full_weights(model, folder)
     except ConfigError as error:
         return str(error)
     return None

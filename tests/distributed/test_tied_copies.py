@@ -12,7 +12,7 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
-from megatron.training.stability.invariants import broken_invariants
+from megatron.training.stability.invariants import find_invariant_violation
 from tests.distributed.layouts import RATE, SEQ, Row, build_engine, config_of, sample_tokens
 from tests.distributed.pool import run_world
 
@@ -48,7 +48,8 @@ def sums_in_another_order():
 
 
 def copies_after(row, changes, steps, other_order):
-    """What `broken_invariants` finds after some steps: digests of all copies of weights, fp32 and moments."""
+    """What `find_invariant_violation` finds after some steps: digests of all copies of weights, fp32 and
+    moments."""
     batch_size = 2 * row.dp * row.micro_batch
     model = {"num_layers": 2, **LARGE_VOCABULARY, **changes.get("model", {})}
     batch = {"global_batch_size": batch_size}
@@ -63,7 +64,7 @@ def copies_after(row, changes, steps, other_order):
     def train():
         for step in range(steps):
             engine.train_step(micro_batches(step), step * batch_size, batch_size, RATE)
-        return broken_invariants(engine.optimizer, engine.layout)
+        return find_invariant_violation(engine.optimizer, engine.layout)
 
     if not other_order:
         return train()

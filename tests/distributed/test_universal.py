@@ -15,7 +15,7 @@ from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert, write_parameter
 from megatron.checkpoint.discovery import describe_start
 from megatron.checkpoint.formats.universal import UniversalParameters, find_universal
-from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, restore_or_init, save_checkpoint
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
@@ -101,7 +101,7 @@ def test_without_moments_the_optimizer_begins_anew(row, tmp_path):
     run = json.loads((target / "run.json").read_text())
     del run["sha256"], run["certificate"]
     run["files"] = {name: entry for name, entry in run["files"].items() if (target / name).exists()}
-    (target / "run.json").write_text(json.dumps(seal(run)))
+    (target / "run.json").write_text(json.dumps(add_checksum(run)))
     histories = [run_world(row.world_size, start_anew, row, tmp_path, before)[0] for before in ([], [9, 8])]
     assert histories[0] == histories[1]
 
@@ -374,7 +374,7 @@ def reseal(folder, run, *changed):
     for path in changed:
         run["files"][path.name] = describe_file(path)
     run = {key: value for key, value in run.items() if key != "sha256"}
-    (folder / "run.json").write_text(json.dumps(seal(run)))
+    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
 @pytest.mark.parametrize("damage", ["args", "moment", "native"])

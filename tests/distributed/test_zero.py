@@ -259,12 +259,12 @@ def save_midway(row, folder, changes):
 
 def open_midway(row, folder, changes):
     """The certificate of what was loaded, and the steps that follow."""
-    from megatron.checkpoint.verification.record import certify
+    from megatron.checkpoint.verification.record import make_integrity_record
 
     engine = build_engine(config_of(row, **changes))
     train(engine, [9])
     load_checkpoint(engine, find_latest(folder), FINGERPRINT)
-    return certify(engine, VOCAB), train(engine, range(3, 6))
+    return make_integrity_record(engine, VOCAB), train(engine, range(3, 6))
 
 
 @pytest.mark.gate(rows=2)
@@ -287,7 +287,7 @@ def test_the_layer_files_hold_the_weights(precision, tmp_path):
     ranks = run_world(4, save_midway, row, tmp_path, {})
     expected = full_weights([weights for weights, _ in ranks])
     specs = ranks[0][0].specs
-    found = dict(LayerFiles(tmp_path / "global_step3").all_wholes(specs))
+    found = dict(LayerFiles(tmp_path / "global_step3").all_tensors(specs))
     assert found.keys() == expected.keys() and WORD_EMBEDDING in found
     for name, whole in found.items():
         used = specs[name].num_valid_rows

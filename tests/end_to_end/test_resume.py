@@ -79,7 +79,7 @@ def test_each_start_goes_on_from_the_newest_complete_checkpoint_and_says_which(
     interrupted: tuple[list[Run], Path],
 ) -> None:
     (left, killed, switched, signalled, finished), checkpoints = interrupted
-    nothing_there = f"starting from new weights (--load {checkpoints} holds no checkpoint)"
+    nothing_there = f"initializing from scratch (--load {checkpoints} holds no checkpoint)"
     assert nothing_there in left.stdout
     assert [step["iteration"] for step in left.steps] == [1, 2, 3]
     assert f"saved {checkpoints / 'global_step3'}" in left.stdout

@@ -102,7 +102,7 @@ def test_104b_goes_on_after_all_that_befalls_it(
     job = submit("tr8-104B.slurm", **variables)
     job.wait_for("/checkpoints/global_step5 in ")
     os.kill(job.rank(2), signal.SIGKILL)
-    job.wait_for("compared with what was saved")
+    job.wait_for("checkpoint verification")
     job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
     assert job.end() == 0, job.log()
     log = job.log()
@@ -193,7 +193,7 @@ print(f"rank {report.rank}: restart {os.environ.get('SLURM_RESTART_COUNT', 0)}",
 with exit_on_error(report):
     if "--fail" in sys.argv:
         raise ValueError("broken")
-    report.reach(1)
+    report.set_iteration(1)
 while not report.asked_to_leave():
     time.sleep(0.1)
 sys.exit(exit_code(report, should_requeue=True))

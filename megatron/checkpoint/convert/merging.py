@@ -10,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from megatron.checkpoint.convert.rules import Merge, Rule
+from megatron.checkpoint.convert.rules import MergePlan, Rule
 from megatron.checkpoint.formats.torch_archive import StoredTensor
 from megatron.checkpoint.integrity.files import open_regular
 from megatron.config.errors import ConfigError
@@ -69,13 +69,13 @@ class Shard:
             done += length
 
 
-class Drift:
+class ReplicaMismatch:
     """The largest difference between tensor ranks' copies that has been seen."""
 
     def __init__(self) -> None:
         self.largest = 0.0
 
-    def see(self, one: np.ndarray, other: np.ndarray) -> bool:
+    def update(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Whether the two differ."""
         if memoryview(one).cast("B") == memoryview(other).cast("B"):
             return False
@@ -85,34 +85,36 @@ class Drift:
         return self.largest > 0.0
 
 
-def whole_blocks(merge: Merge, shards: Sequence[Shard], drift: Drift) -> Iterator[np.ndarray]:
+def merged_blocks(
+    plan: MergePlan, shards: Sequence[Shard], mismatch: ReplicaMismatch
+) -> Iterator[np.ndarray]:
     """The whole's elements in order, without padding, each block valid until the next.
 
-    shards: of all tensor ranks, in order. Of copies that differ the mean comes, and `drift` tells.
+    shards: of all tensor ranks, in order. Of copies that differ the mean comes, and `mismatch` tells.
     Raises ConfigError where the shards are not of the size that the whole asks for.
     """
-    saved = prod((merge.saved_rows, *merge.shape[1:]))
-    expected = saved // len(shards) if merge.is_cut else saved
+    saved = prod((plan.saved_rows, *plan.shape[1:]))
+    expected = saved // len(shards) if plan.is_sharded else saved
     for rank, shard in enumerate(shards):
         if shard.numel != expected:
             raise ConfigError(
-                f"{merge.name}: tensor rank {rank} holds {shard.numel:,} elements, expected {expected:,} of "
-                f"a whole of shape {merge.shape}: the files are not of one checkpoint"
+                f"{plan.name}: tensor rank {rank} holds {shard.numel:,} elements, expected {expected:,} of "
+                f"a whole of shape {plan.shape}: the files are not of one checkpoint"
             )
-    if not merge.is_cut:
-        return _copies(shards, drift)
-    if merge.rule is Rule.ROWS and len(shards) > 1:
-        return _interleaved(merge, shards)
-    return _joined(merge, shards)
+    if not plan.is_sharded:
+        return _mean_of_replicas(shards, mismatch)
+    if plan.rule is Rule.ROWS and len(shards) > 1:
+        return _interleave_columns(plan, shards)
+    return _concat_rows(plan, shards)
 
 
-def _joined(merge: Merge, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+def _concat_rows(plan: MergePlan, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
     """Cut along dimension 0: runs of elements that follow one another both here and there."""
-    left = prod(merge.shape)
+    left = prod(plan.shape)
     buffer = np.empty(min(BLOCK_BYTES // _ITEM_BYTES, left), np.float32)
-    for block in range(merge.blocks):
+    for block in range(plan.blocks):
         for shard in shards:
-            length = shard.numel // merge.blocks
+            length = shard.numel // plan.blocks
             for start in range(0, min(length, left), len(buffer)):
                 part = buffer[: min(len(buffer), length - start, left - start)]
                 shard.read(block * length + start, part)
@@ -120,9 +122,9 @@ def _joined(merge: Merge, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
             left -= min(length, left)
 
 
-def _interleaved(merge: Merge, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+def _interleave_columns(plan: MergePlan, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
     """Cut along dimension 1: each row of the whole is made of a row of every shard."""
-    rows, columns = merge.shape
+    rows, columns = plan.shape
     width = columns // len(shards)
     step = min(max(BLOCK_BYTES // (columns * _ITEM_BYTES), 1), rows)
     whole, part = np.empty((step, columns), np.float32), np.empty((step, width), np.float32)
@@ -134,7 +136,7 @@ def _interleaved(merge: Merge, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
         yield whole[:height]
 
 
-def _copies(shards: Sequence[Shard], drift: Drift) -> Iterator[np.ndarray]:
+def _mean_of_replicas(shards: Sequence[Shard], mismatch: ReplicaMismatch) -> Iterator[np.ndarray]:
     """Whole on every rank."""
     numel = shards[0].numel
     step = min(max(BLOCK_BYTES // _ITEM_BYTES // len(shards), 1), numel)
@@ -143,7 +145,7 @@ def _copies(shards: Sequence[Shard], drift: Drift) -> Iterator[np.ndarray]:
         parts = [buffer[: numel - start] for buffer in buffers]
         for shard, part in zip(shards, parts, strict=True):
             shard.read(start, part)
-        differ = [drift.see(parts[0], part) for part in parts[1:]]
+        differ = [mismatch.update(parts[0], part) for part in parts[1:]]
         yield np.mean(parts, axis=0, dtype=np.float32) if any(differ) else parts[0]
 
 

@@ -30,7 +30,7 @@ VERSION_KEY = "universal_checkpoint_version"
 VERSION = 0.4
 VOCAB_SIZE_KEY = "original_vocab_size"
 PIPELINE_REPLICATED_KEY = "pipeline_replicated_parameter_patterns"
-TIED = "tied_modules."
+TIED_PREFIX = "tied_modules."
 # A model has some twenty kinds of parameters.
 _MAX_PATTERNS = 1000
 # Ways to merge of DeepSpeed's that no parameter of this repo needs; a checkpoint with them is refused.
@@ -50,7 +50,7 @@ class Rule(Enum):
     """Each has the whole; the copies may differ in programs that let them drift."""
     ROWS = "parameter_with_row_parallelism_patterns"
     """Row-parallel in Megatron's sense: cut along dimension 1."""
-    TWO_BLOCKS = "parameter_with_2_sub_params_cat_dim_0"
+    TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
     """A gated MLP: two halves one below the other, each cut along dimension 0."""
     VOCABULARY = "vocabulary_parameter_patterns"
     """Cut along dimension 0, with padding below that is not stored."""
@@ -59,7 +59,7 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergePlan:
     """A parameter and how it is put together: its rule, its whole shape without padding, and the rows that
     the tensor ranks hold together, with padding."""
 
@@ -69,7 +69,7 @@ class Merge:
     saved_rows: int
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.rule not in (Rule.REPLICATED, Rule.AVERAGED)
 
     @property
@@ -80,7 +80,7 @@ class Merge:
     @property
     def blocks(self) -> int:
         """As in `ParameterSpec`."""
-        return 2 if self.rule is Rule.TWO_BLOCKS else 1
+        return 2 if self.rule is Rule.TWO_SUB_PARAMS else 1
 
     @property
     def bytes_per_state(self) -> int:
@@ -89,7 +89,7 @@ class Merge:
 
     def entry(self) -> dict[str, Any]:
         """What stands beside the tensor in DeepSpeed's file of it."""
-        entry: dict[str, Any] = {"cat_dim": self.dim} if self.is_cut else {}
+        entry: dict[str, Any] = {"cat_dim": self.dim} if self.is_sharded else {}
         if self.blocks > 1:
             entry["param_n_sub_params"] = self.blocks
         if self.rule is Rule.VOCABULARY:
@@ -103,7 +103,7 @@ def rule_of(name: str, record: Mapping[str, Any]) -> Rule:
     if record["used_rows"] is not None:
         rules = {(0, 1): Rule.VOCABULARY}
     else:
-        rules = {(0, 1): Rule.COLUMNS, (0, 2): Rule.TWO_BLOCKS, (1, 1): Rule.ROWS}
+        rules = {(0, 1): Rule.COLUMNS, (0, 2): Rule.TWO_SUB_PARAMS, (1, 1): Rule.ROWS}
         if record["shard_dim"] is None:
             return Rule.REPLICATED
     if cut not in rules:
@@ -121,7 +121,10 @@ def derive_info(records: Mapping[str, Mapping[str, Any]], vocab_size: int) -> di
     """
     patterns: dict[str, list[str]] = {PIPELINE_REPLICATED_KEY: [], **{rule.value: [] for rule in Rule}}
     for name, record in records.items():
-        keys = [rule_of(name, record).value, *([PIPELINE_REPLICATED_KEY] if name.startswith(TIED) else [])]
+        keys = [
+            rule_of(name, record).value,
+            *([PIPELINE_REPLICATED_KEY] if name.startswith(TIED_PREFIX) else []),
+        ]
         for key in keys:
             if pattern_of(name) not in patterns[key]:
                 patterns[key].append(pattern_of(name))
@@ -172,7 +175,7 @@ def check_rules(info: Mapping[str, Any], names: Iterable[str]) -> None:
         raise ValueError(f"pattern {pattern} of {INFO_KEY} matches no parameter")
 
 
-def foreign_rule(info: Mapping[str, Any], name: str) -> Rule:
+def external_rule(info: Mapping[str, Any], name: str) -> Rule:
     """The rule for a parameter of a program that lists no columns: as DeepSpeed's converter, which joins
     along dimension 0 what no pattern matches, and strips padding of what some other pattern matches too.
 

@@ -12,19 +12,19 @@ from typing import Any
 from megatron.checkpoint.convert.rules import (
     INFO_KEY,
     VOCAB_SIZE_KEY,
-    Merge,
+    MergePlan,
     Rule,
     check_info,
     check_rules,
     derive_info,
-    foreign_rule,
+    external_rule,
     matching,
     unused_patterns,
 )
 from megatron.checkpoint.discovery import RUN_FILE, open_checkpoint
 from megatron.checkpoint.formats.native import OptimizerFiles, model_files
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.integrity.files import expect_layout
 from megatron.checkpoint.integrity.names import check_parameter, is_shape
 from megatron.config.errors import ConfigError
 
@@ -38,7 +38,7 @@ class Source:
 
     folder: Path
     tensor_size: int
-    merges: dict[str, Merge]
+    plans: dict[str, MergePlan]
     files: OptimizerFiles
     run: dict[str, Any] | None
     warnings: tuple[str, ...] = ()
@@ -53,13 +53,13 @@ def open_source(folder: Path, strict: bool = True, derive_rules: bool = False) -
     Raises ConfigError for a checkpoint that is damaged, incomplete, or that says too little.
     """
     if (folder / RUN_FILE).is_file():
-        return _own_source(folder, strict, derive_rules)
-    return _foreign_source(folder, strict)
+        return _native_source(folder, strict, derive_rules)
+    return _external_source(folder, strict)
 
 
-def _own_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
+def _native_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
     run = open_checkpoint(folder).run
-    with expecting_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
+    with expect_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
         records, vocab_size = run["parameters"], run["vocab_size"]
         tensor_size = run["layout"]["tensor_model_parallel_size"]
     info = run.get(INFO_KEY)
@@ -79,16 +79,16 @@ def _own_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
         if strict or any(len(matching(info, name)) != 1 for name in records):
             raise ConfigError(f"checkpoint {folder}: {error}") from error
         warnings = (str(error),)
-    merges = {}
+    plans = {}
     for name, record in records.items():
         ((rule, _),) = matching(info, name)
         saved_rows, *others = record["whole_shape"]
         rows = info.get(VOCAB_SIZE_KEY) if rule is Rule.VOCABULARY else saved_rows
-        merges[name] = _checked(Merge(name, rule, (rows, *others), saved_rows), tensor_size, folder)
-    return _complete(Source(folder, tensor_size, merges, OptimizerFiles(folder, tensor_size), run, warnings))
+        plans[name] = _checked(MergePlan(name, rule, (rows, *others), saved_rows), tensor_size, folder)
+    return _complete(Source(folder, tensor_size, plans, OptimizerFiles(folder, tensor_size), run, warnings))
 
 
-def _foreign_source(folder: Path, strict: bool) -> Source:
+def _external_source(folder: Path, strict: bool) -> Source:
     """One that DeepSpeed wrote for another program of the family: it tells shapes of shards, and patterns."""
     paths = model_files(folder)
     if not paths:
@@ -106,8 +106,8 @@ def _foreign_source(folder: Path, strict: bool) -> Source:
         )
     check_info(info, paths[0])
     first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
-    merges: dict[str, Merge] = {}
-    with expecting_layout(paths[0], "the states of a model-parallel rank"):
+    plans: dict[str, MergePlan] = {}
+    with expect_layout(paths[0], "the states of a model-parallel rank"):
         dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
         tensor_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
         if type(tensor_size) is not int or not 0 < tensor_size <= len(paths):
@@ -116,51 +116,51 @@ def _foreign_source(folder: Path, strict: bool) -> Source:
             for group in state.get("param_shapes") or ():
                 for name, shape in group.items():
                     check_parameter(name, path)
-                    merge = _foreign_merge(info, name, tuple(shape), tensor_size)
-                    if merges.setdefault(name, _checked(merge, tensor_size, folder)) != merge:
+                    plan = _external_plan(info, name, tuple(shape), tensor_size)
+                    if plans.setdefault(name, _checked(plan, tensor_size, folder)) != plan:
                         raise ConfigError(
                             f"checkpoint {folder}: the ranks hold parts of {name} of unequal shapes"
                         )
-    if not merges:
+    if not plans:
         raise ConfigError(f"checkpoint {folder}: the mp_rank files tell no param_shapes: it is not of ZeRO-1")
-    unused = unused_patterns(info, merges)
+    unused = unused_patterns(info, plans)
     if unused and strict:
         raise ConfigError(
             f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: --no_strict lets it "
             "pass"
         )
     warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
-    return _complete(Source(folder, tensor_size, merges, OptimizerFiles(folder, tensor_size), None, warnings))
+    return _complete(Source(folder, tensor_size, plans, OptimizerFiles(folder, tensor_size), None, warnings))
 
 
-def _foreign_merge(info: Mapping[str, Any], name: str, shard: tuple[int, ...], tensor_size: int) -> Merge:
-    rule = foreign_rule(info, name)
+def _external_plan(info: Mapping[str, Any], name: str, shard: tuple[int, ...], tensor_size: int) -> MergePlan:
+    rule = external_rule(info, name)
     whole = list(shard)
     if rule not in (Rule.REPLICATED, Rule.AVERAGED):
         whole[1 if rule is Rule.ROWS else 0] *= tensor_size
     saved_rows = whole[0]
     if rule is Rule.VOCABULARY:
         whole[0] = info[VOCAB_SIZE_KEY]
-    return Merge(name, rule, tuple(whole), saved_rows)
+    return MergePlan(name, rule, tuple(whole), saved_rows)
 
 
-def _checked(merge: Merge, tensor_size: int, folder: Path) -> Merge:
-    """The merge, if tensors of such shapes can be put together so."""
-    shape = (merge.saved_rows, *merge.shape[1:])
-    expected_dims = 2 if merge.rule is Rule.ROWS else len(shape)
-    if not (is_shape(shape) and is_shape(merge.shape) and merge.shape[0] <= shape[0]):
-        raise ConfigError(f"checkpoint {folder} gives {merge.name} a shape that no tensor has: it is damaged")
-    parts = tensor_size * merge.blocks
-    if len(shape) != expected_dims or (merge.is_cut and shape[merge.dim] % parts):
+def _checked(plan: MergePlan, tensor_size: int, folder: Path) -> MergePlan:
+    """The plan, if tensors of such shapes can be put together so."""
+    shape = (plan.saved_rows, *plan.shape[1:])
+    expected_dims = 2 if plan.rule is Rule.ROWS else len(shape)
+    if not (is_shape(shape) and is_shape(plan.shape) and plan.shape[0] <= shape[0]):
+        raise ConfigError(f"checkpoint {folder} gives {plan.name} a shape that no tensor has: it is damaged")
+    parts = tensor_size * plan.blocks
+    if len(shape) != expected_dims or (plan.is_sharded and shape[plan.dim] % parts):
         raise ConfigError(
-            f"checkpoint {folder}: {merge.name} of shape {shape} cannot have been cut into {parts} parts "
-            f"along dimension {merge.dim}: it is damaged"
+            f"checkpoint {folder}: {plan.name} of shape {shape} cannot have been cut into {parts} parts "
+            f"along dimension {plan.dim}: it is damaged"
         )
-    return merge
+    return plan
 
 
 def _complete(source: Source) -> Source:
-    missing = sorted(source.merges.keys() - set(source.files.names))
+    missing = sorted(source.plans.keys() - set(source.files.names))
     if missing:
         raise ConfigError(
             f"checkpoint {source.folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.checkpoint.convert.merging import BLOCK_BYTES, Drift, Shard, whole_blocks
-from megatron.checkpoint.convert.rules import Merge, rule_of
+from megatron.checkpoint.convert.merging import BLOCK_BYTES, ReplicaMismatch, Shard, merged_blocks
+from megatron.checkpoint.convert.rules import MergePlan, rule_of
 from megatron.checkpoint.convert.source import Source, identity
 from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE
 from megatron.checkpoint.formats.native import VALUES, model_files
@@ -46,7 +46,7 @@ from megatron.checkpoint.formats.torch_archive import (
     write_tensor,
 )
 from megatron.checkpoint.integrity.files import open_regular, read_small, rename_synced, sync_file, sync_tree
-from megatron.checkpoint.integrity.manifest import seal, write_atomically
+from megatron.checkpoint.integrity.manifest import add_checksum, write_atomically
 from megatron.checkpoint.integrity.names import shown
 from megatron.checkpoint.reshard import spec_record
 from megatron.config.errors import ConfigError
@@ -76,11 +76,11 @@ _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partit
 
 @dataclass(frozen=True)
 class Converted:
-    """A parameter that is written. drift: largest difference between the tensor ranks' copies of it or of its
-    moments, of which the mean was taken."""
+    """A parameter that is written. mismatch: largest difference between the tensor ranks' copies of it or of
+    its moments, of which the mean was taken."""
 
     name: str
-    drift: float = 0.0
+    mismatch: float = 0.0
 
 
 def convert(
@@ -101,10 +101,10 @@ def convert(
         return
     partial = target.with_name(target.name + PARTIAL)
     _begin(source, partial)
-    todo = [merge for merge in source.merges.values() if not _is_finished(source, partial, merge)]
-    todo.sort(key=lambda merge: merge.bytes_per_state, reverse=True)
-    states = {merge.name: 1 + len(source.files.moments(merge.name)) for merge in todo}
-    check_space(partial, sum(merge.bytes_per_state * states[merge.name] for merge in todo), "--output_folder")
+    todo = [plan for plan in source.plans.values() if not _is_finished(source, partial, plan)]
+    todo.sort(key=lambda plan: plan.bytes_per_state, reverse=True)
+    states = {plan.name: 1 + len(source.files.moments(plan.name)) for plan in todo}
+    check_space(partial, sum(plan.bytes_per_state * states[plan.name] for plan in todo), "--output_folder")
     _check_memory(workers)
     pool = ThreadPoolExecutor(workers)
     try:
@@ -114,10 +114,10 @@ def convert(
     finally:
         pool.shutdown(cancel_futures=True)
     _write_rest(source, partial)
-    put_in_place(partial, target)
+    move_into_place(partial, target)
 
 
-def put_in_place(partial: Path, target: Path) -> None:
+def move_into_place(partial: Path, target: Path) -> None:
     """Gives a finished universal checkpoint, which is on the disk then, its name, and lets `latest_universal`
     tell it."""
     shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
@@ -167,10 +167,10 @@ def write_parameter(
         if spec.num_valid_rows is None
         else (spec.num_valid_rows, *spec.global_shape[1:])
     )
-    merge = Merge(name, rule_of(name, spec_record(spec)), shape, shape[0])
+    plan = MergePlan(name, rule_of(name, spec_record(spec)), shape, shape[0])
     blocks = {key: [tensor.contiguous().numpy()] for key, tensor in {VALUES: values, **moments}.items()}
     step = others.get("step")
-    _write_files(folder, merge, blocks, None if step is None else float(step))
+    _write_files(folder, plan, blocks, None if step is None else float(step))
     _finish(folder, name)
 
 
@@ -178,47 +178,47 @@ def write_parameter(
 
 
 def _convert_parameter(
-    source: Source, partial: Path, allow_replica_mismatch: bool, merge: Merge
+    source: Source, partial: Path, allow_replica_mismatch: bool, plan: MergePlan
 ) -> Converted:
-    drift = Drift()
+    mismatch = ReplicaMismatch()
     with ExitStack() as stack:
         blocks = {}
-        for key in (VALUES, *source.files.moments(merge.name)):
-            pieces = [source.files.pieces(rank, merge.name, key) for rank in range(source.tensor_size)]
-            shards = [stack.enter_context(Shard(merge.name, parts)) for parts in pieces]
-            blocks[key] = whole_blocks(merge, shards, drift)
-        _write_files(partial, merge, blocks, _number(source.files.others(merge.name).get("step")))
-    if drift.largest and not allow_replica_mismatch:
+        for key in (VALUES, *source.files.moments(plan.name)):
+            pieces = [source.files.pieces(rank, plan.name, key) for rank in range(source.tensor_size)]
+            shards = [stack.enter_context(Shard(plan.name, parts)) for parts in pieces]
+            blocks[key] = merged_blocks(plan, shards, mismatch)
+        _write_files(partial, plan, blocks, _number(source.files.others(plan.name).get("step")))
+    if mismatch.largest and not allow_replica_mismatch:
         raise ConfigError(
-            f"checkpoint {source.folder}: the copies of {merge.name} on the tensor ranks differ by up to "
-            f"{drift.largest:.2e}: convert an older checkpoint, or take their mean with "
+            f"checkpoint {source.folder}: the copies of {plan.name} on the tensor ranks differ by up to "
+            f"{mismatch.largest:.2e}: convert an older checkpoint, or take their mean with "
             "--allow-replica-mismatch"
         )
-    if drift.largest:
+    if mismatch.largest:
         # Before it is finished: whoever goes on after an interruption does not see the copies again.
         (partial / AVERAGED_FOLDER).mkdir(exist_ok=True)
-        (partial / AVERAGED_FOLDER / merge.name).touch()
+        (partial / AVERAGED_FOLDER / plan.name).touch()
         sync_tree(partial / AVERAGED_FOLDER)
         sync_file(partial)
-    _finish(partial, merge.name)
-    return Converted(merge.name, drift.largest)
+    _finish(partial, plan.name)
+    return Converted(plan.name, mismatch.largest)
 
 
 def _write_files(
-    folder: Path, merge: Merge, blocks: Mapping[str, Iterable[np.ndarray]], step: float | None
+    folder: Path, plan: MergePlan, blocks: Mapping[str, Iterable[np.ndarray]], step: float | None
 ) -> None:
     """blocks: by state, the whole's elements in order."""
-    unfinished = folder / UNFINISHED_FOLDER / merge.name
+    unfinished = folder / UNFINISHED_FOLDER / plan.name
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     names = {VALUES: "fp32.pt", **MOMENT_FILES}
     for key, parts in blocks.items():
         if key not in names:
             raise ConfigError(
-                f"the optimizer's {key} of {merge.name} has no place in a universal checkpoint, which keeps "
+                f"the optimizer's {key} of {plan.name} has no place in a universal checkpoint, which keeps "
                 f"{', '.join(names)}"
             )
-        write_tensor(unfinished / names[key], merge.shape, parts, merge.entry())
+        write_tensor(unfinished / names[key], plan.shape, parts, plan.entry())
     if step is not None:
         write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
 
@@ -231,13 +231,13 @@ def _finish(folder: Path, name: str) -> None:
     rename_synced(folder / UNFINISHED_FOLDER / name, folder / PARAMETER_FOLDER / name)
 
 
-def _is_finished(source: Source, partial: Path, merge: Merge) -> bool:
+def _is_finished(source: Source, partial: Path, plan: MergePlan) -> bool:
     """Whether an interrupted conversion has finished a parameter: all of its files are there, of the right
     shape, and every byte agrees with the checksum that was written behind it. Else it is removed."""
-    folder = partial / PARAMETER_FOLDER / merge.name
+    folder = partial / PARAMETER_FOLDER / plan.name
     if not folder.exists():
         return False
-    files = _files_of(source, merge)
+    files = _files_of(source, plan)
     try:
         complete = {path.name for path in folder.iterdir()} == files.keys() and all(
             is_intact(folder / file, shape) for file, shape in files.items()
@@ -249,11 +249,11 @@ def _is_finished(source: Source, partial: Path, merge: Merge) -> bool:
     return complete
 
 
-def _files_of(source: Source, merge: Merge) -> dict[str, tuple[int, ...]]:
+def _files_of(source: Source, plan: MergePlan) -> dict[str, tuple[int, ...]]:
     """By name, the shapes of the tensors in the files that a conversion writes of a parameter."""
     names = {VALUES: "fp32.pt", **MOMENT_FILES}
-    files = {names[key]: merge.shape for key in (VALUES, *source.files.moments(merge.name)) if key in names}
-    if _number(source.files.others(merge.name).get("step")) is not None:
+    files = {names[key]: plan.shape for key in (VALUES, *source.files.moments(plan.name)) if key in names}
+    if _number(source.files.others(plan.name).get("step")) is not None:
         files[STEP_FILE] = ()
     return files
 
@@ -310,12 +310,12 @@ def _write_rest(source: Source, partial: Path) -> None:
     common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
-    write_plain(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, _plain(common))
+    write_plain(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, _plain_types(common))
     sync_file(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE)
     sync_file(partial / PARAMETER_FOLDER)
     for path in model_files(source.folder):
         if source.files.stage == 0:  # then the optimizer's state is in there too
-            write_plain(partial / path.name, _plain({**read_file(path), "optimizer": None}))
+            write_plain(partial / path.name, _plain_types({**read_file(path), "optimizer": None}))
         else:
             with open_regular(path) as file, open(partial / path.name, "wb") as copy:
                 shutil.copyfileobj(file, copy)
@@ -326,31 +326,33 @@ def _write_rest(source: Source, partial: Path) -> None:
             for path in sorted(partial.rglob("*.pt"))
             if UNFINISHED_FOLDER not in path.parts
         }
-        unsealed = {key: value for key, value in source.run.items() if key != "sha256"}
+        content = {key: value for key, value in source.run.items() if key != "sha256"}
         folder = partial / AVERAGED_FOLDER
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        if averaged and "certificate" in unsealed:
-            unsealed["certificate"] = _certificate_without(averaged, unsealed["certificate"])
-        run = seal({**unsealed, "files": sizes})
+        if averaged and "certificate" in content:
+            content["certificate"] = _record_without(averaged, content["certificate"])
+        run = add_checksum({**content, "files": sizes})
         write_atomically(partial / RUN_FILE, json.dumps(run, indent=2) + "\n")
 
 
-def _certificate_without(averaged: set[str], certificate: dict[str, Any]) -> dict[str, Any]:
-    """What of a certificate still holds if the mean was taken of the copies of these parameters."""
+def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
+    """What of a record still holds if the mean was taken of the copies of these parameters."""
     digests = {
         kind: {name: digest for name, digest in of_kind.items() if name not in averaged}
-        for kind, of_kind in certificate["digests"].items()
+        for kind, of_kind in record["digests"].items()
     }
-    return {**certificate, "digests": digests, "probe": None}
+    return {**record, "digests": digests, "probe": None}
 
 
-def _plain(value: Any) -> Any:
+def _plain_types(value: Any) -> Any:
     """In types that any program can read: None in place of tensors and of objects of other programs' classes,
     but for the arguments, which all of them expect as a Namespace."""
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(entry) for entry in value)
+        return type(value)(_plain_types(entry) for entry in value)
     if isinstance(value, Stub) and value.origin == "argparse.Namespace":
-        return Namespace(**{key: _plain(entry) for key, entry in vars(value).items() if key != "made_from"})
+        return Namespace(
+            **{key: _plain_types(entry) for key, entry in vars(value).items() if key != "constructor_args"}
+        )
     return None if isinstance(value, (Stub, StoredTensor)) else value

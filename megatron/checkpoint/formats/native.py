@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.formats.torch_archive import StoredTensor, read_file
-from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.integrity.files import expect_layout
 from megatron.checkpoint.integrity.names import check_parameter
 from megatron.config.errors import ConfigError
 
@@ -125,7 +125,7 @@ def model_files(folder: Path) -> list[Path]:
 
 def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
     """(parameter, where it lies) for all in one file, checked to be laid out as DeepSpeed does."""
-    with expecting_layout(path, "the optimizer's state by parameter"):
+    with expect_layout(path, "the optimizer's state by parameter"):
         masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
             for name, address in addresses.items():

@@ -33,17 +33,17 @@ class HostilePickle(PickleError):
 
 
 class Stub:
-    """Stands for an object of a class that is not loaded. `origin`: the class's full name; `made_from`: its
-    arguments; attributes: those that were saved."""
+    """Stands for an object of a class that is not loaded. `origin`: the class's full name;
+    `constructor_args`: its arguments; attributes: those that were saved."""
 
     # Slots come before the attributes that a file names.
-    __slots__ = ("origin", "made_from", "__dict__", "__weakref__")
+    __slots__ = ("origin", "constructor_args", "__dict__", "__weakref__")
 
-    def __init__(self, origin: str, made_from: tuple[Any, ...] = ()) -> None:
-        self.origin, self.made_from = origin, made_from
+    def __init__(self, origin: str, constructor_args: tuple[Any, ...] = ()) -> None:
+        self.origin, self.constructor_args = origin, constructor_args
 
 
-class InertType:
+class StubType:
     """A class that is not loaded, whose instances are `Stub`."""
 
     __slots__ = ("origin",)
@@ -67,7 +67,7 @@ _MARK = object()
 def read_pickle(content: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any]) -> Any:
     """The value that was pickled.
 
-    find: (module, name) -> a `Function`, an `InertType` or a value, or raises. persistent: persistent id ->
+    find: (module, name) -> a `Function`, an `StubType` or a value, or raises. persistent: persistent id ->
     value, or raises. Raises PickleError, or ValueError for opcodes that are cut off.
     """
     machine = _Machine(find, persistent)
@@ -192,7 +192,7 @@ class _Machine:
         self._elements += sum(map(_cost, arguments))
         if self._elements > _MAX_STEPS:
             raise HostilePickle("it hands too much to functions")
-        if isinstance(function, InertType):
+        if isinstance(function, StubType):
             self._stack.append(Stub(function.origin, arguments))
         elif isinstance(function, Function):
             self._stack.append(function.call(*arguments))
@@ -200,7 +200,7 @@ class _Machine:
             raise PickleError(f"it calls a {type(function).__name__}")
 
     def _new(self) -> None:
-        if not isinstance(self._stack[-2] if len(self._stack) > 1 else None, InertType):
+        if not isinstance(self._stack[-2] if len(self._stack) > 1 else None, StubType):
             raise PickleError("it makes an object of no class")
         self._reduce()
 
@@ -322,5 +322,5 @@ def _children(container: Any) -> Iterator[Any]:
     if isinstance(container, dict):
         return (entry for pair in container.items() for entry in pair)
     if isinstance(container, Stub):
-        return iter((container.made_from, container.__dict__))
+        return iter((container.constructor_args, container.__dict__))
     return iter(container)

@@ -16,7 +16,7 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.formats.pickles import (
     Function,
     HostilePickle,
-    InertType,
     PickleError,
+    StubType,
     check_key,
     read_pickle,
 )
@@ -127,6 +127,13 @@ class StoredTensor:
         extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         flat = torch.frombuffer(self.file.mapping, dtype=dtype, count=extent, offset=self.begin)
         return flat.as_strided(self.shape, self.stride)
+
+
+def concat_pieces(pieces: Sequence[StoredTensor]) -> Tensor:
+    """The flat tensor that consecutive pieces make; a single piece shares memory with its file."""
+    import torch
+
+    return pieces[0].tensor() if len(pieces) == 1 else torch.cat([piece.tensor() for piece in pieces])
 
 
 def read_file(path: Path) -> Any:
@@ -320,7 +327,7 @@ _FUNCTIONS: dict[tuple[str, str], Function] = {
     }.items()
 }
 # Replaced by inert objects: what the programs of this family keep beside tensors.
-_INERT = {
+_STUBBED = {
     ("argparse", "Namespace"),
     ("types", "SimpleNamespace"),
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
@@ -338,7 +345,7 @@ _INERT = {
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 }
 # Enumerations of Megatron and its forks, by the modules that hold nothing else.
-_INERT_MODULES = (
+_STUBBED_MODULES = (
     *(f"megatron.{part}enums" for part in ("", "model.", "core.", "core.transformer.")),
     "numpy.dtypes",
 )
@@ -368,8 +375,8 @@ class _Archive:
             return _StorageType(_STORAGES[name])
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return _StorageType("uint8")
-        if (module, name) in _INERT or (module in _INERT_MODULES and "." not in name):
-            return InertType(f"{module}.{name}")
+        if (module, name) in _STUBBED or (module in _STUBBED_MODULES and "." not in name):
+            return StubType(f"{module}.{name}")
         full_name = f"{module}.{name}"
         raise _Refused(full_name if is_plain(full_name) else shown(full_name))
 

@@ -42,9 +42,9 @@ from megatron.checkpoint.discovery import (
 from megatron.checkpoint.formats.native import model_files
 from megatron.checkpoint.formats.pickles import Stub
 from megatron.checkpoint.formats.torch_archive import load_file, read_file
-from megatron.checkpoint.integrity.files import expecting_layout
+from megatron.checkpoint.integrity.files import expect_layout
 from megatron.checkpoint.integrity.names import check_parameter, read_name, shown
-from megatron.checkpoint.reshard import LazyTensors, ParameterState, recut
+from megatron.checkpoint.reshard import LazyTensors, ParameterState, reshard
 from megatron.config import Config, ConfigError
 from megatron.config.sections.model import MEGATRON_MODEL_ARGS
 from megatron.model.single_process import model_specs
@@ -82,10 +82,10 @@ def find_universal(folder: str | Path) -> Checkpoint:
         )
     if (folder / RUN_FILE).is_file():
         return open_checkpoint(folder)
-    return _open_foreign(folder)
+    return _open_external(folder)
 
 
-def _open_foreign(folder: Path) -> Checkpoint:
+def _open_external(folder: Path) -> Checkpoint:
     """What the first mp_rank file tells: the others differ from it in rank and random state only."""
     paths = model_files(folder)
     if not paths:
@@ -98,7 +98,7 @@ def _open_foreign(folder: Path) -> Checkpoint:
     if not isinstance(content, Mapping):
         raise ConfigError(f"checkpoint file {paths[0]} holds no dict: it is of no universal checkpoint")
     args = vars(content["args"]) if isinstance(content.get("args"), Stub) else {}
-    args = {key: _plain(value) for key, value in args.items()}
+    args = {key: _json_value(value) for key, value in args.items()}
     position = args.get("position_embedding_type")
     if isinstance(position, (int, str)):
         args["position_embedding_type"] = _POSITIONS.get(position, position)
@@ -129,7 +129,7 @@ def check_parameters(folder: Path) -> None:
             check_parameter(path.name, folder / PARAMETER_FOLDER)
 
 
-def check_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
+def check_external(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
     """Refuses another program's checkpoint of another model, by the arguments that it keeps and by the names
     of its parameters. Their shapes are compared when they are read."""
     differences = [
@@ -158,7 +158,7 @@ def _vocabulary_differences(
         return [] if same else [f"the vocabulary had {told} tokens, has {vocab_size}"]
     (name,) = (name for name, spec in specs.items() if spec.num_valid_rows is not None)
     path = checkpoint.folder / PARAMETER_FOLDER / name / "fp32.pt"
-    rows = read_whole(path).shape[0] if path.is_file() else vocab_size
+    rows = read_full_tensor(path).shape[0] if path.is_file() else vocab_size
     args = checkpoint.run["args"]
     unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
     unit *= _first_int(args.get("tensor_model_parallel_size"), 1)
@@ -194,11 +194,11 @@ class UniversalParameters:
     def loss_scaler(self) -> dict | None:
         """The state of the loss scale; None where the checkpoint keeps none, so that it begins anew."""
         path = self.folder / OPTIMIZER_STATE_FILE
-        with expecting_layout(path, "the optimizer's state"):
+        with expect_layout(path, "the optimizer's state"):
             return read_file(path).get(LOSS_SCALE_KEY) if path.is_file() else None
 
     @cached_property
-    def kept_by(self) -> str:
+    def moments_kind(self) -> str:
         """The kind of optimizer whose moments these are."""
         return "adam" if any(self.folder.glob(f"*/{MOMENT_FILES['exp_avg']}")) else "sgd"
 
@@ -222,7 +222,7 @@ class UniversalParameters:
 
     def _step(self, folder: Path) -> Tensor:
         path = folder / STEP_FILE
-        with expecting_layout(path, "the optimizer's step"):
+        with expect_layout(path, "the optimizer's step"):
             step = torch.as_tensor(load_file(path) if path.exists() else self.iteration, dtype=torch.float32)
             if step.numel() != 1:
                 raise ValueError("it is not one number")
@@ -231,11 +231,11 @@ class UniversalParameters:
 
 def _shard(path: Path, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
     """This rank's part of a whole tensor, flat, in fp32."""
-    whole = read_whole(path, spec)
+    whole = read_full_tensor(path, spec)
     if spec.shard_dim is None:
         return whole.reshape(-1)
     saved = replace(spec, global_shape=tuple(whole.shape))
-    return recut(spec, tp_group, saved, 1, lambda _rank: whole).reshape(-1)
+    return reshard(spec, tp_group, saved, 1, lambda _rank: whole).reshape(-1)
 
 
 def fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
@@ -245,7 +245,7 @@ def fits(shape: tuple[int, ...], spec: ParameterSpec) -> bool:
     return shape[1:] == tuple(spec.global_shape[1:]) and shape[0] >= spec.num_valid_rows
 
 
-def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
+def read_full_tensor(path: Path, spec: ParameterSpec | None = None) -> Tensor:
     """The tensor in a file of a parameter or moment, mapped into memory; ConfigError unless it fits the spec,
     if there is one."""
     entry = load_file(path)
@@ -263,10 +263,10 @@ def read_whole(path: Path, spec: ParameterSpec | None = None) -> Tensor:
     return whole
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """An argument as JSON knows it: an enumeration's value, else what can be printed."""
-    if isinstance(value, Stub) and len(value.made_from) == 1:
-        value = value.made_from[0]
+    if isinstance(value, Stub) and len(value.constructor_args) == 1:
+        value = value.constructor_args[0]
     return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
 
 

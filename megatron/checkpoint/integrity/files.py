@@ -84,7 +84,7 @@ def _is_shallow(value: Any) -> bool:
 
 
 @contextmanager
-def expecting_layout(path: Path, what: str) -> Iterator[None]:
+def expect_layout(path: Path, what: str) -> Iterator[None]:
     """Whatever fails in it, as values of a file have not the types or keys that are expected, is a
     ConfigError that names the file. what: the file should be, in words."""
     try:

@@ -27,7 +27,7 @@ def describe_files(folder: Path) -> Files:
     return _shared(names, lambda name: describe_file(folder / name, to_disk=True))
 
 
-def first_misfit(folder: Path, files: Files) -> str | None:
+def first_size_mismatch(folder: Path, files: Files) -> str | None:
     """The first file that is missing or of another size, in words; None if all are there. Reads no file."""
     for name, expected in sorted(files.items()):
         try:
@@ -59,12 +59,12 @@ def first_damaged(folder: Path, files: Files) -> str | None:
     return None
 
 
-def seal(record: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
     """The record with a digest of itself."""
     return {**record, "sha256": _digest_of(record)}
 
 
-def is_sealed(record: dict[str, Any]) -> bool:
+def has_valid_checksum(record: dict[str, Any]) -> bool:
     """Whether the record is as `seal` left it."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     return record.get("sha256") == _digest_of(content)

@@ -23,8 +23,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class LineageEntry:
-    """A checkpoint of a run. run_id and sha256 (of `run.json`, as it seals itself) are None in entries from
-    before run ids."""
+    """A checkpoint of a run. sha256: the checksum that `run.json` holds of itself. run_id and sha256 are None
+    for checkpoints that were written before run ids existed."""
 
     name: str
     iteration: int
@@ -34,11 +34,12 @@ class LineageEntry:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that this job continues or begins, known on rank 0.
+    """The run that this job continues or begins; known on rank 0 only.
 
     lineage: its checkpoints so far, oldest first; the last one is the parent of the next. origin: the
-    checkpoint outside --save, or the universal one, that the run began with. claimed: names in --save that
-    belong to the run although no id says so (see `lineage.start`). attempt: differs in each job.
+    checkpoint outside --save, or the universal one, that the run started from. claimed: names in --save that
+    belong to the run although they have no run id (see `lineage.start`). attempt: random, different in each
+    job.
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -47,12 +48,12 @@ class RunIdentity:
     claimed: frozenset[str] = frozenset()
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
-    def after(self, entry: LineageEntry) -> RunIdentity:
+    def with_checkpoint(self, entry: LineageEntry) -> RunIdentity:
         """The identity once `entry` is the newest checkpoint."""
         before = (other for other in self.lineage if other.name != entry.name)
         return replace(self, lineage=(*before, entry)[-MAX_LINEAGE:])
 
-    def back_at(self, name: str) -> RunIdentity:
+    def rolled_back_to(self, name: str) -> RunIdentity:
         """The identity after a rollback to the checkpoint `name` of the lineage."""
         position = [entry.name for entry in self.lineage].index(name)
         return replace(self, lineage=self.lineage[: position + 1])
@@ -62,8 +63,8 @@ class RunIdentity:
         return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.claimed)
 
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
-        """Whether the checkpoint `name` in --save belongs to this run. run: its `run.json`, None if that
-        cannot be read."""
+        """Whether the checkpoint `name` in --save belongs to this run. run: the content of its `run.json`;
+        None if it cannot be read."""
         if name in self.claimed:
             return True
         if run is None:
@@ -73,26 +74,26 @@ class RunIdentity:
 
 
 def parse_run_id(value: Any) -> str | None:
-    """The `run_id` of a file; None if it has none. ValueError for anything but 32 hex digits."""
+    """Checks a `run_id` read from a file; None stays None. ValueError unless it has 32 hex digits."""
     if value is not None and not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
         raise ValueError("run_id is not 32 hex digits")
     return value
 
 
 def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
-    """The `lineage` of a file, its newest MAX_LINEAGE entries. ValueError if it is not one."""
+    """Parses a `lineage` read from a file; keeps the newest MAX_LINEAGE entries. ValueError if malformed."""
     if not isinstance(value, list):
         raise ValueError("lineage is not a list")
     return tuple(_parse_entry(item) for item in value[-MAX_LINEAGE:])
 
 
 def parse_entry(value: Any) -> LineageEntry | None:
-    """One entry of a file, or null."""
+    """Parses one lineage entry read from a file, which may be null."""
     return None if value is None else _parse_entry(value)
 
 
 def lineage_record(lineage: Iterable[LineageEntry]) -> list[dict[str, Any]]:
-    """The lineage as JSON keeps it."""
+    """The lineage as JSON types."""
     return [asdict(entry) for entry in lineage]
 
 

@@ -1,8 +1,9 @@
 """The files `latest` and `latest.json` of a --save folder: the newest checkpoint, by name and by identity.
 
-`latest` holds a name only, as DeepSpeed writes it, and users edit it to go back. `latest.json` records what
-the program itself wrote there. If both agree, the record decides, even if the job was killed between the
-renaming of a checkpoint and the update of `latest`. If they differ, a user edited `latest`, and is obeyed.
+`latest` holds a name only, as DeepSpeed writes it; users edit it to resume from an older checkpoint.
+`latest.json` records what the program itself wrote there. If both agree, `latest.json` decides: it is right
+even if the job was killed after a checkpoint was renamed and before `latest` was updated. If they differ, a
+user has edited `latest`, and `latest` decides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.integrity.files import HostileFileError, read_json, read_small
-from megatron.checkpoint.integrity.manifest import is_sealed, seal, write_atomically
+from megatron.checkpoint.integrity.manifest import add_checksum, has_valid_checksum, write_atomically
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LineageEntry,
@@ -28,7 +29,7 @@ from megatron.checkpoint.lineage.identity import (
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
-# Far more than a name and a newline; `latest` may be any file.
+# Far more than a name and a newline. The file is not trusted: it may be of any size.
 _MAX_LATEST_BYTES = 256
 
 _LOG = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ def read_latest(folder: Path) -> str | None:
 
 
 def read_record(folder: Path) -> LatestRecord | None:
-    """The content of `latest.json`; None if it is missing or damaged, or the folder is an old one."""
+    """The content of `latest.json`; None if it is missing or damaged."""
     try:
         record = read_json(folder / RECORD_FILE)
-        if not isinstance(record, dict) or not is_sealed(record):
+        if not isinstance(record, dict) or not has_valid_checksum(record):
             return None
         run_id, origin = parse_run_id(record["run_id"]), record["origin"]
         if run_id is None or not isinstance(record["latest"], str) or not isinstance(origin, dict | None):
@@ -73,23 +74,24 @@ def read_record(folder: Path) -> LatestRecord | None:
     return LatestRecord(record["latest"], run_id, lineage, origin, upcoming)
 
 
-def announce(folder: Path, upcoming: LineageEntry, identity: RunIdentity) -> None:
+def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity) -> None:
     """Records, before a checkpoint is renamed into place, which one that will be."""
     latest = read_latest(folder) or ""
     _write(folder, LatestRecord(latest, identity.run_id, identity.lineage, identity.origin, upcoming))
 
 
-def point_to(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
-    """Lets `latest` name a checkpoint that is in place. identity: with that checkpoint in its lineage."""
+def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
+    """Writes the name of a complete checkpoint into `latest`. identity: its lineage includes the
+    checkpoint."""
     write_atomically(folder / LATEST_FILE, entry.name)
     try:
         _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))
     except OSError as error:
-        # What `announce` wrote still describes the folder.
+        # What `record_upcoming` wrote still describes the folder.
         _LOG.warning("%s cannot be updated: %s", folder / RECORD_FILE, error)
 
 
 def _write(folder: Path, record: LatestRecord) -> None:
     short = replace(record, lineage=())
     content = {**asdict(short), "lineage": lineage_record(record.lineage)}
-    write_atomically(folder / RECORD_FILE, json.dumps(seal(content), indent=1) + "\n")
+    write_atomically(folder / RECORD_FILE, json.dumps(add_checksum(content), indent=1) + "\n")

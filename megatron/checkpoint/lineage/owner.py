@@ -1,11 +1,11 @@
 """The owner of a --save folder: one job writes checkpoints there, and a second one stops before it starts.
 
-The owner is the job of the file `owner-<n>.json` with the highest n. Its rank 0 writes a heartbeat into it.
-A job becomes the owner by creating the next number with O_EXCL, which one of any number of jobs can do, on
-network file systems too. It does so if there is no owner, or if the owner is dead: its process is gone from
-this machine, Slurm has requeued its job, or its heartbeat has not changed while this job watched. Clocks of
-two hosts are never compared. A job that was taken over finds its own file removed, and stops before it
-writes.
+The owner is the job of the file `owner-<n>.json` with the highest n. Its rank 0 writes a heartbeat into it. A
+job becomes the owner by creating the file of the next number with O_EXCL: of several jobs only one succeeds,
+on network file systems too. It does so if there is no owner, or if the owner is dead: its process has ended
+on this machine, Slurm has requeued its job, or its heartbeat has not changed while this job watched. Clocks
+of two hosts are never compared. If another job takes over the folder, the former owner finds its own file
+removed, and stops before it writes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import Any
 from megatron.config.errors import ConfigError
 
 _FILE = re.compile(r"owner-([0-9]{6,12})\.json")
-# The file is overwritten in place: its size is taken when it is created, so a full disk stops no heartbeat.
+# The file has its full size from the start and is overwritten in place, so a full disk stops no heartbeat.
 _FILE_BYTES = 1024
 _LONGEST_TEXT = 60
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How often the owner writes, how long it may be silent, and how often another job looks, in seconds."""
+    """Interval of the heartbeat, time without one after which the owner counts as dead, and interval at which
+    a waiting job polls; in seconds."""
 
-    beat_s: float = 10.0
+    heartbeat_s: float = 10.0
     dead_after_s: float = 60.0
     poll_s: float = 1.0
     sleep: Callable[[float], object] = time.sleep
@@ -44,8 +45,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of an owner file. machine: boot and process-id namespace, "" if unknown. process_start: as
-    the kernel counts it. since, seen: the owner's clock, for people to read."""
+    """The content of an owner file. machine: boot id and process-id namespace, "" if unknown. process_start:
+    start time of the process in the kernel's clock ticks. since, seen: the owner's clock, informative
+    only."""
 
     token: str
     job: str
@@ -77,22 +79,22 @@ class Owner:
 
     @property
     def description(self) -> str:
-        """Job, host and process, in words."""
+        """Job, host and process, for a log or error text."""
         job = f"Slurm job {self.job}" if self.job else "another run"
         return f"{job} on {self.host} (process {self.pid}, since {self.since})"
 
-    def is_on(self, other: Owner) -> bool:
-        """Whether both are processes of one machine that see each other's ids."""
+    def is_on_same_machine(self, other: Owner) -> bool:
+        """Whether both processes are on one machine and in one process-id namespace."""
         return bool(self.machine) and self.machine == other.machine
 
-    def is_gone(self) -> bool:
-        """Whether the process has ended. It has to be one of this machine."""
+    def has_ended(self) -> bool:
+        """Whether the process has ended. Only valid on the process's own machine."""
         start = _start_of(self.pid)
         return start is None or start != self.process_start
 
 
 class FolderOwner:
-    """The ownership of a folder, from `acquire` to `release`."""
+    """Ownership of a folder by this process, from `acquire` to `release`."""
 
     def __init__(self, path: Path, owner: Owner, timing: Timing) -> None:
         self._path = path
@@ -103,11 +105,11 @@ class FolderOwner:
         self._thread = threading.Thread(target=self._run, name="owner-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begins the heartbeat."""
+        """Starts the heartbeat thread."""
         self._thread.start()
 
-    def note_run(self, run_id: str) -> None:
-        """Adds the id of the run, once it is known."""
+    def set_run_id(self, run_id: str) -> None:
+        """Records the run id, once it is known."""
         with self._lock:
             self._owner = replace(self._owner, run_id=run_id)
         self.beat()
@@ -117,7 +119,7 @@ class FolderOwner:
         with self._lock:
             self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
             try:
-                # Never creates it: who removed it owns the folder now.
+                # Never create the file: the job that removed it owns the folder now.
                 descriptor = os.open(self._path, os.O_WRONLY)
             except OSError as error:
                 return not _is_missing(error)
@@ -128,7 +130,7 @@ class FolderOwner:
         return True
 
     def problem(self) -> str | None:
-        """Why this job must not write to the folder any more; None as long as it is the owner."""
+        """An error text if this job is no longer the owner of the folder; None if it is."""
         try:
             content = self._path.read_bytes()
         except OSError as error:
@@ -141,7 +143,7 @@ class FolderOwner:
         _, content = _current(self._path.parent)
         taker = _parsed(content)
         by = f"was taken over by {taker.description}" if taker else f"lost its {self._path.name}"
-        return f"{self._path.parent} {by}: this job stops, for two jobs must not write to one folder"
+        return f"{self._path.parent} {by}: this job stops, because two jobs must not write to one folder"
 
     def release(self) -> None:
         """Ends the ownership."""
@@ -153,17 +155,19 @@ class FolderOwner:
                 self._path.unlink()
 
     def _run(self) -> None:
-        while not self._released.wait(self._timing.beat_s) and self.beat():
+        while not self._released.wait(self._timing.heartbeat_s) and self.beat():
             pass
 
 
 @contextmanager
-def hold(folder: str | None, host: str, say: Callable[[str], object]) -> Iterator[FolderOwner | None]:
-    """Owns a folder for the time of the block; folder None: nothing to own."""
+def hold_folder(
+    folder: str | None, host: str, print_fn: Callable[[str], object]
+) -> Iterator[FolderOwner | None]:
+    """Makes this process the owner of a folder within the block; does nothing if `folder` is None."""
     if folder is None:
         yield None
         return
-    held = acquire(Path(folder), Owner.of_this_process(host), say)
+    held = acquire(Path(folder), Owner.of_this_process(host), print_fn)
     held.start()
     try:
         yield held
@@ -172,12 +176,12 @@ def hold(folder: str | None, host: str, say: Callable[[str], object]) -> Iterato
 
 
 def acquire(
-    folder: Path, me: Owner, say: Callable[[str], object], timing: Timing | None = None
+    folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`. Waits while it cannot be known whether the owner is alive.
+    """Makes this process the owner of `folder`. Waits while it is unknown whether the present owner is alive.
 
-    say: gets a line on what it waits for, and on whom it took over. Raises ConfigError, which names the
-    owner, if that one is alive.
+    print_fn: receives a line when the wait begins and when the folder is taken over from a dead owner. Raises
+    ConfigError, which names the owner, if the owner is alive.
     """
     timing = timing or Timing()
     started = timing.now()
@@ -187,28 +191,28 @@ def acquire(
         number, content = _current(folder)
         other = _parsed(content)
         silent_s = timing.now() - unchanged_since if watched == (number, content) else 0.0
-        death = _cause_of_death(other, me, silent_s, timing)
+        death = _reason_owner_is_dead(other, me, silent_s, timing)
         if number == 0 or death:
             held = _claim(folder, number + 1, me, timing)
             if held is not None:
                 if number:
-                    say(f"{folder} taken over from {_described(other)}: {death}")
+                    print_fn(f"{folder} taken over from {_describe(other)}: {death}")
                 return held
         else:
             beating = watched is not None and watched[0] == number and watched[1] != content
             if _is_same_job(other, me):
-                # An old process of this very job may take a while to end.
+                # A process of this same job, from before a requeue, may take a while to end.
                 alive = beating and timing.now() - started >= timing.dead_after_s
             else:
-                alive = beating or (other is not None and other.is_on(me))
+                alive = beating or (other is not None and other.is_on_same_machine(me))
             if other is not None and alive:
                 raise ConfigError(
                     f"--save {folder} is in use by {other.description}, whose last heartbeat was at "
                     f"{other.seen}: give another --save, or end that job first"
                 )
             if watched is None or watched[0] != number:
-                say(
-                    f"--save {folder} belongs to {_described(other)}: waiting up to "
+                print_fn(
+                    f"--save {folder} belongs to {_describe(other)}: waiting up to "
                     f"{timing.dead_after_s:.0f} s to see whether it is alive"
                 )
             if watched != (number, content):
@@ -216,9 +220,10 @@ def acquire(
         timing.sleep(timing.poll_s)
 
 
-def _cause_of_death(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
-    """Why the owner is dead, in words; "" if it may be alive. silent_s: time without a change of its file."""
-    if other is not None and other.is_on(me) and other.is_gone():
+def _reason_owner_is_dead(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
+    """The reason to consider the owner dead, or "" if it may be alive. silent_s: time without a change of its
+    file."""
+    if other is not None and other.is_on_same_machine(me) and other.has_ended():
         return "its process has ended"
     if _is_same_job(other, me) and other is not None and other.restart != me.restart:
         return "Slurm has ended it and requeued the job"
@@ -229,12 +234,12 @@ def _is_same_job(other: Owner | None, me: Owner) -> bool:
     return other is not None and bool(me.job) and other.job == me.job
 
 
-def _described(owner: Owner | None) -> str:
-    return owner.description if owner else "a job that wrote no name"
+def _describe(owner: Owner | None) -> str:
+    return owner.description if owner else "an unknown job"
 
 
 def _claim(folder: Path, number: int, me: Owner, timing: Timing) -> FolderOwner | None:
-    """Creates the file of a number; None if another job was faster."""
+    """Creates the owner file with this number; None if another job has created it first."""
     path = folder / f"owner-{number:06d}.json"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -265,7 +270,7 @@ def _files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _current(folder: Path) -> tuple[int, bytes]:
-    """Number and content of the owner's file, 0 if there is none; no content if it cannot be read now."""
+    """Number and content of the owner file: 0 if there is none, no content if it cannot be read now."""
     files = _files(folder)
     if not files:
         return 0, b""
@@ -282,7 +287,7 @@ def _encoded(owner: Owner) -> bytes:
 
 
 def _parsed(content: bytes) -> Owner | None:
-    """The owner that a file describes; None if it does not, as while it is written."""
+    """The owner in a file; None if the content is incomplete, for example while it is being written."""
     try:
         values: Any = json.loads(content)
     except (ValueError, RecursionError):
@@ -302,7 +307,7 @@ def _clock() -> str:
 
 
 def _machine() -> str:
-    """Where process ids mean the same: containers of one machine may each count from 1."""
+    """Identifies boot and process-id namespace: containers on one machine have process ids of their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -311,7 +316,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process of this machine started; None if there is none, or it has ended."""
+    """Start time of a process on this machine; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,5 @@
-"""Where a run starts: which checkpoint it takes, which run it then is, and whether it may write to --save."""
+"""Decisions at the start of a run: which checkpoint to load, which run it continues, may it write to
+--save."""
 
 from __future__ import annotations
 
@@ -15,25 +16,26 @@ from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.discovery import (
     RUN_FILE,
     Checkpoint,
+    current_path,
     find_latest,
     is_universal,
     native_names,
     open_checkpoint,
-    place_of,
     step_of,
 )
 from megatron.checkpoint.formats.universal import find_universal
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.text_table import first_few
 
-# Between the attempts to open what rank 0 has found: a network file system may show it to other nodes only
-# after some seconds.
+# Delays between attempts to open the checkpoint that rank 0 has found: a network file system may show it to
+# other nodes only after some seconds.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
 
 
-def check_load(config: Config) -> None:
-    """Refuses a --load that does not exist, unless it is --save, which a fresh start makes."""
+def check_load_folder(config: Config) -> None:
+    """Raises ConfigError if --load does not exist, unless it equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or Path(load).is_dir():
         return
@@ -47,8 +49,9 @@ def check_load(config: Config) -> None:
 
 
 def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """The checkpoint that --load means, or what this run has saved in --save since it started from there, so
-    that the same command, given again, continues. None if --load holds none."""
+    """The checkpoint that --load names, or, if this run has started from it before, the newest one that the
+    run has saved in --save since: the same command, given again, resumes. None if --load holds no
+    checkpoint."""
     if config.load is None:
         return None
     load = Path(config.load)
@@ -59,7 +62,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         continued = _continuation(config, damaged)
         if continued is None:
             raise
-        return replace(continued, passed_over="; ".join(filter(None, (str(error), continued.passed_over))))
+        return replace(continued, skip_reason="; ".join(filter(None, (str(error), continued.skip_reason))))
     if given is None:
         return _continuation(config, damaged)
     if config.save is None or is_universal(Path(config.save)):
@@ -68,12 +71,12 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         return given
     try:
         own = find_latest(config.save, damaged)
-    except ConfigError as error:  # none of them is complete: the given one is
-        return replace(given, passed_over="; ".join(filter(None, (given.passed_over, str(error)))))
-    if own is None or not began_with(own.run.get("origin"), given, config):
+    except ConfigError as error:  # no checkpoint in --save is complete
+        return replace(given, skip_reason="; ".join(filter(None, (given.skip_reason, str(error)))))
+    if own is None or not started_from(own.run.get("origin"), given, config):
         return given
     reason = f"this run has saved it since it started from {given.folder}"
-    return replace(own, passed_over="; ".join(filter(None, (reason, own.passed_over))))
+    return replace(own, skip_reason="; ".join(filter(None, (reason, own.skip_reason))))
 
 
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -102,7 +105,7 @@ def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | 
 
 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What tells a checkpoint from others, wherever it lies: `origin` of the run that begins with it."""
+    """Identifies a checkpoint independently of its path. Stored as `origin` of a run that starts from it."""
     return {
         "folder": checkpoint.folder.name,
         "iteration": checkpoint.state.iteration,
@@ -111,9 +114,9 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def began_with(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
-    """Whether a run with this origin began with the given checkpoint, or, where --load is the folder of a run
-    that has gone on since, with an earlier one of that run."""
+def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
+    """Whether `origin` is the given checkpoint, or an earlier one of the same run, if --load is that run's
+    folder and the run has saved more since."""
     if not isinstance(origin, dict):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
@@ -126,11 +129,11 @@ def began_with(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
 
 
-def identity_of_start(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
+def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
     """The run that a start from `checkpoint` continues, or the new one that it begins.
 
-    It continues the checkpoint's run if that lies in --save and is the newest there, or `latest` was set back
-    to it. A start from a checkpoint in another folder begins a run, which has that one as its origin.
+    The run is continued if the checkpoint is in --save and is the newest there, or if a user has set `latest`
+    to it. A start from a checkpoint in another folder begins a new run with that checkpoint as its origin.
     """
     if checkpoint is None:
         return RunIdentity()
@@ -147,14 +150,14 @@ def identity_of_start(checkpoint: Checkpoint | None, config: CheckpointConfig) -
             origin = checkpoint.run.get("origin")
         claimed = _claimed(save, lineage, record if record and record.run_id == run_id else None)
         return RunIdentity(run_id, lineage, origin, claimed)
-    if record is not None and began_with(record.origin, checkpoint, config):
-        # This run has been here, and all that it saved is damaged.
+    if record is not None and started_from(record.origin, checkpoint, config):
+        # This run has saved here before, but all its checkpoints are damaged.
         return RunIdentity(record.run_id, lineage, origin, _claimed(save, lineage, record))
     return RunIdentity(lineage=lineage, origin=origin)
 
 
 def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
-    """Whether a checkpoint in --save is the one that its folder means; not if --load names an older one."""
+    """Whether a checkpoint in --save is the one that `latest` names; False if --load names an older one."""
     if not _is_same(checkpoint.folder, config.load or ""):
         return True
     current = find_latest(str(config.save))
@@ -182,14 +185,14 @@ def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) ->
     return frozenset(claimed)
 
 
-def strangers(save: Path, identity: RunIdentity) -> list[str]:
+def checkpoints_of_other_runs(save: Path, identity: RunIdentity) -> list[str]:
     """The native checkpoints in --save that are not this run's, by number."""
     return [name for name, path in native_names(save).items() if not identity.owns(name, _run_of(path))]
 
 
-def owns_place(save: Path, name: str, identity: RunIdentity) -> bool:
-    """Whether a checkpoint of this name, if there is one, is this run's own, and may be replaced."""
-    path = place_of(save, name)
+def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
+    """Whether there is no checkpoint of this name, or one of this run, which may be replaced."""
+    path = current_path(save, name)
     return not path.exists() or identity.owns(name, _run_of(path))
 
 
@@ -200,14 +203,15 @@ def _run_of(path: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def check_save(checkpoint: Checkpoint | None, config: Config) -> None:
-    """Refuses to start a run in a --save folder with checkpoints of another run, which it would replace one
-    by one, and to resume below such, unless --overwrite-checkpoints."""
+def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
+    """Raises ConfigError, unless --overwrite-checkpoints is given, if a new run would start in a --save
+    folder with checkpoints of another run, or a resumed run would reach steps of which another run has
+    checkpoints."""
     options = config.checkpoint
     if options.save is None or config.training.no_train or options.overwrite_checkpoints:
         return
     save = Path(options.save)
-    found = strangers(save, identity_of_start(checkpoint, options))
+    found = checkpoints_of_other_runs(save, start_identity(checkpoint, options))
     remedy = (
         "give another --save, or --overwrite-checkpoints: then a checkpoint is replaced once a new one of "
         "its name is complete"
@@ -218,10 +222,10 @@ def check_save(checkpoint: Checkpoint | None, config: Config) -> None:
             "a fresh start leave it out, or give --load and --save the same folder"
         )
     if checkpoint is None or not _is_same(checkpoint.folder.parent, save):
-        start = "a start from new weights" if checkpoint is None else f"a start from {checkpoint.folder}"
+        start = "a new run" if checkpoint is None else f"a start from {checkpoint.folder}"
         if found:
             raise ConfigError(
-                f"--save {save} holds checkpoints of another run ({_some(found)}), and this is {start}: "
+                f"--save {save} holds checkpoints of another run ({first_few(found)}), and this is {start}: "
                 f"resume that run with --load {save}, {remedy}"
             )
         return
@@ -229,21 +233,15 @@ def check_save(checkpoint: Checkpoint | None, config: Config) -> None:
     if ahead:
         name = checkpoint.folder.name
         is_named = _is_same(checkpoint.folder, options.load)
-        first = (
-            f"to go back in that run write {name} into {save / 'latest'}" if is_named else "move them away"
-        )
+        first = f"to resume that run write {name} into {save / 'latest'}" if is_named else "move them away"
         raise ConfigError(
-            f"--save {save} holds checkpoints of another run ({_some(ahead)}) ahead of {name}, from which "
-            f"this one resumes: {first}, {remedy}"
+            f"--save {save} holds checkpoints of another run ({first_few(ahead)}) ahead of {name}, "
+            f"from which this one resumes: {first}, {remedy}"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_same(one: str | Path, other: str | Path | None) -> bool:
-    """Whether two paths are one folder, which need not exist."""
+    """Whether two paths name the same folder, which need not exist."""
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -252,22 +250,22 @@ def share_checkpoint(
     delays_s: Sequence[float] = RETRY_DELAYS_S,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Checkpoint | None:
-    """The checkpoint of rank 0, on every rank. Collective.
+    """Returns rank 0's checkpoint on every rank. Collective.
 
-    Raises ConfigError on every rank if one cannot open it, also after some retries.
+    Raises ConfigError on every rank if one of them cannot open it after some retries.
     """
     found: list[Any] = [None]
     if checkpoint is not None:
-        found = [(str(checkpoint.folder), checkpoint.run.get("sha256"), checkpoint.passed_over)]
+        found = [(str(checkpoint.folder), checkpoint.run.get("sha256"), checkpoint.skip_reason)]
     dist.broadcast_object_list(found)
     problem = None
     if found[0] is None:
         checkpoint = None
     elif dist.get_rank() != 0:
         try:
-            folder, sha256, passed_over = found[0]
+            folder, sha256, skip_reason = found[0]
             opened = _open_with_retries(Path(folder), sha256, delays_s, sleep)
-            checkpoint = replace(opened, passed_over=passed_over)
+            checkpoint = replace(opened, skip_reason=skip_reason)
         except ConfigError as error:
             problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
@@ -289,7 +287,7 @@ def _open_with_retries(
         try:
             checkpoint = find_universal(folder) if is_universal(folder) else open_checkpoint(folder)
             if checkpoint.run.get("sha256") != sha256:
-                raise ConfigError(f"checkpoint {folder}: it is not the one that rank 0 sees")
+                raise ConfigError(f"checkpoint {folder}: it differs from the one that rank 0 sees")
             return checkpoint
         except ConfigError:
             delay_s = next(delays, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -30,17 +30,18 @@ from megatron.checkpoint.discovery import (
 )
 from megatron.checkpoint.formats.native import VALUES
 from megatron.checkpoint.formats.universal import find_universal
-from megatron.checkpoint.integrity.damage import compared_tensors, find_damage
 from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.checkpoint.integrity.layout_files import missing_files
-from megatron.checkpoint.integrity.manifest import Files, first_misfit
+from megatron.checkpoint.integrity.manifest import Files, first_size_mismatch
 from megatron.checkpoint.integrity.names import one_line, read_name
+from megatron.checkpoint.integrity.verify import tensor_digests, verify_digests
 from megatron.checkpoint.reading import check_run_file
 from megatron.checkpoint.states import UniversalStates, specs_of
 from megatron.checkpoint.weights import LayerFiles
 from megatron.config import ConfigError
 from megatron.config.sections.model import model_summary
 from megatron.mpu.parameters import ParameterSpec
+from megatron.text_table import first_few
 
 FILE_KINDS = {
     "layers": "layer_*-model_states.pt",
@@ -49,8 +50,6 @@ FILE_KINDS = {
     "fp32 values": f"{PARAMETER_FOLDER}/*/fp32.pt",
     "moments and steps": f"{PARAMETER_FOLDER}/*/[!f]*.pt",
 }
-SHOWN_FILES = 3
-"""Of a list of missing or surplus files."""
 NOT_COMPARED = "not compared: --verify reads all that has one"
 _STEP_FOLDER = re.compile(r"global_step\d+")
 _REPLACED = ".replaced"
@@ -129,7 +128,7 @@ class Overview:
     checkpoint: Report | None
 
     @property
-    def is_well(self) -> bool:
+    def is_intact(self) -> bool:
         """Nothing is damaged or missing."""
         return self.checkpoint is not None and not self.problems and not self.checkpoint.problems
 
@@ -227,14 +226,14 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
     groups = _file_groups(folder)
     try:
         checkpoint = _open(folder)
-        if not checkpoint.is_foreign:
+        if not checkpoint.is_external:
             check_run_file(checkpoint)
     except HostileFileError:
         raise
     except ConfigError as error:
-        return Report(str(folder), False, groups, [str(error), *_cut_files(folder)])
+        return Report(str(folder), False, groups, [str(error), *_truncated_files(folder)])
     run = checkpoint.run
-    problems = list(_misfits(folder, run.get("files", {})))
+    problems = list(_file_problems(folder, run.get("files", {})))
     if is_universal(folder):
         parameters, more = _universal_parameters(checkpoint)
     else:
@@ -261,11 +260,11 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
 def _compare_digests(checkpoint: Checkpoint, verify: bool) -> tuple[str, list[str]]:
     """What was compared, in words, and what was found to be damaged."""
     universal = is_universal(checkpoint.folder)
-    if universal and not compared_tensors(checkpoint):
+    if universal and not tensor_digests(checkpoint):
         return "there are none to compare", []
     if not verify:
         return NOT_COMPARED, []
-    count, damages = find_damage(checkpoint)
+    count, damages = verify_digests(checkpoint)
     what = "tensors" if universal else "files"
     return f"{count:,} {what} compared, {count - len(damages):,} equal", damages
 
@@ -281,18 +280,18 @@ def _file_groups(folder: Path) -> list[FileGroup]:
     ]
 
 
-def _misfits(folder: Path, files: Files) -> Iterator[str]:
+def _file_problems(folder: Path, files: Files) -> Iterator[str]:
     """What is wrong with the names and sizes of files, compared with those in `run.json`."""
     if not files:
         return
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
     if files.keys() - found:
-        yield f"missing: {_some(files.keys() - found)}"
+        yield f"missing: {first_few(sorted(files.keys() - found))}"
     if found - files.keys():
-        yield f"left over, not of this checkpoint: {_some(found - files.keys())}"
+        yield f"left over, not of this checkpoint: {first_few(sorted(found - files.keys()))}"
     for name in sorted(files.keys() & found):
-        if misfit := first_misfit(folder, {name: files[name]}):
-            yield misfit
+        if problem := first_size_mismatch(folder, {name: files[name]}):
+            yield problem
 
 
 def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
@@ -305,7 +304,7 @@ def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"its layout cannot be read ({one_line(error)})"
         return
     if missing:
-        yield f"never written: {_some(missing)}"
+        yield f"never written: {first_few(missing)}"
 
 
 def printable(value: Any) -> Any:
@@ -317,18 +316,11 @@ def printable(value: Any) -> Any:
     return one_line(value) if isinstance(value, str) else value
 
 
-def _cut_files(folder: Path) -> Iterator[str]:
+def _truncated_files(folder: Path) -> Iterator[str]:
     """Of files that were cut short: torch's format is a zip archive, whose directory stands at the end."""
     for path in sorted(folder.glob("*.pt")):
         if path.is_file() and not zipfile.is_zipfile(path):
             yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are no file of torch"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    shown = ", ".join(names[:SHOWN_FILES])
-    more = len(names) - SHOWN_FILES
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _universal_parameters(checkpoint: Checkpoint) -> tuple[list[ParameterRecord], list[str]]:
@@ -351,9 +343,9 @@ def _universal_parameters(checkpoint: Checkpoint) -> tuple[list[ParameterRecord]
             if shape != shapes[VALUES]
         ]
     if specs and (missing := [name for name in specs if name not in states.names]):
-        problems.append(f"parameters that no file holds: {_some(missing)}")
+        problems.append(f"parameters that no file holds: {first_few(sorted(missing))}")
     if specs and (surplus := [name for name in states.names if name not in specs]):
-        problems.append(f"parameters that the model does not have: {_some(surplus)}")
+        problems.append(f"parameters that the model does not have: {first_few(sorted(surplus))}")
     return records, problems
 
 
@@ -383,7 +375,7 @@ def _native_parameters(
                 problems.append(f"the tensor ranks hold different values of {name}, which is not cut")
     missing = specs.keys() - {record.name for record in records}
     if missing and not unreadable:
-        problems.append(f"parameters that no file holds: {_some(missing)}")
+        problems.append(f"parameters that no file holds: {first_few(sorted(missing))}")
     return records, problems
 
 
@@ -392,7 +384,7 @@ def _all_equal(copies: list[Tensor]) -> bool:
 
 
 def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
-    if checkpoint.is_foreign:
+    if checkpoint.is_external:
         return f"of another program, {num_parameters:,} parameters, padding of the vocabulary included"
     config = checkpoint.config
     return (

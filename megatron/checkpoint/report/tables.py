@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.report.compare import Comparison
 from megatron.checkpoint.report.inspect import Overview, ParameterRecord, Report, Summary
-from megatron.text_table import format_table
+from megatron.text_table import format_table, number_ranges
 
 # Of run.json: what differs between any two checkpoints, a line per file or parameter.
 _NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha256")
@@ -122,20 +122,13 @@ def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str,
         number, pattern = (match[1], "{layer}." + match[2]) if match else ("", name)
         groups.setdefault((pattern, key), []).append((number, item))
     return [
-        (pattern, _ranges([int(number) for number, _ in members if number]), [item for _, item in members])
+        (
+            pattern,
+            number_ranges([int(number) for number, _ in members if number]),
+            [item for _, item in members],
+        )
         for (pattern, _), members in groups.items()
     ]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[3, 4, 5, 8] -> '3-5, 8'."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def _pairs(settings: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ class StateDigests:
     """Of what should be equal on several ranks, the '<kind> of <parameter>' that is not."""
 
 
-class DigestsAsRead:
+class UnquantizedDigests:
     """This rank's part of the digests of moments as they came from a checkpoint, before 8 bits rounded them:
     by parameter and kind."""
 
@@ -55,13 +55,13 @@ class DigestsAsRead:
 
 
 def digest_state(
-    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, as_read: DigestsAsRead | None = None
+    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, unquantized: UnquantizedDigests | None = None
 ) -> StateDigests:
     """Digests of all that the optimizers of all ranks hold. Collective; every rank gets the whole.
 
-    as_read: of moments that are there it takes these digests instead.
+    unquantized: of moments that are there it takes these digests instead.
     """
-    read_parts = as_read.parts if as_read is not None else {}
+    read_parts = unquantized.parts if unquantized is not None else {}
     place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
     own: dict[str, dict[str, int]] = {}
     sharded: set[str] = set()

@@ -1,7 +1,8 @@
-"""The certificate of a resume: what a checkpoint says of itself, and proof that it is what was loaded.
+"""Checkpoint verification: the integrity record that a checkpoint holds, and its comparison after loading.
 
-A checkpoint keeps a digest of every whole parameter and moment, and the loss of a probe. After loading, on
-whatever layout, both are computed anew and compared, before the first step.
+The record has a digest of every full parameter and moment, and the loss of a canary batch. After loading, on
+any layout, both are recomputed and compared before the first step. In `run.json` the record is stored under
+the key "certificate", and the canary under "probe".
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.discovery import Checkpoint
-from megatron.checkpoint.verification.digests import DigestsAsRead, StateDigests, digest_state
+from megatron.checkpoint.verification.digests import StateDigests, UnquantizedDigests, digest_state
 from megatron.config import Config, ConfigError
 from megatron.data.loader import MicroBatch
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.text_table import first_few
 
 # How far a probe's loss may be off, relative. The weights themselves are compared to the last bit, so this
 # is about the computation: fp32 differs between layouts by the order of sums, 16 bits by their rounding.
-PROBE_BOUND = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+CANARY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class Check:
     """A line of the table: what was compared, and how it came out."""
 
     subject: str
-    finding: str
+    result: str
 
 
-def certify(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
+def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
     """What `run.json` keeps: digests and the probe's loss. Collective."""
     state = digest_state(engine.optimizer, engine.layout)
     config = engine.run_config
-    loss = probe_loss(engine, vocab_size)
+    loss = canary_loss(engine, vocab_size)
     return {
         "digests": state.tensors,
         "updates": state.step,
@@ -47,28 +49,28 @@ def certify(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def check_certificate(
-    engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, as_read: DigestsAsRead
+def verify_loaded_state(
+    engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, unquantized: UnquantizedDigests
 ) -> list[Check]:
     """Compares what the engine holds with what the checkpoint says, a line per thing. Collective.
 
-    with_moments: whether the checkpoint's moments were loaded. as_read: of what was quantised since. Raises
-    ConfigError, on every rank, that names what is not as it was saved.
+    with_moments: whether the checkpoint's moments were loaded. unquantized: of what was quantised since.
+    Raises ConfigError, on every rank, that names what is not as it was saved.
     """
-    certificate = checkpoint.run.get("certificate")
-    if certificate is None:
+    record = checkpoint.run.get("certificate")
+    if record is None:
         return [Check("certificate", "the checkpoint has none: what was loaded cannot be compared")]
-    found = digest_state(engine.optimizer, engine.layout, as_read)
+    found = digest_state(engine.optimizer, engine.layout, unquantized)
     return [
-        *_check_digests(checkpoint, certificate, found, with_moments),
-        _check_probe(engine, checkpoint, certificate["probe"]),
+        *_check_digests(checkpoint, record, found, with_moments),
+        _check_canary(engine, checkpoint, record["probe"]),
     ]
 
 
 def _check_digests(
-    checkpoint: Checkpoint, certificate: dict[str, Any], found: StateDigests, with_moments: bool
+    checkpoint: Checkpoint, record: dict[str, Any], found: StateDigests, with_moments: bool
 ) -> Iterator[Check]:
-    in_order = sorted(certificate["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
+    in_order = sorted(record["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
     for kind, expected in in_order:
         subject = "weights, fp32" if kind == "fp32" else f"moments, {kind}"
         if kind != "fp32" and not with_moments:
@@ -78,30 +80,30 @@ def _check_digests(
         wrong = [name for name in expected if now.get(name) != expected[name]]
         if wrong:
             raise ConfigError(
-                f"checkpoint {checkpoint.folder}: after loading, {subject} of {_some(wrong)} differs from "
-                "what was saved: do not go on from it; load an older checkpoint and report this"
+                f"checkpoint {checkpoint.folder}: after loading, {subject} of {first_few(wrong, 1)} differs "
+                "from what was saved: do not resume from it; load an older checkpoint and report this"
             )
-        finding = f"{len(expected)} parameters, equal to the last bit"
+        result = f"{len(expected)} parameters, equal to the last bit"
         if kind != "fp32" and found.quantized:
-            finding += f"; {len(found.quantized)} then quantised to 8 bits, each element to within one step"
-        yield Check(subject, finding)
-    if with_moments and certificate["updates"] is not None:
-        if certificate["updates"] != found.step:
+            result += f"; {len(found.quantized)} then quantised to 8 bits, each element to within one step"
+        yield Check(subject, result)
+    if with_moments and record["updates"] is not None:
+        if record["updates"] != found.step:
             raise ConfigError(
                 f"checkpoint {checkpoint.folder}: after loading, the optimizer counts {found.step} updates "
-                f"and had counted {certificate['updates']}: load an older checkpoint and report this"
+                f"and had counted {record['updates']}: load an older checkpoint and report this"
             )
         yield Check("updates of the optimizer", f"{found.step:.0f}, equal")
 
 
-def _check_probe(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
+def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
     if saved is None:
         return Check("loss of the probe", "not compared: the checkpoint has none")
     model, precision = engine.run_config.model, engine.run_config.precision.name
     if saved["seq_length"] != model.seq_length:
         return Check("loss of the probe", f"not compared: --seq-length was {saved['seq_length']}")
-    loss = probe_loss(engine, checkpoint.vocab_size)
-    bound = max(PROBE_BOUND[precision], PROBE_BOUND[checkpoint.config.precision.name])
+    loss = canary_loss(engine, checkpoint.vocab_size)
+    bound = max(CANARY_TOLERANCE[precision], CANARY_TOLERANCE[checkpoint.config.precision.name])
     if not math.isclose(loss, saved["loss"], rel_tol=bound):
         raise ConfigError(
             f"checkpoint {checkpoint.folder}: the loss of the probe was {saved['loss']:.6f} when it was "
@@ -111,7 +113,7 @@ def _check_probe(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any
     return Check("loss of the probe", f"{saved['loss']:.6f} saved, {loss:.6f} now")
 
 
-def probe_loss(engine: GPTEngine, vocab_size: int) -> float:
+def canary_loss(engine: GPTEngine, vocab_size: int) -> float:
     """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
 
     The sequence fills every row of every micro-batch on every replica, so that no size of theirs matters.
@@ -130,12 +132,8 @@ def _probe(config: Config, vocab_size: int) -> MicroBatch:
     return rows[:, :-1].contiguous(), (rows[:, 1:].contiguous(), mask)
 
 
-def _some(names: Any) -> str:
-    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
-
-
-def table(checks: list[Check]) -> str:
-    """The checks in aligned lines."""
+def verification_table(checks: list[Check]) -> str:
+    """The checks as an aligned table, for the log."""
     width = max(len(check.subject) for check in checks)
-    lines = (f"  {check.subject:<{width}}  {check.finding}" for check in checks)
-    return "\n".join(["compared with what was saved:", *lines])
+    lines = (f"  {check.subject:<{width}}  {check.result}" for check in checks)
+    return "\n".join(["checkpoint verification:", *lines])

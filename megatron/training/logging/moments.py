@@ -18,7 +18,7 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 
 
 @dataclass(frozen=True)
-class MomentsOfParameter:
+class MomentStorage:
     """expected: bits by the rule; found: bits per element of each kind of tensor that holds moments; whole:
     elements of the whole parameter; elements, state_bytes: of what the ranks hold, copies counted."""
 
@@ -34,9 +34,9 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
 
     Collective. RunStopped on every rank, with the name, if a parameter's moments are not what the rule says.
     """
-    everywhere: list[dict[str, MomentsOfParameter]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, moments_here(optimizer))
-    merged: dict[str, MomentsOfParameter] = {}
+    everywhere: list[dict[str, MomentStorage]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, local_moments(optimizer))
+    merged: dict[str, MomentStorage] = {}
     for here in everywhere:
         for name, part in here.items():
             merged[name] = _sum(merged[name], part) if name in merged else part
@@ -53,7 +53,7 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
     return "\n".join(lines)
 
 
-def moments_here(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentsOfParameter]:
+def local_moments(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentStorage]:
     """By name, of the parameters of which this rank holds moments."""
     result = {}
     for flat in optimizer.flat:
@@ -61,7 +61,7 @@ def moments_here(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentsOfParam
             # Of each moment its elements, then, if they are quantised, the scales.
             moments = [_tensors(m, start, length) for m in optimizer.moments_of(flat).values()]
             name, spec = optimizer.names[parameter], spec_of(parameter)
-            result[name] = MomentsOfParameter(
+            result[name] = MomentStorage(
                 expected=moment_bits(name, spec),
                 found=frozenset(8 * elements.element_size() for elements, *_ in moments),
                 whole=math.prod(spec.global_shape),
@@ -77,7 +77,7 @@ def _tensors(moment: Tensor | QuantizedMoment, start: int, length: int) -> tuple
     return (moment[start : start + length],)
 
 
-def _sum(one: MomentsOfParameter, other: MomentsOfParameter) -> MomentsOfParameter:
+def _sum(one: MomentStorage, other: MomentStorage) -> MomentStorage:
     return replace(
         one,
         found=one.found | other.found,
@@ -86,7 +86,7 @@ def _sum(one: MomentsOfParameter, other: MomentsOfParameter) -> MomentsOfParamet
     )
 
 
-def _rows(bits: int, parameters: dict[str, MomentsOfParameter]) -> list[str]:
+def _rows(bits: int, parameters: dict[str, MomentStorage]) -> list[str]:
     elements = sum(moments.whole for moments in parameters.values())
     held = sum(moments.elements for moments in parameters.values())
     per_element = sum(moments.state_bytes for moments in parameters.values()) / held

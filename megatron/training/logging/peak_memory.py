@@ -21,7 +21,7 @@ def memory_table(layout: ParallelLayout, stages_per_rank: int = 1) -> str:
     memory of the process. `stages_per_rank`: 2 with DualPipeV.
     """
     speaks = layout.tp_rank == 0 and layout.dp_rank == 0
-    mine = (layout.pipeline_stage, memory_here()) if speaks else None
+    mine = (layout.pipeline_stage, local_memory()) if speaks else None
     everywhere: list[tuple[int, dict[str, int]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     rows = sorted((row for row in everywhere if row is not None), key=lambda row: row[0])
@@ -33,7 +33,7 @@ def memory_table(layout: ParallelLayout, stages_per_rank: int = 1) -> str:
     return "\n".join(lines)
 
 
-def memory_here() -> dict[str, int]:
+def local_memory() -> dict[str, int]:
     """Bytes by name, of this process."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":

@@ -19,15 +19,15 @@ class StartupReport:
         self.layout = layout
         parallel = config.parallel
         self._stages_per_rank = parallel.num_stages // parallel.pipeline_model_parallel_size
-        self._moments_to_come = config.optimizer.use_bnb_optimizer
-        self._memory_in_steps = _STEPS_BEFORE_MEMORY
+        self._moments_pending = config.optimizer.use_bnb_optimizer
+        self._steps_until_memory = _STEPS_BEFORE_MEMORY
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
         """To be printed after a step, on all ranks. Collective; `is_last`: the run's last step."""
-        if self._moments_to_come and not optimizer.skipped:
-            self._moments_to_come = False
+        if self._moments_pending and not optimizer.skipped:
+            self._moments_pending = False
             yield describe_moments(optimizer)
-        if self._memory_in_steps > 0:
-            self._memory_in_steps = 0 if is_last else self._memory_in_steps - 1
-            if self._memory_in_steps == 0:
+        if self._steps_until_memory > 0:
+            self._steps_until_memory = 0 if is_last else self._steps_until_memory - 1
+            if self._steps_until_memory == 0:
                 yield memory_table(self.layout, self._stages_per_rank)

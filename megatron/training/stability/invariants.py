@@ -20,12 +20,13 @@ from megatron.checkpoint.verification.digests import fragment_digests
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.text_table import rank_list
 
 _WORD = 1 << 64
-_TOLD = 3
+_MAX_NAMED = 3
 """Findings, and ranks, that a sentence names."""
 # Elements that are looked at together, which bounds the memory that it takes.
-_AT_ONCE = 1 << 24
+_CHUNK = 1 << 24
 
 # What is compared: 'weights' (in the run's precision), 'fp32' (the master weights) or the name of a moment,
 # of a parameter; and of a parameter that is cut the tensor rank.
@@ -43,7 +44,7 @@ class _Held:
     not_finite: list[str] = field(default_factory=list)
 
 
-def broken_invariants(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> str | None:
+def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> str | None:
     """What has drifted and on which ranks, or is not finite, in words that are the same on every rank; None
     if nothing. Collective."""
     held = _held(optimizer, layout)
@@ -58,8 +59,10 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
     held = _Held(layout.rank)
     place = (layout.pipeline_stage, layout.tp_rank)
 
-    def add(kind: str, name: str, is_cut: bool, dp_rank: int | None, digest: int, is_finite: bool) -> None:
-        held.parts[(kind, name, layout.tp_rank if is_cut else None), (*place, dp_rank)] = digest
+    def add(
+        kind: str, name: str, is_sharded: bool, dp_rank: int | None, digest: int, is_finite: bool
+    ) -> None:
+        held.parts[(kind, name, layout.tp_rank if is_sharded else None), (*place, dp_rank)] = digest
         if not is_finite:
             held.not_finite.append(f"{kind} of {name} on rank {layout.rank}")
 
@@ -69,8 +72,8 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
         for parameter in flat.parameters:
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
             digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
-            name, is_cut = optimizer.names[parameter], spec.shard_dim is not None
-            add("weights", name, is_cut, layout.dp_rank, digest, is_finite)
+            name, is_sharded = optimizer.names[parameter], spec.shard_dim is not None
+            add("weights", name, is_sharded, layout.dp_rank, digest, is_finite)
     dp_rank = layout.dp_rank if optimizer.partition_count == 1 else None
     for part in optimizer.local_param_states():
         for kind, values in part.values.items():
@@ -84,8 +87,8 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
 def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) -> tuple[int, bool]:
     """The digest of a rank's flat elements from `start` on, of any precision, and whether all are finite."""
     digest, finite = 0, values.new_ones((), dtype=torch.bool)
-    for first in range(0, values.numel(), _AT_ONCE):
-        piece = values[first : first + _AT_ONCE].float()
+    for first in range(0, values.numel(), _CHUNK):
+        piece = values[first : first + _CHUNK].float()
         digest += fragment_digests(spec, tp_group, start + first, {"": piece})[""]
         finite &= piece.isfinite().all()
     return digest % _WORD, bool(finite)
@@ -101,7 +104,7 @@ def _sentence(everywhere: list[_Held]) -> str | None:
             digests[copy] = (digests.get(copy, 0) + digest) % _WORD
             holders.setdefault((subject, copy), []).append(held.rank)
     found = [what for held in everywhere for what in held.not_finite]
-    found = [f"not finite: {', '.join(found[:_TOLD])}{_more(found)}"] if found else []
+    found = [f"not finite: {', '.join(found[:_MAX_NAMED])}{_more(found)}"] if found else []
     drifted = []
     for (kind, name, tp_rank), digests in sorted(copies.items(), key=lambda item: str(item[0])):
         if len(set(digests.values())) == 1:
@@ -111,17 +114,13 @@ def _sentence(everywhere: list[_Held]) -> str | None:
         ranks: dict[bool, set[int]] = {True: set(), False: set()}
         for copy, digest in digests.items():
             ranks[digest == usual] |= set(holders[(kind, name, tp_rank), copy])
-        drifted.append(f"{kind} of {name} on {_ranks(ranks[False])} is not that on {_ranks(ranks[True])}")
+        drifted.append(
+            f"{kind} of {name} on {rank_list(ranks[False])} is not that on {rank_list(ranks[True])}"
+        )
     if drifted:
-        found.append(f"copies differ: {'; '.join(drifted[:_TOLD])}{_more(drifted)}")
+        found.append(f"copies differ: {'; '.join(drifted[:_MAX_NAMED])}{_more(drifted)}")
     return " and ".join(found) or None
 
 
-def _ranks(ranks: set[int]) -> str:
-    """'rank 3', 'ranks 1, 3', the first few of many."""
-    numbers = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_TOLD])}{_more(numbers)}"
-
-
 def _more(found: list[str]) -> str:
-    return f" (and {len(found) - _TOLD} more)" if len(found) > _TOLD else ""
+    return f" (and {len(found) - _MAX_NAMED} more)" if len(found) > _MAX_NAMED else ""

@@ -16,7 +16,7 @@ from megatron.config import BatchSchedule, Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.training.logging.metrics import MetricsLogger
-from megatron.training.stability.invariants import broken_invariants
+from megatron.training.stability.invariants import find_invariant_violation
 from megatron.training.stability.skipped_ranges import advance_state, range_to_skip
 from megatron.training.stability.spikes import SpikeDetector
 
@@ -42,7 +42,7 @@ class StabilityMonitor:
     def __post_init__(self) -> None:
         self.spikes = SpikeDetector(self.config.stability)
 
-    def past_skipped_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
+    def skip_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
         """The state behind a range to skip, which is told; None if the next iteration is in none."""
         skipped = range_to_skip(self.config, state.iteration, total_iterations)
         if skipped is None:
@@ -54,11 +54,11 @@ class StabilityMonitor:
     def step_options(self, state: TrainingState) -> StepOptions:
         """Of the step after `state`, which begins."""
         self.spikes.begin(state)
-        trouble = self.config.stability
-        limit = trouble.max_consecutive_skips
+        options = self.config.stability
+        limit = options.max_consecutive_skips
         return {
             "skips_non_finite": None if limit is None else state.skips_in_a_row + 1 < limit,
-            "skip_update_fn": self.spikes.should_skip if trouble.spike_policy else None,
+            "skip_update_fn": self.spikes.should_skip if options.spike_policy else None,
         }
 
     def diagnose(self, error: NonFiniteError, iteration: int) -> RunStopped:
@@ -70,16 +70,16 @@ class StabilityMonitor:
     def post_step(self, state: TrainingState) -> TrainingState:
         """Tells what was wrong with the step that has led to `state`, if anything, and does what is left to
         do; the state to go on from. RunStopped if that was tried too often."""
-        trouble, optimizer = self.config.stability, self.engine.optimizer
+        options, optimizer = self.config.stability, self.engine.optimizer
         state = self.spikes.update_window(state, taken=not optimizer.skipped)
         if optimizer.overflow and optimizer.diagnosis:
             self.metrics.print(f"iteration {state.iteration}: {optimizer.diagnosis}")
         if not self.spikes.diagnosis:
             return state
         what = f"iteration {state.iteration}: spike, {self.spikes.diagnosis}"
-        if trouble.spike_policy == "rollback":
+        if options.spike_policy == "rollback":
             return self._roll_back(state, what)
-        limit = trouble.max_consecutive_skips or trouble.spike_window
+        limit = options.max_consecutive_skips or options.spike_window
         if state.skips_in_a_row >= limit:
             raise RunStopped(f"{what}: {limit} steps in a row are without an update, so this is no spike")
         self.metrics.print(what + (": the update was not made" if optimizer.update_skipped else ""))
@@ -109,7 +109,7 @@ class StabilityMonitor:
         """Every --check-invariants-interval steps, before what has drifted can be evaluated or saved."""
         interval = self.config.stability.check_invariants_interval
         if interval and iteration % interval == 0:
-            broken = broken_invariants(self.engine.optimizer, self.engine.layout)
+            broken = find_invariant_violation(self.engine.optimizer, self.engine.layout)
             if broken:
                 raise RunStopped(
                     f"iteration {iteration}: {broken}. The run must not go on from this state: resume from a "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
 from megatron.checkpoint.manager import TrainingState, layout_record
 from megatron.checkpoint.reshard import spec_record
 from megatron.checkpoint.verification.digests import fragment_digests
@@ -114,6 +114,6 @@ def write_native(
         "certificate": {"digests": {"fp32": digests}, "updates": None, "probe": None},
         "files": {file.name: describe_file(file) for file in path.iterdir()},
     }
-    (path / "run.json").write_text(json.dumps(seal(run)))
+    (path / "run.json").write_text(json.dumps(add_checksum(run)))
     (folder / "latest").write_text(path.name)
     return path

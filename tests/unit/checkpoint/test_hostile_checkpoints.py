@@ -19,7 +19,7 @@ from megatron.checkpoint.convert.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
 from megatron.checkpoint.formats.universal import find_universal
 from megatron.checkpoint.integrity.files import HostileFileError, read_json
-from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.integrity.names import check_file, check_parameter, check_plain, read_name
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
@@ -62,7 +62,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     run = json.loads((folder / "run.json").read_text())
     change(run)
     run.pop("sha256")
-    (folder / "run.json").write_text(json.dumps(seal(run)))
+    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
 def rename_parameter(folder: Path, name: str, new: Any) -> None:

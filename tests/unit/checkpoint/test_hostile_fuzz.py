@@ -16,8 +16,8 @@ from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert
 from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.formats.universal import UniversalParameters, check_foreign, find_universal
-from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.formats.universal import UniversalParameters, check_external, find_universal
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report.inspect import inspect_folder
 from megatron.checkpoint.report.tables import overview_text
@@ -60,7 +60,9 @@ class Files:
             record = mutated_json(json.loads(content), data)
             path.write_text(json.dumps(record))
             if path.name == "run.json" and isinstance(record, dict):
-                path.write_text(json.dumps(seal({key: record[key] for key in record if key != "sha256"})))
+                path.write_text(
+                    json.dumps(add_checksum({key: record[key] for key in record if key != "sha256"}))
+                )
             return
         if path.suffix in (".pt", ".bin") and data.draw(st.booleans()):
             _rewrite_pickle(path, content, changes)
@@ -71,7 +73,7 @@ class Files:
             run = json.loads(self.good[record])
             run.pop("sha256")
             run["files"].get(str(path.relative_to(self.folder)), {})["bytes"] = path.stat().st_size
-            record.write_text(json.dumps(seal(run)))
+            record.write_text(json.dumps(add_checksum(run)))
 
 
 def _rewrite_pickle(path: Path, content: bytes, changes: list[Any]) -> None:
@@ -138,9 +140,9 @@ def test_hostile_mutations_of_a_universal_checkpoint(examples: int, victim: Path
 
 def read_foreign(folder: Path, config: Config) -> None:
     checkpoint = find_universal(folder)
-    check_foreign(checkpoint, config, VOCAB)
+    check_external(checkpoint, config, VOCAB)
     parameters = UniversalParameters(checkpoint)
-    assert parameters.loss_scaler is None and parameters.kept_by
+    assert parameters.loss_scaler is None and parameters.moments_kind
     for name, spec in model_specs(config, VOCAB, None).items():
         _, moments, _ = parameters.read(name, spec, TPGroup(1, 2))
         dict(moments)

@@ -143,9 +143,9 @@ def test_a_hostile_name_of_a_class_is_shown_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_hostile_attribute_does_not_stand_for_the_origin(tmp_path: Path) -> None:
-    state = pickle.dumps({"origin": "torch.Tensor", "made_from": 5}, protocol=2)[2:-1]
+    state = pickle.dumps({"origin": "torch.Tensor", "constructor_args": 5}, protocol=2)[2:-1]
     read = read_file(file_of(tmp_path / "f.pt", NEW + b"cargparse\nNamespace\n)\x81" + state + b"b."))
-    assert (read.origin, read.made_from) == ("argparse.Namespace", ())
+    assert (read.origin, read.constructor_args) == ("argparse.Namespace", ())
 
 
 def make_pipe(path: Path) -> None:

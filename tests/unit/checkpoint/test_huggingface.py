@@ -18,8 +18,8 @@ from megatron.checkpoint.convert.huggingface.exporter import (
 )
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.integrity.manifest import describe_file, seal
-from megatron.checkpoint.weights import load_whole_weights
+from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
+from megatron.checkpoint.weights import load_full_weights
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.single_process import GPTModel
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -52,7 +52,7 @@ def write(folder, row, model, **changes):
 @torch.no_grad()
 def our_logits(checkpoint, tokens=TOKENS):
     model = GPTModel(checkpoint.config, VOCAB, EOD)
-    load_whole_weights(model, checkpoint.folder)
+    load_full_weights(model, checkpoint.folder)
     return model.eval()(tokens)
 
 
@@ -266,7 +266,7 @@ def test_the_tokenizer_goes_along(row, model, tmp_path, capsys):
     del run["sha256"]
     run["files"][first_layer.name] = describe_file(first_layer)
     run |= {"vocab_size": ours.vocab_size, "eod": ours.eod}
-    (path / "run.json").write_text(json.dumps(seal(run)))
+    (path / "run.json").write_text(json.dumps(add_checksum(run)))
     convert("--load", path, "--output", tmp_path / "theirs")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert theirs.eos_token_id == ours.eod and len(theirs) == ours.vocab_size

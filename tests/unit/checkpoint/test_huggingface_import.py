@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2To
 
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.weights import load_whole_weights
+from megatron.checkpoint.weights import load_full_weights
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
 from megatron.model.single_process import GPTModel
 from tests.distributed.layouts import SEQ, VOCAB, Row, config_of
@@ -56,7 +56,7 @@ def save_tokenizer(folder):
 @torch.no_grad()
 def our_logits(checkpoint, tokens=TOKENS):
     model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
-    load_whole_weights(model, checkpoint.folder)
+    load_full_weights(model, checkpoint.folder)
     return model.eval()(tokens)
 
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.convert.rules import derive_info
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report.compare import compare_checkpoints, different_settings
 from megatron.checkpoint.report.inspect import inspect_checkpoint, inspect_folder
@@ -90,13 +90,13 @@ def test_a_folder_lists_its_checkpoints(tmp_path):
     assert overview.checkpoints[1].consumed_samples == 160
     assert overview.checkpoint.folder == str(tmp_path / "global_step20")
     assert overview.problems == ["global_step100: run.json, which is written last, is missing"]
-    assert not overview.is_well
+    assert not overview.is_intact
 
 
 def test_a_folder_without_damage_is_well(tmp_path):
     path = write(tmp_path)
-    assert inspect_folder(tmp_path).is_well
-    assert inspect_folder(path).is_well and inspect_folder(path).checkpoints == []
+    assert inspect_folder(tmp_path).is_intact
+    assert inspect_folder(path).is_intact and inspect_folder(path).checkpoints == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_latest_that_leads_nowhere_is_told(latest, problem, tmp_path):
     if latest:
         (tmp_path / "latest").write_text(latest)
     overview = inspect_folder(tmp_path)
-    assert problem in overview.problems[0] and not overview.is_well
+    assert problem in overview.problems[0] and not overview.is_intact
     assert overview.checkpoint.folder.endswith("global_step5")
 
 
@@ -238,7 +238,7 @@ def write_universal(folder, row=TP2_PP2):
     info = derive_info(json.loads((native / "run.json").read_text())["parameters"], VOCAB)
     run = {**json.loads((native / "run.json").read_text()), "universal_checkpoint_info": info}
     del run["sha256"]
-    (native / "run.json").write_text(json.dumps(seal(run)))
+    (native / "run.json").write_text(json.dumps(add_checksum(run)))
     list(convert(open_source(native), target))
     return native, target
 
@@ -249,7 +249,7 @@ def test_a_universal_checkpoint_is_well(tmp_path, capsys):
     assert (report.kind, report.vocab_size, len(report.parameters)) == ("universal", VOCAB, 52)
     assert {record.name: record.shape for record in report.parameters}[WORDS] == (VOCAB, 32)
     overview = inspect_folder(tmp_path)
-    assert overview.is_well and overview.checkpoint.folder == str(native)
+    assert overview.is_intact and overview.checkpoint.folder == str(native)
     assert [(item.kind, item.is_latest) for item in overview.checkpoints] == [
         ("native", True),
         ("universal", True),
@@ -288,7 +288,7 @@ def test_what_saves_and_conversions_left_is_shown(tmp_path):
     shutil.copytree(path, tmp_path / "saving-global_step6", ignore=shutil.ignore_patterns("run.json"))
     (tmp_path / "global_step5_universal.partial" / "zero").mkdir(parents=True)
     overview = inspect_folder(tmp_path)
-    assert overview.is_well and overview.checkpoint.folder == str(path)
+    assert overview.is_intact and overview.checkpoint.folder == str(path)
     assert {item.name: item.kind for item in overview.checkpoints} == {
         "global_step4.replaced": "replaced",
         "global_step5": "native",
@@ -473,7 +473,7 @@ def change_run(folder, change):
     run = json.loads(path.read_text())
     del run["sha256"]
     change(run)
-    path.write_text(json.dumps(seal(run)))
+    path.write_text(json.dumps(add_checksum(run)))
 
 
 def test_files_that_the_layout_needs_and_nobody_wrote_are_a_problem(tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron.checkpoint.discovery import TrainingState, describe_start, find_latest
-from megatron.checkpoint.integrity.manifest import seal
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.config import ConfigError
 
 FILE = "layer_01-model_00-model_states.pt"
@@ -19,14 +19,14 @@ def write(folder, step, complete=True):
     if complete:
         state = dataclasses.asdict(TrainingState(iteration=step))
         files = {FILE: {"bytes": 7, "sha256": "not read here"}}
-        (path / "run.json").write_text(json.dumps(seal({"state": state, "files": files})))
+        (path / "run.json").write_text(json.dumps(add_checksum({"state": state, "files": files})))
     return path
 
 
 def test_an_empty_folder_holds_no_checkpoint(tmp_path):
     assert find_latest(tmp_path) is None
     assert "holds no checkpoint" in describe_start(None, str(tmp_path))
-    assert describe_start(None, None) == "starting from new weights"
+    assert describe_start(None, None) == "initializing from scratch"
 
 
 def test_latest_names_the_checkpoint_even_if_a_newer_folder_is_there(tmp_path):
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, damage
     (tmp_path / "latest").write_text("global_step10")
     found = find_latest(tmp_path)
     assert found.state.iteration == 5
-    assert "global_step10" in found.passed_over and words in found.passed_over
+    assert "global_step10" in found.skip_reason and words in found.skip_reason
 
 
 def test_a_replaced_checkpoint_is_found_while_the_new_one_is_not_in_place(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from deepspeed.checkpoint import constants
 
 from megatron.checkpoint.convert import rules
-from megatron.checkpoint.convert.rules import Rule, check_rules, derive_info, foreign_rule, matching
+from megatron.checkpoint.convert.rules import Rule, check_rules, derive_info, external_rule, matching
 from megatron.checkpoint.reshard import spec_record
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
@@ -39,7 +39,7 @@ def test_every_parameter_has_the_rule_of_its_spec(variant):
         assert is_replicated == name.startswith("tied_modules.")
         expected = {None: Rule.REPLICATED, 1: Rule.ROWS, 0: Rule.COLUMNS}[record["shard_dim"]]
         if record["blocks"] == 2:
-            expected = Rule.TWO_BLOCKS
+            expected = Rule.TWO_SUB_PARAMS
         if name.endswith("word_embeddings.weight"):
             expected = Rule.VOCABULARY
         assert rule is expected, name
@@ -96,11 +96,11 @@ def test_other_programs_list_no_columns_and_no_anchors():
         "parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"],
         "tp_replicated_parameter_patterns": [r"\d+.input_layernorm.weight"],
     }
-    assert foreign_rule(info, "3.mlp.dense_h_to_4h.weight") is Rule.COLUMNS
-    assert foreign_rule(info, "tied_modules.embed.word_embeddings.weight") is Rule.VOCABULARY
-    assert foreign_rule(info, "3.mlp.dense_4h_to_h.weight") is Rule.ROWS
+    assert external_rule(info, "3.mlp.dense_h_to_4h.weight") is Rule.COLUMNS
+    assert external_rule(info, "tied_modules.embed.word_embeddings.weight") is Rule.VOCABULARY
+    assert external_rule(info, "3.mlp.dense_4h_to_h.weight") is Rule.ROWS
     info["parameter_with_row_parallelism_patterns"].append(r"\d+.input_layernorm")
     with pytest.raises(ConfigError, match="3.input_layernorm.weight more than one rule"):
-        foreign_rule(info, "3.input_layernorm.weight")
+        external_rule(info, "3.input_layernorm.weight")
     with pytest.raises(ConfigError, match="has parameter_with_sub_params"):
-        foreign_rule({"parameter_with_sub_params": [{}]}, "x")
+        external_rule({"parameter_with_sub_params": [{}]}, "x")

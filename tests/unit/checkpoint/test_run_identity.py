@@ -18,17 +18,17 @@ from megatron.checkpoint.discovery import (
     open_checkpoint,
 )
 from megatron.checkpoint.integrity.layout_files import missing_files
-from megatron.checkpoint.integrity.manifest import describe_file, seal
+from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
 from megatron.checkpoint.lineage import latest as latest_module
 from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity, lineage_record
 from megatron.checkpoint.lineage.latest import read_record
 from megatron.checkpoint.lineage.start import (
-    began_with,
-    check_load,
-    check_save,
+    check_load_folder,
+    check_save_folder,
     choose_checkpoint,
-    identity_of_start,
     origin_record,
+    start_identity,
+    started_from,
 )
 from megatron.config import CheckpointConfig, ConfigError, TrainingConfig
 from tests.distributed.layouts import Row, config_of
@@ -49,10 +49,10 @@ class Run:
         load = None if load is None else str(load)
         self.options = CheckpointConfig(save=str(save), load=load, **flags)
         self.config = dataclasses.replace(config_of(Row()), checkpoint=self.options)
-        check_load(self.config)
+        check_load_folder(self.config)
         self.start = checkpoint or choose_checkpoint(self.options, None)
-        check_save(self.start, self.config)
-        self.identity = identity_of_start(self.start, self.options)
+        check_save_folder(self.start, self.config)
+        self.identity = start_identity(self.start, self.options)
 
     @property
     def started_from(self):
@@ -64,7 +64,7 @@ class Run:
             entry = self.write(step)
             saving = self.folder / publishing.saving_name(entry.name, self.identity)
             self.identity = publishing.publish(saving, entry, self.identity)
-            publishing.remove_old(self.folder, self.identity, self.options, protected)
+            publishing.delete_old_checkpoints(self.folder, self.identity, self.options, protected)
         return self
 
     def write(self, step):
@@ -83,7 +83,7 @@ class Run:
         if self.old_format:
             run["lineage"] = [entry.name for entry in self.identity.lineage]
             del run["run_id"], run["origin"]
-        run = seal(run)
+        run = add_checksum(run)
         (saving / "run.json").write_text(json.dumps(run))
         run_id = None if self.old_format else self.identity.run_id
         return LineageEntry(name, step, run_id, run["sha256"])
@@ -127,7 +127,7 @@ def test_with_the_flag_only_checkpoints_of_the_same_name_are_replaced_and_the_re
     assert open_checkpoint(tmp_path / "global_step8").run_id == first.identity.run_id
     # What the first run left has a higher number, and is not taken for the second's.
     found = find_latest(tmp_path)
-    assert found.folder.name == "global_step4" and "global_step8 is of another run" in found.passed_over
+    assert found.folder.name == "global_step4" and "global_step8 is of another run" in found.skip_reason
     with pytest.raises(ConfigError, match="another run .global_step6, global_step8. ahead of global_step4"):
         Run(tmp_path, tmp_path)
     again = Run(tmp_path, tmp_path, overwrite_checkpoints=True)
@@ -155,14 +155,14 @@ def test_a_folder_that_was_never_finished_does_not_hinder_a_resume_and_is_replac
 
 
 def test_a_checkpoint_that_another_run_put_there_meanwhile_is_not_this_runs(tmp_path):
-    from megatron.checkpoint.lineage.start import owns_place
+    from megatron.checkpoint.lineage.start import may_replace
 
     run = Run(tmp_path, tmp_path).save(2)
     other = Run(tmp_path / "other", tmp_path / "other").save(4)
     (other.folder / "global_step4").rename(tmp_path / "global_step4")
-    assert owns_place(tmp_path, "global_step2", run.identity)
-    assert not owns_place(tmp_path, "global_step4", run.identity)
-    assert owns_place(tmp_path, "global_step6", run.identity)
+    assert may_replace(tmp_path, "global_step2", run.identity)
+    assert not may_replace(tmp_path, "global_step4", run.identity)
+    assert may_replace(tmp_path, "global_step6", run.identity)
 
 
 # --- latest ---
@@ -207,21 +207,21 @@ def test_a_kill_while_a_checkpoint_gets_its_name_leaves_the_newest_complete_one(
 
     where = {
         "rename": "megatron.checkpoint.publishing.os.rename",
-        "latest": "megatron.checkpoint.publishing.point_to",
+        "latest": "megatron.checkpoint.publishing.set_latest",
         "record": "megatron.checkpoint.lineage.latest._write",
     }[at]
     entry = run.write(4)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         if at == "record":
-            publishing.announce(tmp_path, entry, run.identity)
-            patch.setattr(publishing, "announce", lambda *_: None)
+            publishing.record_upcoming(tmp_path, entry, run.identity)
+            patch.setattr(publishing, "record_upcoming", lambda *_: None)
         patch.setattr(where, die)
         publishing.publish(tmp_path / publishing.saving_name(entry.name, run.identity), entry, run.identity)
     again = Run(tmp_path, tmp_path)
     before = None if first else "global_step2"
     assert again.started_from == (before if at == "rename" else "global_step4")
     if at == "latest":
-        assert "the job was killed before latest could name global_step4" in again.start.passed_over
+        assert "the job was killed before latest could name global_step4" in again.start.skip_reason
     again.save(6)
     assert Run(tmp_path, tmp_path).started_from == "global_step6"
     assert not list(tmp_path.glob("saving-*"))
@@ -236,7 +236,7 @@ def test_a_damaged_latest_leads_to_the_runs_own_newest_and_not_to_a_higher_numbe
     else:
         (tmp_path / "latest").write_bytes(content)
     found = find_latest(tmp_path)
-    assert found.folder.name == "global_step6" and "names no checkpoint" in found.passed_over
+    assert found.folder.name == "global_step6" and "names no checkpoint" in found.skip_reason
     damage(tmp_path, 6)
     assert find_latest(tmp_path).folder.name == "global_step4"
     damage(tmp_path, 4, "run.json")
@@ -290,7 +290,7 @@ def test_the_same_command_goes_on_from_what_it_saved_elsewhere(tmp_path):
     first = Run(save, load).save(6)
     assert first.started_from == "global_step4"
     again = Run(save, load)
-    assert again.start.folder == save / "global_step6" and "since it started from" in again.start.passed_over
+    assert again.start.folder == save / "global_step6" and "since it started from" in again.start.skip_reason
     assert again.identity.run_id == first.identity.run_id != open_checkpoint(load / "global_step4").run_id
     # Also where the other run has gone on since.
     Run(load, load).save(8, 10)
@@ -317,16 +317,14 @@ def test_a_run_whose_own_checkpoints_are_all_damaged_starts_again_where_it_began
     first = Run(save, load).save(4)
     damage(save, 4, "run.json")
     again = Run(save, load).save(4)
-    assert again.start.folder == load / "global_step2" and "global_step4" in again.start.passed_over
+    assert again.start.folder == load / "global_step2" and "global_step4" in again.start.skip_reason
     assert again.identity.run_id == first.identity.run_id
 
 
 def test_an_older_checkpoint_of_the_same_folder_is_a_new_run_and_the_newest_is_not(tmp_path):
     run = Run(tmp_path, tmp_path).save(2, 4)
     assert Run(tmp_path, tmp_path / "global_step4").identity.run_id == run.identity.run_id
-    with pytest.raises(
-        ConfigError, match=r"\(global_step4\) ahead of .* to go back in that run write global_s"
-    ):
+    with pytest.raises(ConfigError, match=r"\(global_step4\) ahead of .* write global_s"):
         Run(tmp_path, tmp_path / "global_step2")
     branch = Run(tmp_path, tmp_path / "global_step2", overwrite_checkpoints=True).save(3)
     again = Run(tmp_path, tmp_path / "global_step2", overwrite_checkpoints=True)
@@ -339,7 +337,7 @@ def test_a_universal_checkpoint_in_the_same_folder_continues_the_run_that_it_was
     (universal / "zero").mkdir(parents=True)
     content = json.loads((tmp_path / "global_step4" / "run.json").read_text())
     content = {key: value for key, value in content.items() if key != "sha256"}
-    (universal / "run.json").write_text(json.dumps(seal({**content, "files": {}})))
+    (universal / "run.json").write_text(json.dumps(add_checksum({**content, "files": {}})))
     (tmp_path / "latest_universal").write_text(universal.name)
     for expected in (universal.name, "global_step5"):
         again = Run(tmp_path, tmp_path, universal_checkpoint=True)
@@ -356,7 +354,7 @@ def test_a_load_that_does_not_exist_is_a_mistake_unless_it_is_the_save_folder(tm
     options = CheckpointConfig(load=str(missing), save=str(missing))
     config = dataclasses.replace(config_of(Row()), training=training, checkpoint=options)
     with pytest.raises(ConfigError, match="--eval-only needs a checkpoint"):
-        check_load(config)
+        check_load_folder(config)
     assert Run(missing, missing).start is None
     with pytest.raises(ConfigError, match="holds no checkpoint, and --save is"):
         Run(tmp_path / "save", missing)
@@ -462,7 +460,7 @@ def test_a_malformed_lineage_is_named(change, words, tmp_path):
     Run(tmp_path, tmp_path).save(2)
     path = tmp_path / "global_step2" / "run.json"
     run = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
-    path.write_text(json.dumps(seal({**run, **change})))
+    path.write_text(json.dumps(add_checksum({**run, **change})))
     with pytest.raises(ConfigError, match=f"run.json.*{words}"):
         open_checkpoint(path.parent)
 
@@ -477,13 +475,15 @@ def test_a_damaged_record_beside_latest_is_as_none(content, tmp_path):
 def test_the_lineage_is_bounded():
     identity = RunIdentity()
     for step in range(MAX_LINEAGE + 5):
-        identity = identity.after(LineageEntry(f"global_step{step}", step, identity.run_id, "0" * 64))
+        identity = identity.with_checkpoint(
+            LineageEntry(f"global_step{step}", step, identity.run_id, "0" * 64)
+        )
     assert len(identity.lineage) == MAX_LINEAGE and identity.lineage[-1].iteration == MAX_LINEAGE + 4
 
 
 def test_a_rollback_cuts_the_lineage():
     entries = tuple(LineageEntry(f"global_step{step}", step) for step in (1, 2, 3))
-    assert RunIdentity(lineage=entries).back_at("global_step2").lineage == entries[:2]
+    assert RunIdentity(lineage=entries).rolled_back_to("global_step2").lineage == entries[:2]
 
 
 # --- the files of a layout ---
@@ -517,7 +517,7 @@ def test_a_checkpoint_that_was_saved_without_one_of_its_files_is_refused_by_name
     run = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
     (path.parent / "mp_rank_00_model_states.pt").touch()
     run["files"]["mp_rank_00_model_states.pt"] = describe_file(path.parent / "mp_rank_00_model_states.pt")
-    path.write_text(json.dumps(seal({**run, **layout(1, 1, 1, 0, ("1.a", "3.a"))})))
+    path.write_text(json.dumps(add_checksum({**run, **layout(1, 1, 1, 0, ("1.a", "3.a"))})))
     with pytest.raises(ConfigError, match="layer_03-model_00-model_states.pt was never written"):
         open_checkpoint(path.parent)
 
@@ -584,8 +584,8 @@ def test_another_universal_checkpoint_of_the_same_name_is_another_origin(tmp_pat
         for name in ("one", "other")
     )
     options = CheckpointConfig(load=str(tmp_path), universal_checkpoint=True)
-    assert began_with(origin_record(one), one, options)
-    assert not began_with(origin_record(one), other, options)
+    assert started_from(origin_record(one), one, options)
+    assert not started_from(origin_record(one), other, options)
 
 
 def test_latest_set_by_hand_is_obeyed_though_the_job_was_killed_before_its_record(tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_objects_of_the_family_are_kept_without_their_classes(tmp_path, their_en
     assert isinstance(read["args"], Stub) and read["args"].origin == "argparse.Namespace"
     assert read["args"].lr == 6e-5
     position = read["args"].position_embedding_type
-    assert (position.origin, position.made_from) == ("megatron.enums.PositionEmbeddingType", (3,))
+    assert (position.origin, position.constructor_args) == ("megatron.enums.PositionEmbeddingType", (3,))
     assert read["random_rng_state"] == random.getstate() and read["param_shapes"] == (2, 3)
     assert isinstance(read["scalar"], Stub)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.checkpoint.lineage.owner import Owner, Timing, acquire, hold
+from megatron.checkpoint.lineage.owner import Owner, Timing, acquire, hold_folder
 from megatron.config import ConfigError
 
 
@@ -19,7 +19,7 @@ class World:
     def __init__(self):
         self.now, self.events, self.said = 0.0, {}, []
         self.timing = Timing(
-            beat_s=10.0, dead_after_s=60.0, poll_s=1.0, sleep=self.sleep, now=lambda: self.now
+            heartbeat_s=10.0, dead_after_s=60.0, poll_s=1.0, sleep=self.sleep, now=lambda: self.now
         )
 
     def sleep(self, seconds):
@@ -179,8 +179,8 @@ def test_a_removed_owner_file_stops_the_job(tmp_path):
 
 
 def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_an_error(tmp_path):
-    with pytest.raises(KeyError), hold(str(tmp_path), "n1", print) as held:
-        held.note_run("ab" * 16)
+    with pytest.raises(KeyError), hold_folder(str(tmp_path), "n1", print) as held:
+        held.set_run_id("ab" * 16)
         record = json.loads((tmp_path / "owner-000001.json").read_text())
         assert record["run_id"] == "ab" * 16 and record["pid"] == os.getpid() and record["beats"] == 1
         raise KeyError

@@ -128,7 +128,7 @@ def test_slurm_ended_the_job() -> None:
     assert line == "error: Slurm ended the job (CANCELLED), after iteration 7"
     verdict = diagnose(all_but(end=ExitStatus.CONTINUED), 4, **ended)
     assert verdict == Diagnosis(
-        75, "Slurm ended the job (CANCELLED), after iteration 7: saved, to be continued"
+        75, "Slurm ended the job (CANCELLED), after iteration 7: checkpoint saved, resumes after requeue"
     )
 
 

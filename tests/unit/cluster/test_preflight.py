@@ -9,15 +9,21 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster import preflight
-from megatron.cluster.preflight import RankFacts, check_folders, describe, find_differences, table
+from megatron.cluster.preflight import (
+    RankInfo,
+    check_shared_folders,
+    describe,
+    differences_table,
+    find_differences,
+)
 
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 
 
-def facts(**changes: dict[int, object]) -> list[RankFacts]:
+def facts(**changes: dict[int, object]) -> list[RankInfo]:
     """Of three nodes of two ranks; changes: by field, the value of single ranks."""
     alike = [
-        RankFacts(rank, f"n{rank // 2}", VERSIONS, "corpus", 0.98, {}, 2e9 + 1e8 * rank) for rank in range(6)
+        RankInfo(rank, f"n{rank // 2}", VERSIONS, "corpus", 0.98, {}, 2e9 + 1e8 * rank) for rank in range(6)
     ]
     return [
         replace(fact, **{name: values[fact.rank] for name, values in changes.items() if fact.rank in values})
@@ -51,7 +57,7 @@ def test_memory_that_somebody_else_holds_is_told_with_the_rank() -> None:
 def test_other_data_and_unseen_folders_name_the_node() -> None:
     found = find_differences(facts(data={3: "another corpus"}, unseen={0: {"--save": "not there"}}))
     assert found == [("n0", "--save", "not there"), ("n1", "--data-path", "other data than elsewhere")]
-    assert table(found).splitlines() == [
+    assert differences_table(found).splitlines() == [
         "  node  what         found",
         "  n0    --save       not there",
         "  n1    --data-path  other data than elsewhere",
@@ -59,12 +65,13 @@ def test_other_data_and_unseen_folders_name_the_node() -> None:
 
 
 def check_everywhere(*folders: Path) -> list[dict[str, str]]:
-    """check_folders on as many nodes of one rank, each of which sees its own of the folders as --save."""
+    """check_shared_folders on as many nodes of one rank, each of which sees its own of the folders as
+    --save."""
     barrier = threading.Barrier(len(folders), timeout=30)
     found: list[dict[str, str]] = [{} for _ in folders]
 
     def check(rank: int) -> None:
-        found[rank] = check_folders({"--save": str(folders[rank])}, rank, True, "token", barrier.wait)
+        found[rank] = check_shared_folders({"--save": str(folders[rank])}, rank, True, "token", barrier.wait)
 
     threads = [threading.Thread(target=check, args=(rank,)) for rank in range(len(folders))]
     for thread in threads:

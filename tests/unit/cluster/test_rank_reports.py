@@ -20,7 +20,7 @@ def test_a_rank_that_is_killed_leaves_a_report_without_an_end(tmp_path: Path) ->
 
 def test_the_first_end_counts(tmp_path: Path) -> None:
     report = RankReport(str(tmp_path), "0")
-    report.reach(7)
+    report.set_iteration(7)
     assert report.end(ExitStatus.FAILED, "first") and report.end(ExitStatus.HANG, "second")
     (read,) = read_reports(tmp_path)
     assert (read["end"], read["text"], read["iteration"]) == ("failed", "first", 7)
@@ -55,4 +55,4 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(
 
 def test_without_a_folder_nothing_is_kept() -> None:
     report = RankReport(None, "0")
-    assert not report.end(ExitStatus.FAILED) and not report.is_kept and not report.stop_requested()
+    assert not report.end(ExitStatus.FAILED) and not report.is_enabled and not report.stop_requested()

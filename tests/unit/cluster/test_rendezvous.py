@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.cluster import rendezvous
 from megatron.cluster.exit_codes import RunStopped, SharedConfigError
-from megatron.cluster.rendezvous import Address, meet
+from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import (
     BatchConfig,
     Config,
@@ -52,7 +52,9 @@ def outcomes(port: int, configs: list[Config], world_size: int) -> list[Exceptio
 
     def rank(number: int) -> Exception | str:
         try:
-            store = meet(Address(number, world_size, "127.0.0.1", port, False, True), configs[number])
+            store = connect_processes(
+                Address(number, world_size, "127.0.0.1", port, False, True), configs[number]
+            )
             if number == 0:
                 store.set("greeting", "hello")
             return store.get("greeting").decode()
@@ -106,7 +108,7 @@ def test_a_rank_that_finds_nobody_says_where_it_looked() -> None:
     with unused_port() as taken:
         address = Address(1, 2, "127.0.0.1", taken.getsockname()[1], False, True)
         with pytest.raises(RunStopped, match=f"rank 1 found nobody at {address}"):
-            meet(address, config(timeout=0.2))
+            connect_processes(address, config(timeout=0.2))
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -115,7 +117,7 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT {port} cannot be used"):
-            meet(Address(0, 2, "127.0.0.1", port, True, True), config())
+            connect_processes(Address(0, 2, "127.0.0.1", port, True, True), config())
 
 
 def test_a_host_that_does_not_resolve_is_named(monkeypatch) -> None:
@@ -126,4 +128,4 @@ def test_a_host_that_does_not_resolve_is_named(monkeypatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match="MASTER_ADDR is no-such-node, a name that .* cannot resolve"):
-        meet(Address(0, 2, "no-such-node", 29500, True, True), config())
+        connect_processes(Address(0, 2, "no-such-node", 29500, True, True), config())

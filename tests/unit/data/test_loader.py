@@ -26,16 +26,14 @@ def dataset(tmp_path: Path) -> GPTDataset:
 
 
 def test_samples_of_a_rank_are_megatrons() -> None:
-    samples = micro_batch_samples(
-        consumed=100, micro_batch_size=2, num_micro_batches=3, dp_rank=1, data_size=2
-    )
+    samples = micro_batch_samples(consumed=100, micro_batch_size=2, num_micro_batches=3, dp_rank=1, dp_size=2)
     assert samples.tolist() == [[102, 103], [106, 107], [110, 111]]
 
 
-@pytest.mark.parametrize("micro_batch_size, data_size", [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1)])
-def test_a_global_batch_is_the_same_samples_on_every_layout(micro_batch_size: int, data_size: int) -> None:
-    count = 8 // (micro_batch_size * data_size)
-    ranks = [micro_batch_samples(24, micro_batch_size, count, rank, data_size) for rank in range(data_size)]
+@pytest.mark.parametrize("micro_batch_size, dp_size", [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1)])
+def test_a_global_batch_is_the_same_samples_on_every_layout(micro_batch_size: int, dp_size: int) -> None:
+    count = 8 // (micro_batch_size * dp_size)
+    ranks = [micro_batch_samples(24, micro_batch_size, count, rank, dp_size) for rank in range(dp_size)]
     in_order = [int(i) for number in range(count) for rank in ranks for i in rank[number]]
     assert in_order == list(range(24, 32))
 
@@ -47,7 +45,7 @@ def run(loader: GPTBatchLoader, steps: list[tuple[int, int]]) -> list[MicroBatch
 
 
 def test_tensors_are_tokens_labels_and_mask(dataset: GPTDataset) -> None:
-    loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=1, data_size=2)
+    loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=1, dp_size=2)
     batches = run(loader, [(4, 8)])
     assert len(batches) == 2
     for (tokens, (labels, mask)), first in zip(batches, (6, 10), strict=True):
@@ -62,11 +60,11 @@ def test_tensors_are_tokens_labels_and_mask(dataset: GPTDataset) -> None:
 
 def test_loss_mask_hides_what_follows_the_end_of_a_document(dataset: GPTDataset) -> None:
     eod = int(dataset[0][3])
-    loader = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, data_size=1, eod=eod, eod_mask_loss=True)
+    loader = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod=eod, eod_mask_loss=True)
     [(tokens, (_, mask))] = run(loader, [(0, 1)])
     assert torch.equal(mask == 0, tokens == eod)
     assert mask[0, 3] == 0
-    unmasked = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, data_size=1, eod=eod)
+    unmasked = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod=eod)
     assert bool((run(unmasked, [(0, 1)])[0][1][1] == 1).all())
 
 
@@ -77,7 +75,7 @@ def test_reading_ahead_changes_nothing(dataset: GPTDataset, workers: int) -> Non
     steps = [(0, 4), (4, 8), (12, 16), (0, 4), (2, 4), (end - 4, 4)]
 
     def read(num_workers: int) -> list[MicroBatch]:
-        loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=1, data_size=2, num_workers=num_workers)
+        loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=1, dp_size=2, num_workers=num_workers)
         return run(loader, steps)
 
     for plain, ahead in zip(read(0), read(workers), strict=True):
@@ -88,14 +86,14 @@ def test_reading_ahead_changes_nothing(dataset: GPTDataset, workers: int) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_end_of_the_data_is_an_error_before_the_step(dataset: GPTDataset, workers: int) -> None:
-    loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, data_size=1, num_workers=workers)
+    loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers)
     with pytest.raises(ConfigError, match=f"ends at sample {len(dataset)}, .*--train-samples"):
         loader.micro_batches(len(dataset) - 2, 4)
     loader.close()
 
 
 def test_a_batch_that_does_not_divide_is_refused(dataset: GPTDataset) -> None:
-    loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, data_size=2)
+    loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=2)
     with pytest.raises(ConfigError, match="global batch 6 is not a multiple .* 2 times data-parallel size 2"):
         loader.micro_batches(0, 6)
 
@@ -103,7 +101,7 @@ def test_a_batch_that_does_not_divide_is_refused(dataset: GPTDataset) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_tokens_beyond_the_vocabulary_are_refused(dataset: GPTDataset, workers: int) -> None:
     loader = GPTBatchLoader(
-        dataset, micro_batch_size=8, dp_rank=0, data_size=1, vocab_size=100, num_workers=workers
+        dataset, micro_batch_size=8, dp_rank=0, dp_size=1, vocab_size=100, num_workers=workers
     )
     with pytest.raises(ConfigError, match="the vocabulary has 100: .*another tokenizer"):
         run(loader, [(0, 16)])
@@ -112,4 +110,4 @@ def test_tokens_beyond_the_vocabulary_are_refused(dataset: GPTDataset, workers: 
 
 def test_masking_without_a_tokenizer_is_refused(dataset: GPTDataset) -> None:
     with pytest.raises(ConfigError, match="--eod-mask-loss"):
-        GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, data_size=1, eod_mask_loss=True)
+        GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod_mask_loss=True)

@@ -57,7 +57,7 @@ def test_in_a_v_the_first_rank_holds_the_tied_matrix_once():
 def test_every_method_gives_every_stage_a_layer(method, schedule):
     found = plan(pipeline(3) + f"--pipeline-schedule {schedule} --partition-method {method} --num-layers 8")
     assert all(first < last for first, last in zip(found.bounds, found.bounds[1:], strict=False))
-    assert len(found.cut.weights) == len(found.bounds) - 1
+    assert len(found.partition.weights) == len(found.bounds) - 1
 
 
 def test_a_large_vocabulary_moves_layers_away_from_the_head():

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.checkpoint.convert.huggingface.layout import FAMILIES, Family
 from megatron.checkpoint.discovery import RUN_FILE, Checkpoint, is_universal
 from megatron.checkpoint.formats.native import VALUES
-from megatron.checkpoint.integrity.damage import check_weights, compared_tensors, has_digest
 from megatron.checkpoint.integrity.files import rename_synced, sync_tree
+from megatron.checkpoint.integrity.verify import check_weights, matches_digest, tensor_digests
 from megatron.checkpoint.states import open_states, specs_of
 from megatron.checkpoint.weights import full_weights
 from megatron.config import Config, ConfigError, ModelConfig
@@ -177,7 +177,7 @@ def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
     precision = precision or checkpoint.config.precision.name
     if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
         return "the digests of the layer files"
-    if compared_tensors(checkpoint).get(VALUES):
+    if tensor_digests(checkpoint).get(VALUES):
         return "the digests of the fp32 values"
     return "sizes alone, for the checkpoint has no digests of its fp32 values"
 
@@ -190,10 +190,10 @@ def _our_weights(checkpoint: Checkpoint, precision: str, verify: bool) -> Iterat
             check_weights(checkpoint)
         yield from full_weights(checkpoint.folder, specs)
         return
-    states, digests = open_states(checkpoint), compared_tensors(checkpoint).get(VALUES, {}) if verify else {}
+    states, digests = open_states(checkpoint), tensor_digests(checkpoint).get(VALUES, {}) if verify else {}
     for name, spec in specs.items():
         whole = states.read(name, VALUES)
-        if name in digests and not has_digest(whole, spec, digests[name]):
+        if name in digests and not matches_digest(whole, spec, digests[name]):
             raise ConfigError(
                 f"checkpoint {checkpoint.folder}: {name} is damaged: its digest is not that of {RUN_FILE}; "
                 "take an older one"

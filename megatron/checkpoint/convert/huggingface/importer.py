@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.layout import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
-from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, put_in_place, write_parameter
+from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, move_into_place, write_parameter
 from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE, TrainingState
 from megatron.checkpoint.formats import torch_archive as torch_files
 from megatron.checkpoint.integrity.files import (
     HostileFileError,
-    expecting_layout,
+    expect_layout,
     open_regular,
     read_json,
     sync_file,
 )
-from megatron.checkpoint.integrity.manifest import seal, write_atomically
+from megatron.checkpoint.integrity.manifest import add_checksum, write_atomically
 from megatron.checkpoint.integrity.names import check_plain, is_plain, one_line, shown
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.reading import tokenizer_settings
@@ -259,7 +259,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 def _check_shapes(model: HuggingFaceModel) -> None:
     path = model.folder / "config.json"
-    with expecting_layout(path, "the settings of a model that can be built"):
+    with expect_layout(path, "the settings of a model that can be built"):
         try:
             specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
         except ConfigError as error:
@@ -319,8 +319,8 @@ def write_universal(
             write_parameter(partial, name, specs[name], (values, {}, {}))
         run = _run_record(config, vocab_size, eod, specs)
         sync_file(partial / PARAMETER_FOLDER)
-        write_atomically(partial / RUN_FILE, json.dumps(seal(run), indent=2) + "\n")
-        put_in_place(partial, output)
+        write_atomically(partial / RUN_FILE, json.dumps(add_checksum(run), indent=2) + "\n")
+        move_into_place(partial, output)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, (OSError, RuntimeError)):  # torch raises the latter for a full disk

@@ -36,9 +36,9 @@ def _heads_first(rows: Tensor, heads: int) -> Tensor:
 
 SAME = Transform(lambda x, heads: x, lambda x, heads: x)
 # GPT-2's linear layers are `Conv1D`, which holds [inputs, outputs].
-TURNED = Transform(lambda x, heads: x.t(), lambda x, heads: x.t())
+TRANSPOSED = Transform(lambda x, heads: x.t(), lambda x, heads: x.t())
 REORDERED = Transform(_heads_last, _heads_first)
-REORDERED_TURNED = Transform(
+REORDERED_TRANSPOSED = Transform(
     lambda x, heads: _heads_last(x, heads).t(), lambda x, heads: _heads_first(x.t(), heads)
 )
 
@@ -176,13 +176,13 @@ FAMILIES = {
             *_with_bias(
                 "{layer}.self_attention.query_key_value",
                 "transformer.h.{block}.attn.c_attn",
-                REORDERED_TURNED,
+                REORDERED_TRANSPOSED,
                 REORDERED,
             ),
-            *_with_bias("{layer}.self_attention.dense", "transformer.h.{block}.attn.c_proj", TURNED),
+            *_with_bias("{layer}.self_attention.dense", "transformer.h.{block}.attn.c_proj", TRANSPOSED),
             *_with_bias("{layer}.post_attention_layernorm", "transformer.h.{block}.ln_2"),
-            *_with_bias("{layer}.mlp.dense_h_to_4h", "transformer.h.{block}.mlp.c_fc", TURNED),
-            *_with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.c_proj", TURNED),
+            *_with_bias("{layer}.mlp.dense_h_to_4h", "transformer.h.{block}.mlp.c_fc", TRANSPOSED),
+            *_with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.c_proj", TRANSPOSED),
             *_with_bias("{final}", "transformer.ln_f"),
         ),
         # The causal mask, and what it puts in place of a hidden score.

@@ -1,7 +1,7 @@
 """Whether what lies in a checkpoint is what was written, found by one process that reads it.
 
 A native checkpoint keeps a digest of every file in `run.json`, a universal one made of it the digests of
-whole tensors that the certificate of a resume compares.
+whole tensors that the record of a resume compares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WORKERS = 4
 
 
-def damaged_files(folder: Path, files: Files, workers: int = WORKERS) -> Iterator[str | None]:
+def verify_files(folder: Path, files: Files, workers: int = WORKERS) -> Iterator[str | None]:
     """Reads the files, and of each says in words what is wrong with it, None if nothing.
 
     files: of a native checkpoint's `run.json`: that of a universal one has sizes alone.
@@ -32,23 +32,23 @@ def damaged_files(folder: Path, files: Files, workers: int = WORKERS) -> Iterato
 
     def damage(name: str) -> str | None:
         try:
-            is_well = describe_file(folder / name) == files[name]
+            is_intact = describe_file(folder / name) == files[name]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        return None if is_well else f"{name} is damaged: its digest is not that of {RUN_FILE}"
+        return None if is_intact else f"{name} is damaged: its digest is not that of {RUN_FILE}"
 
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(damage, files)
 
 
-def compared_tensors(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
+def tensor_digests(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
     """The certificate's digests, by kind ('fp32', 'exp_avg', ...) and parameter; empty where it has none."""
-    certificate = checkpoint.run.get("certificate") or {}
-    return certificate.get("digests", {})
+    record = checkpoint.run.get("certificate") or {}
+    return record.get("digests", {})
 
 
-def has_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
-    """Whether a whole fp32 tensor, with or without padding, is the one that the certificate tells of."""
+def matches_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
+    """Whether a whole fp32 tensor, with or without padding, is the one that the record tells of."""
     # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
     from megatron.checkpoint.verification.digests import fragment_digests
     from megatron.mpu.layout import TPGroup
@@ -57,7 +57,7 @@ def has_digest(whole: Tensor, spec: ParameterSpec, digest: str) -> bool:
     return f"{found:016x}" == digest
 
 
-def find_damage(checkpoint: Checkpoint, weights_only: bool = False) -> tuple[int, list[str]]:
+def verify_digests(checkpoint: Checkpoint, weights_only: bool = False) -> tuple[int, list[str]]:
     """(number of things compared, what is wrong in words) after reading all that has a digest: the files of a
     native checkpoint, the tensors of a universal one.
 
@@ -69,13 +69,13 @@ def find_damage(checkpoint: Checkpoint, weights_only: bool = False) -> tuple[int
             for name, entry in checkpoint.run["files"].items()
             if name.startswith("layer_") or not weights_only
         }
-        return len(files), list(filter(None, damaged_files(checkpoint.folder, files)))
+        return len(files), list(filter(None, verify_files(checkpoint.folder, files)))
     from megatron.checkpoint.states import UniversalStates, specs_of
 
     states, specs, problems = UniversalStates(checkpoint), specs_of(checkpoint), []
     compared = [
         (kind, *entry)
-        for kind, of_kind in compared_tensors(checkpoint).items()
+        for kind, of_kind in tensor_digests(checkpoint).items()
         for entry in of_kind.items()
         if kind == VALUES or not weights_only
     ]
@@ -84,7 +84,7 @@ def find_damage(checkpoint: Checkpoint, weights_only: bool = False) -> tuple[int
             problems.append(f"{RUN_FILE} has a digest of {name}, which the model does not have")
             continue
         try:
-            if not has_digest(states.read(name, kind), specs[name], digest):
+            if not matches_digest(states.read(name, kind), specs[name], digest):
                 problems.append(f"{kind} of {name} is damaged: its digest is not that of {RUN_FILE}")
         except ConfigError as error:
             problems.append(str(error))
@@ -94,7 +94,7 @@ def find_damage(checkpoint: Checkpoint, weights_only: bool = False) -> tuple[int
 def check_weights(checkpoint: Checkpoint) -> int:
     """Reads the weights of a checkpoint and compares them with their digests; returns how many files or
     tensors were compared, 0 where there are no digests. ConfigError names what is damaged."""
-    count, damages = find_damage(checkpoint, weights_only=True)
+    count, damages = verify_digests(checkpoint, weights_only=True)
     if damages:
         raise ConfigError(f"checkpoint {checkpoint.folder}: {'; '.join(damages[:3])}; take an older one")
     return count
