@@ -144,7 +144,7 @@ def find(folder, fingerprint=FINGERPRINT, **changes):
 def load_lines(folder, fingerprint, changes):
     checkpoint, config = find(folder, fingerprint, **changes)
     checks = load_checkpoint(build_engine(config), checkpoint, fingerprint)
-    return {check.subject: check.finding for check in checks}
+    return {check.subject: check.result for check in checks}
 
 
 def test_other_data_are_taken_if_asked_for(tmp_path):
