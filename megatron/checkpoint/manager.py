@@ -248,7 +248,7 @@ def save_checkpoint(
         engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
         dist.barrier()
         files = describe_files(saving)
-        record = make_integrity_record(engine, vocab_size)
+        integrity_record = make_integrity_record(engine, vocab_size)
         run = {
             "state": asdict(state),
             "config": engine.run_config.to_dict(),
@@ -260,7 +260,7 @@ def save_checkpoint(
             "eod": eod,
             "data": fingerprint,
             "parameters": parameters,
-            "certificate": record,
+            "certificate": integrity_record,
             INFO_KEY: info,
             "files": files,
         }
@@ -284,7 +284,7 @@ def save_checkpoint(
         raise SaveError(
             f"checkpoint {folder / name} cannot be written ({error}; {_space(folder)})"
         ) from error
-    _delete_old(engine, folder, name, record["unequal_copies"])
+    _delete_old(engine, folder, name, integrity_record["unequal_copies"])
     dist.barrier()
     return folder / name
 
