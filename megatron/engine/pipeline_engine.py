@@ -70,7 +70,7 @@ class GPTEngine(PatchedPipelineEngine):
         layout, parallel = self.layout, self.run_config.parallel
         groups = OptimizerProcessGroups(
             data=grid.get_data_parallel_group(),
-            data_size=layout.dp_size,
+            dp_size=layout.dp_size,
             dp_rank=layout.dp_rank,
             model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
             description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
