@@ -9,7 +9,8 @@ global sample numbers, and the learning rate is a function of the iteration.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -96,6 +97,10 @@ class CheckpointManager:
     owner: FolderOwner | None = None
     """Owner of the --save folder; only on rank 0 of a run that saves."""
 
+    def folder_loss(self) -> str | None:
+        """Why this run must not write to --save any more, as far as is known without a look at the folder."""
+        return self.owner.loss if self.owner is not None else None
+
     def save(self, state: TrainingState) -> Path:
         """Writes a checkpoint; returns its folder. See `save_checkpoint`."""
         folder, owner = self.engine.run_config.checkpoint.save, self.owner
@@ -159,15 +164,26 @@ def select_valid_checkpoint(
         if damage is None:
             return checkpoint
         damaged[str(checkpoint.folder)] = damage
-        error: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            try:
-                checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
-            except ConfigError as config_error:
-                error = [str(config_error)]
-        dist.broadcast_object_list(error)
-        if error[0] is not None:
-            raise ConfigError(error[0])
+        with _shared_errors():
+            if dist.get_rank() == 0:
+                try:
+                    checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
+                except OSError as error:
+                    raise ConfigError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
+
+
+@contextmanager
+def _shared_errors() -> Iterator[None]:
+    """What rank 0 raises in the block because of files, which it alone looks at, is raised on all ranks: else
+    they would wait for it. The block is no collective, and its end is."""
+    error: list[Exception | None] = [None]
+    try:
+        yield
+    except (ConfigError, FolderTakenError, OSError) as found:
+        error = [found]
+    dist.broadcast_object_list(error)
+    if error[0] is not None:
+        raise error[0]
 
 
 def newest_of_this_run(engine: GPTEngine, folder: Path, allow_replica_mismatch: bool) -> Checkpoint | None:
@@ -177,9 +193,13 @@ def newest_of_this_run(engine: GPTEngine, folder: Path, allow_replica_mismatch: 
     Collective.
     """
     names: list[list[str]] = [[]]
-    if engine.checkpoint_identity is not None:
-        lineage = engine.checkpoint_identity.lineage
-        names = [[entry.name for entry in reversed(lineage) if is_same_checkpoint(folder, entry)]]
+    with _shared_errors():
+        if engine.checkpoint_identity is not None:
+            lineage = engine.checkpoint_identity.lineage
+            try:
+                names = [[entry.name for entry in reversed(lineage) if is_same_checkpoint(folder, entry)]]
+            except OSError as error:
+                raise ConfigError(f"the checkpoints in {folder} cannot be read ({error})") from error
     dist.broadcast_object_list(names)  # rank 0 keeps the identity
     for name in names[0]:
         checkpoint = _opened(folder / name)
@@ -196,7 +216,7 @@ def _opened(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder; None if a file is missing or of the wrong size."""
     try:
         return open_checkpoint(folder)
-    except ConfigError:
+    except (ConfigError, OSError):
         return None
 
 
@@ -232,7 +252,8 @@ def save_checkpoint(
 
     The checkpoint is written under a temporary name and renamed when it is complete; an existing checkpoint
     of the same step is replaced only then. owner: the owner of the folder, on rank 0; None if no other job
-    can write there. Raises SaveError on the rank that cannot write, and FolderTakenError on all ranks if the
+    can write there. Raises SaveError on the rank that cannot write, or on all ranks if rank 0
+    cannot read the folder before the save, and FolderTakenError on all ranks if the
     folder, or the checkpoint of this name in it, belongs to another run.
     """
     folder, name = Path(folder), f"global_step{state.iteration}"
@@ -267,7 +288,8 @@ def save_checkpoint(
         if lacking := missing_files(files, run):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
         # If another job has taken over the folder during the save, this job must not rename.
-        _agree_on_owner(owner)
+        with _shared_errors():
+            _check_owner(owner)
         if identity is not None:
             record = {
                 "run_id": identity.run_id,
@@ -292,31 +314,29 @@ def save_checkpoint(
 def _begin_save(engine: GPTEngine, folder: Path, name: str, owner: FolderOwner | None) -> str:
     """Checks that this run may write to the folder and removes leftovers of killed saves. Returns the
     temporary name of the new checkpoint. Collective."""
-    found: list[Any] = [None, None]
+    saving: list[str] = [""]
     identity: RunIdentity | None = engine.checkpoint_identity
-    if identity is not None:
-        problem = owner.problem() if owner is not None else None
-        options = engine.run_config.checkpoint
-        if problem is None and not (options.overwrite_checkpoints or may_replace(folder, name, identity)):
-            problem = (
-                f"{folder / name} belongs to another run: it is not overwritten without "
-                "--overwrite-checkpoints; move it away, or give another --save"
-            )
-        if problem is None and folder.is_dir():
-            clean_leftovers(folder)
-        found = [problem, saving_name(name, identity)]
-    dist.broadcast_object_list(found)
-    if found[0] is not None:
-        raise FolderTakenError(found[0])
-    return str(found[1])
+    with _shared_errors():
+        if identity is not None:
+            _check_owner(owner)
+            options = engine.run_config.checkpoint
+            if not (options.overwrite_checkpoints or may_replace(folder, name, identity)):
+                raise FolderTakenError(
+                    f"{folder / name} belongs to another run: it is not overwritten without "
+                    "--overwrite-checkpoints; move it away, or give another --save"
+                )
+            if folder.is_dir():
+                clean_leftovers(folder)
+            saving = [saving_name(name, identity)]
+    dist.broadcast_object_list(saving)
+    return saving[0]
 
 
-def _agree_on_owner(owner: FolderOwner | None) -> None:
-    """Raises FolderTakenError on all ranks if another job has taken over the folder. Collective."""
-    problem = [owner.problem() if owner is not None else None]
-    dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise FolderTakenError(problem[0])
+def _check_owner(owner: FolderOwner | None) -> None:
+    """Raises FolderTakenError if the folder has another owner by now."""
+    problem = owner.problem() if owner is not None else None
+    if problem is not None:
+        raise FolderTakenError(problem)
 
 
 def _delete_old(engine: GPTEngine, folder: Path, name: str, unequal: list[str]) -> None:
@@ -334,7 +354,10 @@ def _delete_old(engine: GPTEngine, folder: Path, name: str, unequal: list[str]) 
             protected = newest_of_this_run(engine, folder, allow_replica_mismatch=False)
     if engine.checkpoint_identity is not None:
         kept = protected.folder.name if protected is not None else None
-        delete_old_checkpoints(folder, engine.checkpoint_identity, options, kept)
+        try:
+            delete_old_checkpoints(folder, engine.checkpoint_identity, options, kept)
+        except OSError as error:  # the other ranks wait for this rank
+            _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
 
 
 def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
@@ -368,8 +391,13 @@ def restore_or_init(
     """Loads the checkpoint, or keeps the initial weights if there is none. Returns the state to train from.
     Collective."""
     print_fn(describe_start(checkpoint, engine.run_config.checkpoint.load))
-    if engine.global_rank == 0:
-        engine.checkpoint_identity = start_identity(checkpoint, engine.run_config.checkpoint)
+    with _shared_errors():
+        if engine.global_rank == 0:
+            options = engine.run_config.checkpoint
+            try:
+                engine.checkpoint_identity = start_identity(checkpoint, options)
+            except OSError as error:
+                raise ConfigError(f"--save {options.save} cannot be read ({error})") from error
     if checkpoint is None:
         return TrainingState()
     print_fn(verification_table(load_checkpoint(engine, checkpoint, fingerprint)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
 import sys
 import time
@@ -72,22 +73,23 @@ class Address:
 def connect_processes(address: Address, config: Config) -> dist.Store:
     """Waits until all processes have arrived; returns the store through which they can make process groups.
 
-    Raises on every rank: SharedConfigError where flags differ between ranks, RunStopped where processes are
-    still missing after --start-timeout seconds, ConfigError for an address or a port that cannot work.
+    Raises on every rank: SharedConfigError where flags differ between ranks or two processes have one rank,
+    RunStopped where processes are still missing after --start-timeout seconds, ConfigError for an address or
+    a port that cannot work.
     """
     deadline = time.monotonic() + config.parallel.start_timeout
     _resolve(address)
     # A restarted job may find the launcher's store with what the last attempt wrote.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt}", _connect(address, deadline))
+    _take_rank(store, address)
     store.set(f"node {address.rank}", node_name(os.environ))
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
     store.set(f"digest {address.rank}", _digest(config))
     store.add("arrived", 1)
     if address.rank == 0:
         try:
-            _wait_for_all(store, address, deadline)
-            verdict = _difference(store, address.world_size)
+            verdict = _wait_for_all(store, address, deadline) or _difference(store, address.world_size)
         except RunStopped as error:
             _announce(store, f"missing {error}")
             raise
@@ -97,6 +99,19 @@ def connect_processes(address: Address, config: Config) -> dist.Store:
     if verdict:
         raise SharedConfigError(verdict)
     return store
+
+
+def _take_rank(store: dist.Store, address: Address) -> None:
+    """Raises ConfigError if another process has this rank already, and lets rank 0 tell all others."""
+    me = f"{node_name(os.environ)} {secrets.token_hex(8)}"
+    first = store.compare_set(f"process {address.rank}", "", me).decode()
+    if first != me:
+        mistake = (
+            f"two processes have RANK {address.rank}, one on {first.rpartition(' ')[0]} and one on "
+            f"{node_name(os.environ)}: give each of the {address.world_size} processes a rank of its own"
+        )
+        store.set("mistake", mistake)
+        raise ConfigError(mistake)
 
 
 def _resolve(address: Address) -> None:
@@ -133,7 +148,8 @@ def _connect(address: Address, deadline: float) -> dist.Store:
         if now >= deadline:
             raise RunStopped(
                 f"rank {address.rank} found nobody at {address} within --start-timeout: is rank 0 started, "
-                "and are MASTER_ADDR and MASTER_PORT those of its node?",
+                "or has it ended with an error (see its output), and are MASTER_ADDR and MASTER_PORT those "
+                "of its node?",
                 everywhere=False,
             )
         if now - last >= _REPORT_INTERVAL_S and address.reports:
@@ -151,9 +167,12 @@ def _is_open(address: Address) -> bool:
         return False
 
 
-def _wait_for_all(store: dist.Store, address: Address, deadline: float) -> None:
+def _wait_for_all(store: dist.Store, address: Address, deadline: float) -> str:
+    """The mistake that a process has found meanwhile, in one sentence; "" once all have arrived."""
     last = time.monotonic()
     while (arrived := store.add("arrived", 0)) < address.world_size:
+        if store.check(["mistake"]):
+            return store.get("mistake").decode()
         now = time.monotonic()
         who = f"{address.world_size - arrived} of {address.world_size} processes at {address}"
         if now >= deadline:
@@ -165,6 +184,7 @@ def _wait_for_all(store: dist.Store, address: Address, deadline: float) -> None:
             _print(f"waiting for {who} ({_missing(store, address.world_size)})")
             last = now
         time.sleep(_POLL_INTERVAL_S)
+    return ""
 
 
 def _missing(store: dist.Store, world_size: int) -> str:

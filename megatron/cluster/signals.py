@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import TrainingConfig
 
 # Why to stop, as numbers that ranks can compare; of several reasons the largest is told.
-_NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH = 0, 1, 2, 3, 100, 1000
+_NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH, _FOLDER_LOST = 0, 1, 2, 3, 100, 1000, 2000
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class ExitConditions:
     """The conditions under which every rank leaves the loop, after the same step.
 
     signals: names as "SIGTERM"; they count from `listen` on. report: knows when the program started, so that
-    minutes include the start-up, and whether the job's script asks to leave.
+    minutes include the start-up, and whether the job's script asks to leave. folder_loss: why rank 0 must not
+    write to --save any more, None as long as it may; asked after every step, so it must not look at files.
     """
 
     interval: int | None
@@ -38,10 +41,16 @@ class ExitConditions:
     signals: tuple[str, ...]
     kill_switch_path: str | None
     report: RankReport
+    folder_loss: Callable[[], str | None] = lambda: None
     _received: list[int] = field(default_factory=list, init=False)
 
     @classmethod
-    def from_config(cls, training: TrainingConfig, report: RankReport) -> ExitConditions:
+    def from_config(
+        cls,
+        training: TrainingConfig,
+        report: RankReport,
+        folder_loss: Callable[[], str | None] = lambda: None,
+    ) -> ExitConditions:
         """The conditions of --exit-interval, --exit-duration-in-mins, --exit-signal, --kill-switch-path."""
         return cls(
             interval=training.exit_interval,
@@ -49,6 +58,7 @@ class ExitConditions:
             signals=training.exit_signal,
             kill_switch_path=training.kill_switch_path,
             report=report,
+            folder_loss=folder_loss,
         )
 
     def install_handlers(self) -> None:
@@ -57,7 +67,7 @@ class ExitConditions:
             signal.signal(signal.Signals[name], lambda number, _: self._received.append(number))
 
     def reason_before_training(self, device: torch.device | str = "cpu") -> ExitReason | None:
-        """Why not to start at all, or None. Collective, as `reason` is."""
+        """Why not to start at all, or None. Collective, as `reason` is, and raises what that raises."""
         return self._exit_reason(self._all_ranks_code(_NONE, device))
 
     def reason(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
@@ -65,6 +75,7 @@ class ExitConditions:
 
         Every rank calls it after every step and gets the same answer, by one all-reduce of one number through
         `device`: a signal may have reached one rank only, and rank 0 alone reads the clock and files.
+        Raises RunStopped on every rank if the job has lost --save to another job: nothing can be saved.
         """
         at_interval = bool(self.interval) and iteration % int(self.interval or 1) == 0
         code = self._all_ranks_code(_INTERVAL if at_interval else _NONE, device)
@@ -73,7 +84,9 @@ class ExitConditions:
     def _all_ranks_code(self, code: int, device: torch.device | str) -> int:
         """The largest code of: the given one (equal on all ranks), and what each rank has found out."""
         if _rank() == 0:
-            if self.kill_switch_path and os.path.exists(self.kill_switch_path):
+            if self.folder_loss() is not None:
+                code = _FOLDER_LOST
+            elif self.kill_switch_path and os.path.exists(self.kill_switch_path):
                 code = _KILL_SWITCH
             elif self.report.stop_requested():
                 code = _REQUESTED
@@ -87,6 +100,8 @@ class ExitConditions:
         return (time.monotonic() - self.report.started_at) / 60
 
     def _exit_reason(self, code: int, iteration: int = 0) -> ExitReason | None:
+        if code == _FOLDER_LOST:
+            raise RunStopped(self.folder_loss() or "rank 0 has lost the --save folder to another job")
         if code == _KILL_SWITCH:
             return ExitReason(f"exiting program: kill switch {self.kill_switch_path} exists", False)
         if code >= _SIGNAL:

@@ -62,7 +62,7 @@ class Trainer:
         if training.no_train:
             return state
         saved = state
-        exits = ExitConditions.from_config(training, self.watchdog.report)
+        exits = ExitConditions.from_config(training, self.watchdog.report, self.checkpoints.folder_loss)
         exits.install_handlers()
         self.watchdog.start(training.hang_timeout, signals_handled="SIGTERM" in training.exit_signal)
         self.exit_reason = exits.reason_before_training(self.engine.device)

@@ -194,7 +194,7 @@ with exit_on_error(report):
     if "--fail" in sys.argv:
         raise ValueError("broken")
     report.set_iteration(1)
-while not report.asked_to_leave():
+while not report.stop_requested():
     time.sleep(0.1)
 sys.exit(exit_code(report, should_requeue=True))
 """

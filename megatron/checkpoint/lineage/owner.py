@@ -1,11 +1,13 @@
 """The owner of a --save folder: one job writes checkpoints there, and a second one stops before it starts.
 
-The owner is the job of the file `owner-<n>.json` with the highest n. Its rank 0 writes a heartbeat into it. A
-job becomes the owner by creating the file of the next number with O_EXCL: of several jobs only one succeeds,
-on network file systems too. It does so if there is no owner, or if the owner is dead: its process has ended
-on this machine, Slurm has requeued its job, or its heartbeat has not changed while this job watched. Clocks
-of two hosts are never compared. If another job takes over the folder, the former owner finds its own file
-removed, and stops before it writes.
+A job claims the folder by a file `owner-<n>-<token>.json` that no other job ever has, n being above all
+numbers there. The file stays empty until the job has looked again: it withdraws if there is a higher claim,
+or one that is filled and alive, and waits until every other empty one is gone. So of jobs that look and claim
+at once, or see an old list of the files, one fills its file, and that one is the owner. Its rank 0 then
+writes a heartbeat into it. A claim is dead if its process is gone from this machine, if Slurm has requeued
+its job, or if it has not changed while this job watched; the new owner removes it. Clocks of two hosts are
+never compared. A job that was taken over finds its own file removed, or a higher one that is filled: it has
+lost the folder for good, and stops before it writes.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import ConfigError
 
-_FILE = re.compile(r"owner-([0-9]{6,12})\.json")
-# The file has its full size from the start and is overwritten in place, so a full disk stops no heartbeat.
+# Without a token: as earlier versions of this program wrote it.
+_FILE = re.compile(r"owner-([0-9]{6,12})(?:-([0-9a-f]{32}))?\.json")
+# The file is overwritten in place: its size is taken when it is filled, so a full disk stops no heartbeat.
 _FILE_BYTES = 1024
 _LONGEST_TEXT = 60
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Interval of the heartbeat, time without one after which the owner counts as dead, and interval at which
-    a waiting job polls; in seconds."""
+    """How often the owner writes, how long it may be silent, and how often another job looks, in seconds."""
 
     heartbeat_s: float = 10.0
     dead_after_s: float = 60.0
@@ -45,9 +47,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of an owner file. machine: boot id and process-id namespace, "" if unknown. process_start:
-    start time of the process in the kernel's clock ticks. since, seen: the owner's clock, informative
-    only."""
+    """The content of an owner file. machine: boot and process-id namespace, "" if unknown. process_start: as
+    the kernel counts it. since, seen: the owner's clock, for people to read."""
 
     token: str
     job: str
@@ -79,71 +80,78 @@ class Owner:
 
     @property
     def description(self) -> str:
-        """Job, host and process, for a log or error text."""
+        """Job, host and process, in words."""
         job = f"Slurm job {self.job}" if self.job else "another run"
         return f"{job} on {self.host} (process {self.pid}, since {self.since})"
 
     def is_on_same_machine(self, other: Owner) -> bool:
-        """Whether both processes are on one machine and in one process-id namespace."""
+        """Whether both are processes of one machine that see each other's ids."""
         return bool(self.machine) and self.machine == other.machine
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. Only valid on the process's own machine."""
+        """Whether the process has ended. It has to be one of this machine."""
         start = _start_of(self.pid)
         return start is None or start != self.process_start
 
 
 class FolderOwner:
-    """Ownership of a folder by this process, from `acquire` to `release`."""
+    """The ownership of a folder, from `acquire` to `release`."""
 
     def __init__(self, path: Path, owner: Owner, timing: Timing) -> None:
         self._path = path
         self._owner = owner
         self._timing = timing
+        self._loss: str | None = None
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._run, name="owner-heartbeat", daemon=True)
 
+    @property
+    def loss(self) -> str | None:
+        """Why this job must not write to the folder any more, if a heartbeat or `problem` has found that out.
+        Reads no file."""
+        return self._loss
+
     def start(self) -> None:
-        """Starts the heartbeat thread."""
+        """Begins the heartbeat."""
         self._thread.start()
 
     def set_run_id(self, run_id: str) -> None:
-        """Records the run id, once it is known."""
+        """Adds the id of the run, once it is known."""
         with self._lock:
             self._owner = replace(self._owner, run_id=run_id)
         self.beat()
 
     def beat(self) -> bool:
-        """Writes one heartbeat; False once the file is gone."""
-        with self._lock:
-            self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
-            try:
-                # Never create the file: the job that removed it owns the folder now.
-                descriptor = os.open(self._path, os.O_WRONLY)
-            except OSError as error:
-                return not _is_missing(error)
-            with suppress(OSError):  # the next one may succeed
-                os.pwrite(descriptor, _encoded(self._owner), 0)
-            with suppress(OSError):
-                os.close(descriptor)
-        return True
+        """Writes one heartbeat; False once the folder is lost."""
+        with self._lock, suppress(OSError):  # the next one may succeed
+            if self._find_problem() is None:
+                self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
+                _write(self._path, self._owner)
+        return self._loss is None
 
     def problem(self) -> str | None:
-        """An error text if this job is no longer the owner of the folder; None if it is."""
-        try:
-            content = self._path.read_bytes()
-        except OSError as error:
-            if not _is_missing(error):
-                raise
-            content = b""
-        found = _parsed(content)
-        if found is not None and found.token == self._owner.token:
-            return None
-        _, content = _current(self._path.parent)
-        taker = _parsed(content)
-        by = f"was taken over by {taker.description}" if taker else f"lost its {self._path.name}"
-        return f"{self._path.parent} {by}: this job stops, because two jobs must not write to one folder"
+        """Why this job must not write to the folder any more; None as long as it is the owner. Raises OSError
+        if that cannot be known."""
+        with self._lock:
+            return self._find_problem()
+
+    def _find_problem(self) -> str | None:
+        if self._loss is None:
+            folder = self._path.parent
+            claims = _claims(folder)
+            # By its name, for the list of a network file system may be old.
+            exists = _content(self._path) is not None
+            own = _Claim.of(self._path)
+            takers = [claim for claim in claims if claim.owner is not None and claim.path != self._path]
+            takers = [claim for claim in takers if not exists or claim > own]
+            if takers and takers[-1].owner is not None:
+                by = f"was taken over by {takers[-1].owner.description}"
+            else:
+                by = f"lost its {self._path.name}"
+            if takers or not exists:
+                self._loss = f"{folder} {by}: this job stops, for two jobs must not write to one folder"
+        return self._loss
 
     def release(self) -> None:
         """Ends the ownership."""
@@ -151,19 +159,40 @@ class FolderOwner:
         if self._thread.is_alive():
             self._thread.join()
         with suppress(OSError):
-            if self.problem() is None:
-                self._path.unlink()
+            self._path.unlink()
 
     def _run(self) -> None:
         while not self._released.wait(self._timing.heartbeat_s) and self.beat():
             pass
 
 
+@dataclass(frozen=True, order=True)
+class _Claim:
+    """An owner file. Of two claims the one with the higher number is the higher, then by token."""
+
+    number: int
+    token: str
+    path: Path = field(compare=False)
+    content: bytes = field(default=b"", compare=False)
+
+    @classmethod
+    def of(cls, path: Path, content: bytes = b"") -> _Claim:
+        """Of a file with an owner file's name."""
+        match = _FILE.fullmatch(path.name)
+        assert match is not None
+        return cls(int(match[1]), match[2] or "", path, content)
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who has filled it; None if nobody has so far."""
+        return _parsed(self.content)
+
+
 @contextmanager
 def hold_folder(
     folder: str | None, host: str, print_fn: Callable[[str], object]
 ) -> Iterator[FolderOwner | None]:
-    """Makes this process the owner of a folder within the block; does nothing if `folder` is None."""
+    """Owns a folder for the time of the block; folder None: nothing to own."""
     if folder is None:
         yield None
         return
@@ -178,51 +207,117 @@ def hold_folder(
 def acquire(
     folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`. Waits while it is unknown whether the present owner is alive.
+    """Makes this process the owner of `folder`. Waits while it cannot be known whether the owner is alive.
 
-    print_fn: receives a line when the wait begins and when the folder is taken over from a dead owner. Raises
-    ConfigError, which names the owner, if the owner is alive.
+    print_fn: gets a line on what it waits for, and on whom it took over. Raises ConfigError, which names the
+    owner, if that one is alive.
     """
-    timing = timing or Timing()
-    started = timing.now()
-    watched: tuple[int, bytes] | None = None
-    unchanged_since = started
-    while True:
-        number, content = _current(folder)
-        other = _parsed(content)
-        silent_s = timing.now() - unchanged_since if watched == (number, content) else 0.0
-        death = _reason_owner_is_dead(other, me, silent_s, timing)
-        if number == 0 or death:
-            held = _claim(folder, number + 1, me, timing)
-            if held is not None:
-                if number:
-                    print_fn(f"{folder} taken over from {_describe(other)}: {death}")
-                return held
+    attempt = _Attempt(folder, me, print_fn, timing or Timing())
+    try:
+        while (held := attempt.step()) is None:
+            attempt.timing.sleep(attempt.timing.poll_s)
+        return held
+    except BaseException as error:
+        attempt.withdraw()
+        if isinstance(error, OSError):
+            raise ConfigError(f"--save {folder} cannot be read ({error.strerror})") from error
+        raise
+
+
+class _Attempt:
+    """A job on its way to become the owner: what it has seen of the claims, and its own, if it has one."""
+
+    def __init__(self, folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing) -> None:
+        self.folder, self.me, self.print_fn, self.timing = folder, me, print_fn, timing
+        self.own: _Claim | None = None
+        self.started = timing.now()
+        self.seen: dict[Path, tuple[bytes, float]] = {}  # content of each claim, and since when
+        self.told_of: Path | None = None
+
+    def step(self) -> FolderOwner | None:
+        """Looks at the folder once; returns the ownership as soon as nobody else can have it."""
+        claims = _claims(self.folder)
+        if self.own is not None and self.own not in claims:
+            self.withdraw()  # this process was silent for so long that another has removed its file
+        others = [claim for claim in claims if claim != self.own]
+        before = dict(self.seen)
+        deaths = {claim.path: self._look_at(claim) for claim in others}
+        # The owner, if there is one; else the job that comes first to be it.
+        living = [claim for claim in others if not deaths[claim.path]]
+        rival = max(living, key=lambda claim: (claim.owner is not None, claim), default=None)
+        if rival is not None:
+            if self.own is not None and (rival.owner is not None or rival > self.own):
+                self.withdraw()
+            if self.own is None:
+                self._wait_for(rival, before.get(rival.path))
+            return None
+        if self.own is None:
+            number = 1 + max((claim.number for claim in others), default=0)
+            self.own = _claim(self.folder, number, self.me)
+            return self.step()
+        return self._confirm(self.own, others, deaths)
+
+    def withdraw(self) -> None:
+        """Removes this job's claim, if it has one."""
+        if self.own is not None:
+            with suppress(OSError):
+                self.own.path.unlink()
+            self.own = None
+
+    def _look_at(self, claim: _Claim) -> str:
+        """Why another's claim is dead, in words; "" if it may be alive."""
+        content, since = self.seen.get(claim.path, (None, 0.0))
+        if content != claim.content:
+            since = self.timing.now()
+            self.seen[claim.path] = (claim.content, since)
+        return _reason_owner_is_dead(claim.owner, self.me, self.timing.now() - since, self.timing)
+
+    def _wait_for(self, rival: _Claim, before: tuple[bytes, float] | None) -> None:
+        """Raises ConfigError if the rival is alive. before: what was seen of it at the last look."""
+        timing, other = self.timing, rival.owner
+        beating = before is not None and before[0] != rival.content
+        if _is_same_job(other, self.me):
+            # An old process of this very job may take a while to end.
+            alive = beating and timing.now() - self.started >= timing.dead_after_s
         else:
-            beating = watched is not None and watched[0] == number and watched[1] != content
-            if _is_same_job(other, me):
-                # A process of this same job, from before a requeue, may take a while to end.
-                alive = beating and timing.now() - started >= timing.dead_after_s
-            else:
-                alive = beating or (other is not None and other.is_on_same_machine(me))
-            if other is not None and alive:
-                raise ConfigError(
-                    f"--save {folder} is in use by {other.description}, whose last heartbeat was at "
-                    f"{other.seen}: give another --save, or end that job first"
-                )
-            if watched is None or watched[0] != number:
-                print_fn(
-                    f"--save {folder} belongs to {_describe(other)}: waiting up to "
-                    f"{timing.dead_after_s:.0f} s to see whether it is alive"
-                )
-            if watched != (number, content):
-                watched, unchanged_since = (number, content), timing.now()
-        timing.sleep(timing.poll_s)
+            alive = beating or (other is not None and other.is_on_same_machine(self.me))
+        if other is not None and alive:
+            raise ConfigError(
+                f"--save {self.folder} is in use by {other.description}, whose last heartbeat was at "
+                f"{other.seen}: give another --save, or end that job first"
+            )
+        if self.told_of != rival.path:
+            self.told_of = rival.path
+            self.print_fn(
+                f"--save {self.folder} belongs to {_describe(other)}: waiting up to "
+                f"{timing.dead_after_s:.0f} s to see whether it is alive"
+            )
+
+    def _confirm(self, own: _Claim, dead: list[_Claim], deaths: Mapping[Path, str]) -> FolderOwner | None:
+        """Fills this job's claim and removes the dead ones; None if it was too late."""
+        try:
+            _write(own.path, self.me)
+        except OSError as error:
+            if _is_missing(error):
+                return None
+            raise ConfigError(
+                f"--save {self.folder}: {own.path.name} cannot be written ({error.strerror})"
+            ) from error
+        for claim in dead:
+            with suppress(OSError):
+                claim.path.unlink()
+        held = FolderOwner(own.path, self.me, self.timing)
+        if held.problem() is not None:
+            self.withdraw()
+            return None
+        if dead:
+            last = dead[-1]
+            self.print_fn(f"{self.folder} taken over from {_describe(last.owner)}: {deaths[last.path]}")
+        return held
 
 
 def _reason_owner_is_dead(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
-    """The reason to consider the owner dead, or "" if it may be alive. silent_s: time without a change of its
-    file."""
+    """Why the owner is dead, in words; "" if it may be alive. silent_s: time without a change of its file."""
     if other is not None and other.is_on_same_machine(me) and other.has_ended():
         return "its process has ended"
     if _is_same_job(other, me) and other is not None and other.restart != me.restart:
@@ -235,51 +330,61 @@ def _is_same_job(other: Owner | None, me: Owner) -> bool:
 
 
 def _describe(owner: Owner | None) -> str:
-    return owner.description if owner else "an unknown job"
+    return owner.description if owner else "a job that wrote no name"
 
 
-def _claim(folder: Path, number: int, me: Owner, timing: Timing) -> FolderOwner | None:
-    """Creates the owner file with this number; None if another job has created it first."""
-    path = folder / f"owner-{number:06d}.json"
+def _claim(folder: Path, number: int, me: Owner) -> _Claim:
+    """Makes the empty file of a claim."""
+    path = folder / f"owner-{number:06d}-{me.token}.json"
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return None
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError as error:
         raise ConfigError(f"--save {folder}: {path.name} cannot be made ({error.strerror})") from error
+    return _Claim.of(path)
+
+
+def _write(path: Path, owner: Owner) -> None:
+    """Fills an owner file. Never creates it: who removed it owns the folder now."""
+    descriptor = os.open(path, os.O_WRONLY)
     try:
-        try:
-            os.pwrite(descriptor, _encoded(me), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.pwrite(descriptor, _encoded(owner), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _claims(folder: Path) -> list[_Claim]:
+    """The owner files of a folder, the highest last; without content where it cannot be read now."""
+    claims = []
+    for path in _listed(folder):
+        if _FILE.fullmatch(path.name):
+            try:
+                content = _content(path)
+            except OSError:
+                content = b""
+            if content is not None:
+                claims.append(_Claim.of(path, content))
+    return sorted(claims)
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
     except OSError as error:
-        with suppress(OSError):
-            path.unlink()
-        raise ConfigError(f"--save {folder}: {path.name} cannot be written ({error.strerror})") from error
-    for before, old in _files(folder):
-        if before < number:
-            with suppress(OSError):
-                old.unlink()
-    return FolderOwner(path, me, timing)
+        if _is_missing(error):
+            return []
+        raise
 
 
-def _files(folder: Path) -> list[tuple[int, Path]]:
-    matches = ((_FILE.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _current(folder: Path) -> tuple[int, bytes]:
-    """Number and content of the owner file: 0 if there is none, no content if it cannot be read now."""
-    files = _files(folder)
-    if not files:
-        return 0, b""
-    number, path = files[-1]
+def _content(path: Path) -> bytes | None:
+    """Of a file that may be gone: then None."""
     try:
         with open(path, "rb") as file:
-            return number, file.read(_FILE_BYTES)
-    except OSError:
-        return number, b""
+            return file.read(_FILE_BYTES)
+    except OSError as error:
+        if _is_missing(error):
+            return None
+        raise
 
 
 def _encoded(owner: Owner) -> bytes:
@@ -287,7 +392,7 @@ def _encoded(owner: Owner) -> bytes:
 
 
 def _parsed(content: bytes) -> Owner | None:
-    """The owner in a file; None if the content is incomplete, for example while it is being written."""
+    """The owner that a file describes; None if it does not, as while it is written."""
     try:
         values: Any = json.loads(content)
     except (ValueError, RecursionError):
@@ -307,7 +412,7 @@ def _clock() -> str:
 
 
 def _machine() -> str:
-    """Identifies boot and process-id namespace: containers on one machine have process ids of their own."""
+    """Where process ids mean the same: containers of one machine may each count from 1."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -316,7 +421,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Start time of a process on this machine; None if it has ended."""
+    """When a process of this machine started; None if there is none, or it has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.checkpoint.lineage import owner
 from megatron.checkpoint.lineage.owner import Owner, Timing, acquire, hold_folder
 from megatron.config import ConfigError
 
@@ -27,15 +28,15 @@ class World:
         for at in sorted(at for at in self.events if at <= self.now):
             self.events.pop(at)()
 
-    def acquire(self, folder, owner):
-        return acquire(folder, owner, self.said.append, self.timing)
+    def acquire(self, folder, job):
+        return acquire(folder, job, self.said.append, self.timing)
 
 
 def job(host="n1", number="", restart="0", machine=None):
     """An owner that is this process, or with `machine` a process of another machine."""
     env = {"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": restart}
-    owner = Owner.of_this_process(host, env)
-    return owner if machine is None else replace(owner, machine=machine)
+    found = Owner.of_this_process(host, env)
+    return found if machine is None else replace(found, machine=machine)
 
 
 def ended_process():
@@ -46,8 +47,26 @@ def ended_process():
     return {"pid": process.pid, "process_start": start}
 
 
-def owner_files(folder):
-    return sorted(path.name for path in folder.glob("owner-*"))
+def owner_numbers(folder):
+    """Of the owner files, in order."""
+    return sorted(int(path.name.split("-")[1].removesuffix(".json")) for path in folder.glob("owner-*"))
+
+
+def owner_file(folder):
+    (path,) = folder.glob("owner-*")
+    return path
+
+
+def before_claim(monkeypatch, *events):
+    """A job looks at the folder, and is suspended before it makes its claim: meanwhile an event takes place,
+    the first one at the first claim, and so on."""
+    claim, upcoming = owner._claim, iter(events)
+
+    def late_claim(*args):
+        next(upcoming, lambda: None)()
+        return claim(*args)
+
+    monkeypatch.setattr(owner, "_claim", late_claim)
 
 
 def test_a_second_job_on_the_same_machine_is_refused_at_once_and_told_of_the_first(tmp_path):
@@ -55,7 +74,7 @@ def test_a_second_job_on_the_same_machine_is_refused_at_once_and_told_of_the_fir
     world.acquire(tmp_path, job("n1", "71"))
     with pytest.raises(ConfigError, match=r"in use by Slurm job 71 on n1 \(process \d+, since \d{4}-"):
         world.acquire(tmp_path, job("n1", "72"))
-    assert world.now == 0.0 and owner_files(tmp_path) == ["owner-000001.json"]
+    assert world.now == 0.0 and owner_numbers(tmp_path) == [1]
 
 
 def test_a_live_owner_elsewhere_is_known_by_its_next_heartbeat_whatever_its_clock_says(tmp_path):
@@ -81,7 +100,7 @@ def test_an_owner_elsewhere_without_a_heartbeat_is_taken_over_after_a_minute(tmp
     assert "was taken over by Slurm job 72 on n2" in first.problem()
     assert not first.beat()
     first.release()
-    assert second.problem() is None and owner_files(tmp_path) == ["owner-000002.json"]
+    assert second.problem() is None and owner_numbers(tmp_path) == [2]
 
 
 def test_an_owner_whose_process_ended_on_this_machine_is_taken_over_at_once(tmp_path):
@@ -127,13 +146,13 @@ def test_an_owner_file_that_says_nothing_is_watched_and_taken_over(content, tmp_
     (tmp_path / "owner-000007.json").write_bytes(content)
     world = World()
     world.acquire(tmp_path, job())
-    assert 60.0 <= world.now <= 62.0 and owner_files(tmp_path) == ["owner-000008.json"]
+    assert 60.0 <= world.now <= 62.0 and owner_numbers(tmp_path) == [8]
 
 
 def test_a_folder_that_was_released_is_free(tmp_path):
     world = World()
     world.acquire(tmp_path, job("n1")).release()
-    assert owner_files(tmp_path) == []
+    assert owner_numbers(tmp_path) == []
     world.acquire(tmp_path, job("n1"))
     assert world.said == [] and world.now == 0.0
 
@@ -158,7 +177,7 @@ def test_of_many_jobs_that_start_at_once_exactly_one_owns_the_folder(tmp_path):
     def start():
         barrier.wait()
         try:
-            owned.append(acquire(tmp_path, job("n1"), print))
+            owned.append(acquire(tmp_path, job("n1"), print, Timing(poll_s=0.01)))
         except ConfigError as error:
             refused.append(str(error))
 
@@ -173,15 +192,132 @@ def test_of_many_jobs_that_start_at_once_exactly_one_owns_the_folder(tmp_path):
 
 def test_a_removed_owner_file_stops_the_job(tmp_path):
     held = World().acquire(tmp_path, job("n1"))
-    (tmp_path / "owner-000001.json").unlink()
-    assert "lost its owner-000001.json" in held.problem()
-    assert not held.beat() and owner_files(tmp_path) == []
+    path = owner_file(tmp_path)
+    path.unlink()
+    assert f"lost its {path.name}" in held.problem()
+    assert not held.beat() and owner_numbers(tmp_path) == []
 
 
 def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_an_error(tmp_path):
     with pytest.raises(KeyError), hold_folder(str(tmp_path), "n1", print) as held:
         held.set_run_id("ab" * 16)
-        record = json.loads((tmp_path / "owner-000001.json").read_text())
+        record = json.loads(owner_file(tmp_path).read_text())
         assert record["run_id"] == "ab" * 16 and record["pid"] == os.getpid() and record["beats"] == 1
         raise KeyError
-    assert owner_files(tmp_path) == []
+    assert owner_numbers(tmp_path) == []
+
+
+def test_a_job_that_was_taken_over_never_gets_the_folder_back_though_numbers_begin_anew(tmp_path):
+    """It wakes after its successor has ended, and the next job has the number that it had."""
+    world = World()
+    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
+    world.acquire(tmp_path, job("n2", "72", machine="B")).release()
+    third = world.acquire(tmp_path, job("n3", "73", machine="C"))
+    content = owner_file(tmp_path).read_bytes()
+    assert owner_numbers(tmp_path) == [1]
+    assert first.loss is None  # it reads no file
+    assert not first.beat()
+    assert "taken over by Slurm job 73 on n3" in first.loss and first.problem() == first.loss
+    first.release()
+    assert owner_file(tmp_path).read_bytes() == content
+    assert third.problem() is None and third.beat() and third.loss is None
+    third.release()
+    assert not first.beat() and first.problem() is not None and owner_numbers(tmp_path) == []
+
+
+def test_a_taker_whose_predecessors_file_cannot_be_removed_is_the_owner(tmp_path):
+    world = World()
+    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
+    path, content = owner_file(tmp_path), owner_file(tmp_path).read_bytes()
+    second = world.acquire(tmp_path, job("n2", "72", machine="B"))
+    path.write_bytes(content)
+    assert owner_numbers(tmp_path) == [1, 2]
+    assert "taken over by Slurm job 72 on n2" in first.problem() and second.problem() is None
+
+
+def test_a_job_that_was_suspended_before_its_claim_does_not_take_the_folder_of_a_live_one(
+    tmp_path, monkeypatch
+):
+    """The owner that it found dead has had two successors; the second has begun with number 1 again."""
+    world, elsewhere = World(), World()
+    world.acquire(tmp_path, replace(job("n0"), **ended_process()))
+    live = []
+
+    def succeed_twice():
+        elsewhere.acquire(tmp_path, job("n1", "71", machine="A")).release()
+        live.append(elsewhere.acquire(tmp_path, job("n2", "72", machine="B")))
+        world.events[5.0] = live[0].beat
+
+    before_claim(monkeypatch, succeed_twice)
+    with pytest.raises(ConfigError, match="in use by Slurm job 72 on n2"):
+        world.acquire(tmp_path, job("n3", "73", machine="C"))
+    assert live[0].problem() is None and live[0].loss is None and owner_numbers(tmp_path) == [1]
+
+
+def test_a_job_that_sees_an_old_list_of_the_folder_withdraws_from_its_claim(tmp_path, monkeypatch):
+    world, listed = World(), owner._listed
+    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
+    world.events[5.0] = first.beat
+    old = iter([[]])
+    monkeypatch.setattr(owner, "_listed", lambda folder: next(old, None) or listed(folder))
+    with pytest.raises(ConfigError, match="in use by Slurm job 71 on n1"):
+        world.acquire(tmp_path, job("n2", "72", machine="B"))
+    assert first.problem() is None and owner_numbers(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(("token", "own_stays"), [("0" * 32, True), ("f" * 32, False)])
+def test_of_two_claims_made_at_once_the_higher_waits_and_the_lower_withdraws(
+    token, own_stays, tmp_path, monkeypatch
+):
+    other = tmp_path / f"owner-000001-{token}.json"
+    world = World()
+    before_claim(monkeypatch, other.touch)
+    during = []
+    world.events[3.0] = lambda: during.extend(owner_numbers(tmp_path))
+    world.events[5.0] = other.unlink
+    held = world.acquire(tmp_path, job("n1", machine="A"))
+    assert len(during) == 1 + own_stays and 5.0 <= world.now <= 7.0
+    assert held.problem() is None and owner_numbers(tmp_path) == [1]
+
+
+def test_a_claim_whose_job_died_before_it_was_filled_is_removed_after_a_minute(tmp_path, monkeypatch):
+    world = World()
+    before_claim(monkeypatch, (tmp_path / f"owner-000001-{'0' * 32}.json").touch)
+    held = world.acquire(tmp_path, job("n1", machine="A"))
+    assert 60.0 <= world.now <= 62.0 and held.problem() is None and owner_numbers(tmp_path) == [1]
+
+
+def test_a_claim_that_was_removed_before_it_was_filled_is_made_again(tmp_path, monkeypatch):
+    """As by a job that has watched it for a minute, and has ended since."""
+    world, write, removed = World(), owner._write, []
+
+    def write_late(path, content):
+        if not removed:
+            removed.append(path)
+            path.unlink()
+        write(path, content)
+
+    monkeypatch.setattr(owner, "_write", write_late)
+    held = world.acquire(tmp_path, job("n1"))
+    assert held.problem() is None and removed and owner_numbers(tmp_path) == [1]
+
+
+def test_a_job_that_gives_up_leaves_no_claim(tmp_path, monkeypatch):
+    world = World()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    before_claim(monkeypatch, (tmp_path / f"owner-000001-{'0' * 32}.json").touch)
+    world.events[5.0] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        world.acquire(tmp_path, job("n1", machine="A"))
+    assert owner_file(tmp_path).name.endswith(f"{'0' * 32}.json")
+
+
+def test_an_owner_file_of_an_earlier_version_counts(tmp_path):
+    world = World()
+    world.acquire(tmp_path, job("n1", "71"))
+    owner_file(tmp_path).rename(tmp_path / "owner-000001.json")
+    with pytest.raises(ConfigError, match="in use by Slurm job 71 on n1"):
+        world.acquire(tmp_path, job("n1", "72"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -47,13 +47,18 @@ def port() -> Iterator[int]:
     yield store.port
 
 
-def outcomes(port: int, configs: list[Config], world_size: int) -> list[Exception | str]:
-    """What becomes of ranks 0, 1, ..., each in a thread of its own: its error, or what rank 0 wrote."""
+def outcomes(
+    port: int, configs: list[Config], world_size: int, ranks: Sequence[int] | None = None
+) -> list[Exception | str]:
+    """What becomes of ranks 0, 1, ..., or of those given, each in a thread of its own: its error, or what
+    rank 0 wrote."""
+    given = range(len(configs)) if ranks is None else ranks
 
-    def rank(number: int) -> Exception | str:
+    def rank(index: int) -> Exception | str:
+        number = given[index]
         try:
             store = connect_processes(
-                Address(number, world_size, "127.0.0.1", port, False, True), configs[number]
+                Address(number, world_size, "127.0.0.1", port, False, True), configs[index]
             )
             if number == 0:
                 store.set("greeting", "hello")
@@ -90,6 +95,21 @@ def test_ranks_that_do_not_come_are_named_on_every_rank_that_came(port: int) -> 
     assert "2 of 4 processes" in str(found[0]) and "(rank 2, 3)" in str(found[0])
 
 
+def test_two_processes_with_one_rank_end_all_with_a_sentence_that_names_it(port: int) -> None:
+    found = outcomes(port, [config()] * 4, 4, ranks=(0, 1, 2, 2))
+    assert all(isinstance(error, ConfigError) for error in found)
+    (sentence,) = {str(error) for error in found}
+    assert "two processes have RANK 2, one on " in sentence and " and one on " in sentence
+    # The second one speaks for itself, should rank 0 have heard of it too late.
+    assert sum(isinstance(error, SharedConfigError) for error in found) == 3
+
+
+def test_a_second_process_that_comes_late_is_refused_and_does_not_disturb_the_others(port: int) -> None:
+    assert outcomes(port, [config()] * 2, 2) == ["hello"] * 2
+    (late,) = outcomes(port, [config()], 2, ranks=(1,))
+    assert isinstance(late, ConfigError) and "two processes have RANK 1" in str(late)
+
+
 def test_a_line_says_which_ranks_are_awaited(port: int, capsys, monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL_S", 0.1)
     outcomes(port, [config(timeout=1.0)], 2)
@@ -107,7 +127,7 @@ def unused_port() -> socket.socket:
 def test_a_rank_that_finds_nobody_says_where_it_looked() -> None:
     with unused_port() as taken:
         address = Address(1, 2, "127.0.0.1", taken.getsockname()[1], False, True)
-        with pytest.raises(RunStopped, match=f"rank 1 found nobody at {address}"):
+        with pytest.raises(RunStopped, match=f"rank 1 found nobody at {address}.*has it ended with an error"):
             connect_processes(address, config(timeout=0.2))
 
 

@@ -1,0 +1,99 @@
+"""What only rank 0 looks at, files and the owner of --save, and what all ranks do when it finds trouble."""
+
+from dataclasses import replace
+
+from megatron.checkpoint import manager
+from megatron.checkpoint.manager import SaveError, restore_or_init, save_checkpoint, select_valid_checkpoint
+from megatron.config import ConfigError
+from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of
+from tests.distributed.pool import run_world
+from tests.distributed.test_resume import FINGERPRINT, state_after
+from tests.distributed.trainers import make_trainer, outcome
+from tests.unit.checkpoint.test_run_identity import Run, steps_in
+
+
+class FailingOwner:
+    """An owner file that cannot be read from the `first` look on."""
+
+    def __init__(self, first):
+        self.looks, self.first = 0, first
+
+    def problem(self):
+        self.looks += 1
+        if self.looks >= self.first:
+            raise OSError(5, "Input/output error", "owner file")
+
+
+def fail(*_, **__):
+    raise OSError(13, "Permission denied", "the folder")
+
+
+def meet_errors(folder):
+    """The errors of a save that cannot look at its folder, and of starts that cannot."""
+    engine = build_engine(config_of(Row(dp=2, zero=1)))
+    rank_0, found = engine.global_rank == 0, []
+
+    def save(owner=None):
+        try:
+            save_checkpoint(engine, folder, state_after(9), VOCAB, EOD, FINGERPRINT, owner)
+        except SaveError as error:
+            found.append(str(error))
+
+    for first_failure in (1, 2):
+        save(FailingOwner(first_failure) if rank_0 else None)
+    names = ("clean_leftovers", "is_in_place", "find_checkpoint", "first_damaged", "identity_of_start")
+    kept = {name: getattr(manager, name) for name in names}
+    for name in names:
+        if name != "first_damaged" and rank_0:
+            setattr(manager, name, fail)
+    manager.first_damaged = lambda *_: "a file is damaged"
+    config = replace(engine.run_config, checkpoint=replace(engine.run_config.checkpoint, load="/load"))
+    checkpoint = manager.open_checkpoint(folder / "global_step2")
+    try:
+        save()
+        for call in (
+            lambda: manager.newest_of_this_run(engine, folder, True),
+            lambda: select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT),
+            lambda: restore_or_init(engine, None, FINGERPRINT, lambda text: None),
+        ):
+            engine.checkpoint_identity = checkpoint if rank_0 else None  # anything with a lineage
+            try:
+                call()
+            except ConfigError as error:
+                found.append(str(error))
+    finally:
+        for name, function in kept.items():
+            setattr(manager, name, function)
+    return found
+
+
+def test_an_error_of_rank_0_before_the_others_hear_from_it_ends_all_ranks_with_its_sentence(tmp_path):
+    Run(tmp_path, tmp_path).save(1, 2)
+    first, second = run_world(2, meet_errors, tmp_path)
+    assert first == second and len(first) == 6
+    expected = ("Input/output error", "Input/output error", *["Permission denied"] * 4)
+    assert all(text in sentence for text, sentence in zip(expected, first, strict=True))
+    assert "--load /load cannot be read" in first[4]
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def lose_the_folder():
+    """Rank 0's heartbeat finds another owner during the third step."""
+    trainer = make_trainer(config_of(Row(dp=2, zero=1)))
+    steps = trainer.metrics.steps
+
+    class Owner:
+        @property
+        def loss(self):
+            return "the folder was taken over" if len(steps) >= 3 else None
+
+    owner = Owner() if trainer.engine.global_rank == 0 else None
+    trainer.checkpoints = replace(trainer.checkpoints, owner=owner)
+    logged, _, end = outcome(trainer)
+    return sorted(logged), end
+
+
+def test_a_job_that_has_lost_its_folder_stops_after_the_step_on_all_ranks():
+    (steps, first), (same_steps, second) = run_world(2, lose_the_folder)
+    assert steps == same_steps == [1, 2, 3]
+    assert first == "the folder was taken over" and "lost the --save folder" in second
