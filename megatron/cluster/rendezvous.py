@@ -102,15 +102,15 @@ def meet(address: Address, config: Config) -> dist.Store:
 
 @contextmanager
 def other_ranks_told(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """A mistake that rank 0 finds in the block, before the processes meet, ends the others at once: else they
+    """An error that rank 0 meets in the block, before the processes meet, ends the others at once: else they
     wait until --start-timeout. Who has not come within some seconds is not waited for."""
     try:
         yield
-    except (ConfigError, RunStopped) as error:
+    except Exception as error:
         if int(env.get("WORLD_SIZE", "1")) > 1:
             address = Address.from_environment(env)
             kind = "unequal" if isinstance(error, ConfigError) else "missing"
-            with suppress(ConfigError, RunStopped, dist.DistError):  # the mistake itself is to be told
+            with suppress(ConfigError, RunStopped, dist.DistError):  # the error itself is to be told
                 store = _open_store(address, time.monotonic() + _FAREWELL_S)
                 _announce(store, f"{kind} {error}", address.world_size - 1)
         raise

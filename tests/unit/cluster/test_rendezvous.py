@@ -93,7 +93,7 @@ def test_ranks_that_do_not_come_are_named_on_every_rank_that_came(port: int) -> 
     assert "2 of 4 processes" in str(found[0]) and "(rank 2, 3)" in str(found[0])
 
 
-@pytest.mark.parametrize("kind", [ConfigError, RunStopped])
+@pytest.mark.parametrize("kind", [ConfigError, RunStopped, PermissionError])
 def test_a_mistake_that_rank_0_finds_before_it_comes_ends_those_that_wait_for_it(
     port: int, kind: type
 ) -> None:
