@@ -14,7 +14,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -79,9 +80,7 @@ def connect_processes(address: Address, config: Config) -> dist.Store:
     """
     deadline = time.monotonic() + config.parallel.start_timeout
     _resolve(address)
-    # A restarted job may find the launcher's store with what the last attempt wrote.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", _connect(address, deadline))
+    store = _open_store(address, deadline)
     _take_rank(store, address)
     store.set(f"node {address.rank}", node_name(os.environ))
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
@@ -99,6 +98,28 @@ def connect_processes(address: Address, config: Config) -> dist.Store:
     if verdict:
         raise SharedConfigError(verdict)
     return store
+
+
+@contextmanager
+def other_ranks_told(env: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """An error that rank 0 meets in the block, before the processes meet, ends the others at once: else they
+    wait until --start-timeout. Who has not come within some seconds is not waited for."""
+    try:
+        yield
+    except Exception as error:
+        if int(env.get("WORLD_SIZE", "1")) > 1:
+            address = Address.from_environment(env)
+            kind = "unequal" if isinstance(error, ConfigError) else "missing"
+            with suppress(ConfigError, RunStopped, dist.DistError):  # the error itself is to be told
+                store = _open_store(address, time.monotonic() + _FAREWELL_S)
+                _announce(store, f"{kind} {error}", address.world_size - 1)
+        raise
+
+
+def _open_store(address: Address, deadline: float) -> dist.Store:
+    # A restarted job may find the launcher's store with what the last attempt wrote.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", _connect(address, deadline))
 
 
 def _take_rank(store: dist.Store, address: Address) -> None:
@@ -193,12 +214,14 @@ def _missing(store: dist.Store, world_size: int) -> str:
     return f"rank {shown}" + (", ..." if len(missing) > _MISSING_RANKS_SHOWN else "")
 
 
-def _announce(store: dist.Store, verdict: str) -> None:
-    """Tells the other ranks; a store that this process hosts stays until they know, or some seconds."""
+def _announce(store: dist.Store, verdict: str, others: int | None = None) -> None:
+    """Tells the other ranks, `others` of them or those that have arrived; a store that this process hosts
+    stays until they know, or some seconds."""
     store.set("verdict", verdict)
     end = time.monotonic() + _FAREWELL_S
-    while verdict != "ready" and store.add("informed", 0) < store.add("arrived", 0) - 1:
-        if time.monotonic() > end:
+    while verdict != "ready":
+        expected = store.add("arrived", 0) - 1 if others is None else others
+        if store.add("informed", 0) >= expected or time.monotonic() > end:
             return
         time.sleep(_POLL_INTERVAL_S)
 

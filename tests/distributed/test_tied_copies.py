@@ -28,17 +28,17 @@ def sums_in_another_order():
     of an all-reduce's sum depends on the group's ranks and on the length of the buffer."""
     real = dist.all_reduce
 
-    def all_reduce(tp_group, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         size = dist.get_world_size(group)
-        if op != dist.ReduceOp.SUM or async_op or not tp_group.is_floating_point() or size < 3:
-            return real(tp_group, op=op, group=group, async_op=async_op)
-        parts = [torch.empty_like(tp_group) for _ in range(size)]
-        dist.all_gather(parts, tp_group, group=group)
-        random.Random(f"{dist.get_process_group_ranks(group)} {tp_group.numel()}").shuffle(parts)
+        if op != dist.ReduceOp.SUM or async_op or not tensor.is_floating_point() or size < 3:
+            return real(tensor, op=op, group=group, async_op=async_op)
+        parts = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(parts, tensor, group=group)
+        random.Random(f"{dist.get_process_group_ranks(group)} {tensor.numel()}").shuffle(parts)
         total = parts[0]
         for part in parts[1:]:
             total += part
-        tp_group.copy_(total)
+        tensor.copy_(total)
 
     dist.all_reduce = all_reduce
     try:

@@ -95,6 +95,36 @@ def test_ranks_that_do_not_come_are_named_on_every_rank_that_came(port: int) -> 
     assert "2 of 4 processes" in str(found[0]) and "(rank 2, 3)" in str(found[0])
 
 
+@pytest.mark.parametrize("kind", [ConfigError, RunStopped, PermissionError])
+def test_a_mistake_that_rank_0_finds_before_it_comes_ends_those_that_wait_for_it(
+    port: int, kind: type
+) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def rank_0() -> None:
+        with rendezvous.other_ranks_told({**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}):
+            raise kind("--load x does not exist")
+
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(rank_0)
+        found = outcomes(port, [config()] * 2, 3, ranks=(1, 2))
+        assert isinstance(first.exception(), kind)
+    expected = SharedConfigError if kind is ConfigError else RunStopped
+    assert [type(error) for error in found] == [expected] * 2
+    assert {str(error) for error in found} == {"--load x does not exist"}
+
+
+def test_a_mistake_of_rank_0_is_told_though_nobody_else_comes_and_its_port_is_in_use(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_FAREWELL_S", 0.0)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with pytest.raises(ConfigError, match="a typo"), rendezvous.other_ranks_told(env):
+            raise ConfigError("a typo")
+
+
 def test_two_processes_with_one_rank_end_all_with_a_sentence_that_names_it(port: int) -> None:
     found = outcomes(port, [config()] * 4, 4, ranks=(0, 1, 2, 2))
     assert all(isinstance(error, ConfigError) for error in found)
