@@ -39,10 +39,10 @@ class NoWatchdog:
 
     report = RankReport(None, "0")
 
-    def watch(self, timeout_s, *, signals_handled):
+    def start(self, timeout_s, *, signals_handled):
         pass
 
-    def beat(self, iteration):
+    def heartbeat(self, iteration):
         pass
 
 
