@@ -103,7 +103,7 @@ def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path, capsys
         and "--allow-replica-mismatch" in sentence
     )
     ds_to_universal.main([*flags, "--allow-replica-mismatch"])
-    assert "8.weight: the copies on tensor ranks differed by up to 5.00e-01" in capsys.readouterr().out
+    assert "8.weight: replicas on tensor ranks differed by up to 5.00e-01" in capsys.readouterr().out
     mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
     assert mean.item() == pytest.approx(1.25, abs=0.05)
     ((state, _),) = run_world(1, resume_midway, Row(), tmp_path, UNIVERSAL)
