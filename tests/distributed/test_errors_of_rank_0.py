@@ -41,7 +41,7 @@ def meet_errors(folder):
 
     for first_failure in (1, 2):
         save(FailingOwner(first_failure) if rank_0 else None)
-    names = ("clean_leftovers", "is_in_place", "find_checkpoint", "first_damaged", "identity_of_start")
+    names = ("clean_leftovers", "is_same_checkpoint", "find_checkpoint", "first_damaged", "start_identity")
     kept = {name: getattr(manager, name) for name in names}
     for name in names:
         if name != "first_damaged" and rank_0:
