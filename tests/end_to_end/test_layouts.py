@@ -169,7 +169,8 @@ def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:
     assert single.stderr == ""
     # torch.distributed.launch announces its own end; nothing of DeepSpeed or of our calls comes with it.
     assert re.search(r"deepspeed|NCCL|Gloo|\[W|\[rank|torch/distributed/c10d", four.stderr, re.I) is None
-    own = r" iteration +\d+/| (validation|test) loss at |-+$|starting from |learning rate: |note: |$"
+    own = r" iteration +\d+/| (validation|test) loss at |-+$|starting from |initializing from scratch"
+    own += r"|learning rate: |note: |$"
     own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage|heaviest) | +\d+  +\d+-\d+ "
     own += r"|memory after the first steps|  stage +\d+ \| resident "
     for line in single.stdout.splitlines() + four.stdout.splitlines():
