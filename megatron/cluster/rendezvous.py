@@ -31,6 +31,7 @@ from megatron.config.fields import option_name
 # A line is printed after each of these pauses.
 _REPORT_INTERVAL_S = 30.0
 _POLL_INTERVAL_S = 0.05
+_CONNECT_TIMEOUT_S = 30.0
 # A name that is unknown for longer than this is misspelt: a name server that starts late is not so slow.
 _RESOLVE_TIMEOUT_S = 10.0
 _FAREWELL_S = 5.0
@@ -182,7 +183,7 @@ def _connect(address: Address, deadline: float) -> dist.Store:
 
 def _is_open(address: Address) -> bool:
     try:
-        with socket.create_connection((address.host, address.port), timeout=_REPORT_INTERVAL_S):
+        with socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S):
             return True
     except OSError:
         return False
