@@ -61,13 +61,13 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     replaced = final.with_name(f"{final.name}{REPLACED}")
     if final.exists():
         own = (before for before in identity.lineage if before.name == entry.name)
-        if not any(is_same_checkpoint(folder, before) for before in own):
-            _LOG.warning("replacing %s, which belongs to another branch or run", final)
         if _is_unknown(final):
             kept = final.with_name(f"unknown-{final.name}.{secrets.token_hex(4)}")
             _LOG.warning("%s has no %s, so nothing says whose it is: it is kept as %s", final, RUN_FILE, kept)
             os.rename(final, kept)
         else:
+            if not any(is_same_checkpoint(folder, before) for before in own):
+                _LOG.warning("replacing %s, which belongs to another branch or run", final)
             _remove(replaced)
             os.rename(final, replaced)
     os.rename(saving, final)

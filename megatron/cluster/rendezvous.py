@@ -102,7 +102,7 @@ def connect_processes(address: Address, config: Config) -> dist.Store:
 
 
 @contextmanager
-def other_ranks_told(env: Mapping[str, str] = os.environ) -> Iterator[None]:
+def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """An error that rank 0 meets in the block, before the processes meet, ends the others at once: else they
     wait until --start-timeout. Who has not come within some seconds is not waited for."""
     try:

@@ -10,7 +10,7 @@ from megatron.checkpoint.lineage import owner, start
 from megatron.cluster import processes
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import preflight
-from megatron.cluster.rendezvous import other_ranks_told
+from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
 from megatron.config.batch import BatchSchedule
@@ -46,13 +46,13 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
     fingerprint = run_fingerprint(config, length, vocab)
     checkpoint = folder_owner = None
     if processes.is_main_process():
-        with other_ranks_told():
+        with announce_errors():
             start.check_load_folder(config)
     make_output_folders(config)
     if processes.is_main_process():
         saved_to = None if config.training.no_train else config.checkpoint.save
         print_fn = partial(print, flush=True)
-        with other_ranks_told():
+        with announce_errors():
             folder_owner = on_exit.enter_context(owner.hold_folder(saved_to, node_name(os.environ), print_fn))
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
 

@@ -65,7 +65,7 @@ def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_valid_checksum(record: dict[str, Any]) -> bool:
-    """Whether the record is as `seal` left it."""
+    """Whether the record is as `add_checksum` left it."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     return record.get("sha256") == _digest_of(content)
 

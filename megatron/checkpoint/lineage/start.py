@@ -62,7 +62,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         continued = _continuation(config, damaged)
         if continued is None:
             raise
-        return replace(continued, skip_reason="; ".join(filter(None, (str(error), continued.skip_reason))))
+        return _with_reasons(continued, str(error), continued.skip_reason)
     if given is None:
         return _continuation(config, damaged)
     if config.save is None or is_universal(Path(config.save)):
@@ -72,11 +72,16 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     try:
         own = find_latest(config.save, damaged)
     except ConfigError as error:  # no checkpoint in --save is complete
-        return replace(given, skip_reason="; ".join(filter(None, (given.skip_reason, str(error)))))
+        return _with_reasons(given, given.skip_reason, str(error))
     if own is None or not started_from(own.run.get("origin"), given, config):
         return given
     reason = f"this run has saved it since it started from {given.folder}"
-    return replace(own, skip_reason="; ".join(filter(None, (reason, own.skip_reason))))
+    return _with_reasons(own, reason, own.skip_reason)
+
+
+def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
+    """The checkpoint, with the reasons that are not empty for taking it and no other."""
+    return replace(checkpoint, skip_reason="; ".join(filter(None, reasons)))
 
 
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -105,7 +110,10 @@ def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | 
 
 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Identifies a checkpoint independently of its path. Stored as `origin` of a run that starts from it."""
+    """Identifies a checkpoint. Stored as `origin` of a run that starts from it.
+
+    path: where it was then. It decides only if there is no digest, or if the checkpoint is gone or damaged.
+    """
     return {
         "folder": checkpoint.folder.name,
         "iteration": checkpoint.state.iteration,

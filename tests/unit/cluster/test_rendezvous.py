@@ -109,7 +109,7 @@ def test_a_mistake_that_rank_0_finds_before_it_comes_ends_those_that_wait_for_it
     env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def rank_0() -> None:
-        with rendezvous.other_ranks_told({**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}):
+        with rendezvous.announce_errors({**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}):
             raise kind("--load x does not exist")
 
     with ThreadPoolExecutor(1) as thread:
@@ -128,7 +128,7 @@ def test_a_mistake_of_rank_0_is_told_though_nobody_else_comes_and_its_port_is_in
         taken.listen()
         port = str(taken.getsockname()[1])
         env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with pytest.raises(ConfigError, match="a typo"), rendezvous.other_ranks_told(env):
+        with pytest.raises(ConfigError, match="a typo"), rendezvous.announce_errors(env):
             raise ConfigError("a typo")
 
 
