@@ -1,14 +1,20 @@
-# make train   set up, then train a small GPT on this machine's CPU and show what came of it
-# make test    set up, then run the tests that every change must pass
-# make test-all  set up, then run the full matrix too (more than an hour on two cores)
+# make train   set up, then train a small GPT on this machine's CPU and show the results
+# make test    set up, then run the tests that every change must pass: 10 minutes on two cores
+# make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out
+# make test-all  set up, then run the full matrix (about 45 minutes on two cores)
 # make setup   only make the virtual environment .venv
 # make lint    set up, then format check, lint and types
 
 PYTHON ?= python3
+# The processes among which the test files are shared out.
+TEST_PROCESSES ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
+# Files are started in the order of their names, slow ones first. The tests start hundreds of Python processes: bytecode
+# is written once, also where the environment forbids it.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-all lint
+.PHONY: setup train test test-slice test-all lint
 setup: $(STAMP)
 
 # The stamp is touched last: an installation that was interrupted is taken up again.
@@ -23,10 +29,13 @@ train: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart.sh
 
 test: setup
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
+
+test-slice: setup
+	$(PYTEST) -m full --slice $(SLICE)
 
 test-all: setup
-	$(VENV)/bin/python -m pytest -m ''
+	$(PYTEST) -m ''
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a GPT: reads the flags, then `megatron.training.run`.
+"""Trains a GPT model: parses the flags, then calls `megatron.training.run`.
 
 python pretrain_gpt.py --help
 python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
@@ -9,8 +9,9 @@ srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 import sys
 from contextlib import ExitStack
 
+from megatron.checkpoint.saved_config import read_saved_config
 from megatron.cluster.exit_codes import exit_code, exit_on_error
-from megatron.cluster.launch import init_from_slurm_env
+from megatron.cluster.launch import init_from_slurm_env, set_allocator_default
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import read_command_line
@@ -20,20 +21,26 @@ from megatron.engine.deepspeed_config import read_deepspeed_config
 def main() -> None:
     report = RankReport.from_environment()
     watchdog = Watchdog(report)
-    with exit_on_error(report, same_everywhere=True):
+    with exit_on_error(report):
         init_from_slurm_env()
-        command_line = read_command_line()
+    set_allocator_default()
+    with exit_on_error(report, same_on_all_ranks=True):
+        command_line = read_command_line(read_saved_config=read_saved_config)
     with exit_on_error(report), ExitStack() as on_exit:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
-        # Imported only now: a wrong flag is answered before torch is loaded, and DeepSpeed logs on import.
-        from megatron.cluster.processes import configure_logging
+        # Imported here: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
+        from megatron.cluster.processes import configure_logging, is_main_process
 
         configure_logging(settings.config.logging)
         from megatron.training.run import run
 
-        should_requeue = run(settings.config, notes, watchdog, on_exit)
-    sys.exit(exit_code(report, should_requeue))
+        status = run(settings.config, notes, watchdog, on_exit)
+        if settings.config.training.simulate and is_main_process():  # with --dry-run only
+            from megatron.simulation.stages import simulation_report
+
+            print("\n" + simulation_report(settings.config))
+    sys.exit(exit_code(report, status))
 
 
 if __name__ == "__main__":

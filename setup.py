@@ -32,6 +32,6 @@ setup(
         "gpu": ["triton; sys_platform == 'linux'"],
         # 8-bit Adam. NVIDIA's apex is not on the package index: install it from its own repository.
         "bitsandbytes": ["bitsandbytes>=0.50"],
-        "dev": ["hypothesis", "mypy", "pytest", "ruff"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff"],
     },
 )

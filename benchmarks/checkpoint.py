@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""How fast checkpoints are converted, against DeepSpeed's converter, and opened on another layout.
+"""Speed of converting checkpoints, against DeepSpeed's converter, and of loading them on another layout.
 
     python benchmarks/checkpoint.py                 three sizes; some minutes and 12 GB of disk
     python benchmarks/checkpoint.py --sizes 12      the largest alone
 
-Conversion to the universal format. A checkpoint of TP=2, ZeRO-1 is saved by the trainer's own engine in a
-world of two processes: L layers, hidden 1024, vocabulary 50,257 (padded to 50,432), Adam, fp32; no step is
-trained, and the moments are filled with numbers. Then deepspeed/checkpoint/ds_to_universal.py and
-tools/ds_to_universal.py convert it, each as a user starts it, with as many workers, taking turns.
+Conversion to the universal format. The trainer's engine saves a checkpoint of TP=2, ZeRO-1 from two
+processes: L layers, hidden 1024, vocabulary 50,257 (padded to 50,432), Adam, fp32. No step is trained; the
+moments are filled with numbers. deepspeed/checkpoint/ds_to_universal.py and tools/ds_to_universal.py convert
+it in turns, as commands, with the same number of workers.
 
-Every figure is of whole commands, imports included. Processor seconds, of all processes of a command, depend
-less on what else the machine does. Memory is the largest sum, over a command's processes, of resident memory
-(Rss of /proc/<pid>/smaps_rollup: pages that processes share count in each), looked at every 20 ms. The files
-that both make are compared before they are deleted.
+Every figure is that of a complete command, imports included. CPU seconds are summed over all processes of a
+command; they depend less on other load. Memory is the largest sum of resident memory over a command's
+processes (Rss of /proc/<pid>/smaps_rollup: shared pages count in each process), sampled every 20 ms. The
+files of both converters are compared before they are deleted.
 
-Direct load. The same checkpoint is opened by two pipeline stages (TP=1), without conversion. 'read': reading
-as many bytes as a rank needs into fresh memory, by plain reads of the same files; 'load': values and moments
-are restored; 'prove': the certificate is computed anew, which follows it; 'check': the SHA-256 of all files,
-which comes before it. The files are in the page cache in all of them. Memory: how much a rank's memory that
-is of no file grows at most while it loads, and in brackets the bound, its moments and the largest parameter.
+Direct load. Two pipeline stages (TP=1) load the same checkpoint without conversion. 'read': plain reads of as
+many bytes as a rank needs; 'load': values and moments are restored; 'verify': the integrity record is
+recomputed after the load; 'check': the SHA-256 of all files, before the load. The files are in the page
+cache. Memory: the peak growth of a rank's anonymous memory during the load; in brackets the bound, which is
+the rank's moments and the largest parameter.
 """
 
 import argparse
@@ -49,7 +49,7 @@ MEMORY_FILE = "memory"
 
 @dataclass
 class Measured:
-    """Seconds, processor seconds and peak bytes of the runs of one converter."""
+    """Seconds, CPU seconds and peak bytes of the runs of one converter."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -78,20 +78,21 @@ def main() -> None:
 
 def direct_load(sizes: list[int], rounds: int) -> None:
     """Prints the table of loads on another layout."""
-    from benchmarks.worlds import World
+    from megatron.testing.measured_worlds import World
 
     print(
         f"\ndirect load, saved by TP=2 ZeRO-1, opened by PP=2, seconds of the slower rank, median of {rounds}"
     )
     print(
-        f"{'layers':>6} {'GB':>5}  {'read':>6} {'load':>6} {'ratio':>6}  {'prove':>6} {'check':>6}  memory MB"
+        f"{'layers':>6} {'GB':>5}  {'read':>6} {'load':>6} {'ratio':>6}  {'verify':>6} {'check':>6}  "
+        "memory MB"
     )
     for layers in sizes:
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
             source = make_checkpoint(Path(folder), layers)
             size_bytes = sum(path.stat().st_size for path in source.glob("*_optim_states.pt"))
             world = World(__file__, f"{layers},pp2", 2, {FOLDER: folder})
-            times: dict[str, list[float]] = {work: [] for work in ("read", "load", "prove", "check")}
+            times: dict[str, list[float]] = {work: [] for work in ("read", "load", "verify", "check")}
             for work in ("read", "load"):  # once to warm up
                 world.run(work)
             for _ in range(rounds):
@@ -99,16 +100,16 @@ def direct_load(sizes: list[int], rounds: int) -> None:
                     seconds.append(world.run(work))
             world.end()
             memory = ", ".join(path.read_text() for path in sorted(Path(folder).glob(f"{MEMORY_FILE}-*")))
-        read, load, prove, check = (statistics.median(seconds) for seconds in times.values())
+        read, load, verify, check = (statistics.median(seconds) for seconds in times.values())
         print(
             f"{layers:6} {size_bytes / 1e9:5.2f}  {read:6.2f} {load:6.2f} {load / read:6.2f}  "
-            f"{prove:6.2f} {check:6.2f}  {memory}",
+            f"{verify:6.2f} {check:6.2f}  {memory}",
             flush=True,
         )
 
 
 def conversion(sizes: list[int], rounds: int, workers: int) -> None:
-    """Prints the table of conversions, and what follows for a checkpoint of BLOOM's size."""
+    """Prints the table of conversions, and an estimate for a checkpoint of BLOOM's size."""
     print(f"\nconversion to universal, {workers} workers each, median of {rounds}")
     print(f"{'':12}  {'seconds':23}  {'processor seconds':23}  peak MB")
     columns = f"{'theirs':>7} {'ours':>7} {'ratio':>7}"
@@ -132,7 +133,7 @@ def conversion(sizes: list[int], rounds: int, workers: int) -> None:
 
 
 def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
-    """For 2.3 TB on 24 nodes: parameters divide over nodes, and the file system keeps up."""
+    """For 2.3 TB on 24 nodes, if the parameters divide over the nodes and the file system is fast enough."""
     size_bytes, seconds = max(rates)
     rate = size_bytes / seconds
     print(
@@ -146,7 +147,7 @@ def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
 
 def make_checkpoint(folder: Path, layers: int) -> Path:
     """A native checkpoint of TP=2, ZeRO-1, written by two processes."""
-    from benchmarks.worlds import World
+    from megatron.testing.measured_worlds import World
 
     world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: str(folder)})
     world.run("save")
@@ -155,10 +156,10 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
 
 
 def run_worker(layers: int, layout_name: str) -> None:
-    """'tp2' saves a checkpoint when told to; 'pp2' reads and loads it."""
-    from benchmarks.worlds import answers_apart, serve
+    """'tp2' saves a checkpoint on request; 'pp2' reads and loads it."""
+    from megatron.testing.measured_worlds import redirect_stdout, serve
 
-    answers = answers_apart()
+    answers = redirect_stdout()
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
@@ -166,7 +167,8 @@ def run_worker(layers: int, layout_name: str) -> None:
 
     import torch
 
-    from megatron.checkpoint.manager import TrainingState, save_checkpoint
+    from megatron.checkpoint.manager import CheckpointManager
+    from megatron.checkpoint.record import TrainingState
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.gpt_model import GPTModelPipe
@@ -190,12 +192,13 @@ def run_worker(layers: int, layout_name: str) -> None:
         moments = {"exp_avg": flat.master.detach() * 0.1, "exp_avg_sq": flat.master.detach().square()}
         engine.optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}
     state = TrainingState(1, 2, 2 * SEQ)
-    serve(lambda _: save_checkpoint(engine, os.environ[FOLDER], state, VOCAB, 0, {}), answers)
+    manager = CheckpointManager(engine, os.environ[FOLDER], VOCAB, 0, {})
+    serve(lambda _: manager.save(state), answers)
     destroy_distributed()
 
 
 class Loader:
-    """One rank that opens the checkpoint in a folder."""
+    """One rank that loads the checkpoint in a folder."""
 
     def __init__(self, engine: "GPTEngine", folder: Path) -> None:
         from megatron.checkpoint.discovery import find_latest
@@ -206,8 +209,9 @@ class Loader:
         self.needed_bytes = 12 * sum(parameter.numel() for parameter in engine.optimizer.parameters)
 
     def do(self, work: str) -> None:
-        """'read', 'load', 'prove' or 'check'."""
-        from megatron.checkpoint.integrity.manifest import first_damaged
+        """'read', 'load', 'verify' or 'check'."""
+        from megatron.checkpoint.formats.registry import open_reader
+        from megatron.checkpoint.integrity.manifest import first_problem
         from megatron.checkpoint.verification.digests import UnquantizedDigests
         from megatron.checkpoint.verification.record import verify_loaded_state
 
@@ -215,13 +219,15 @@ class Loader:
             self.read()
         elif work == "load":
             self.load()
-        elif work == "prove":
+        elif work == "verify":
             verify_loaded_state(self.engine, self.checkpoint, True, UnquantizedDigests())
-        elif damage := first_damaged(self.checkpoint.folder, self.checkpoint.run["files"]):
-            raise SystemExit(damage)
+        else:
+            reader = open_reader(self.checkpoint)
+            if problem := first_problem(reader.files_to_verify(), reader.file_problem):
+                raise SystemExit(problem)
 
     def read(self) -> None:
-        """As many bytes as this rank needs."""
+        """Reads as many bytes as this rank needs."""
         import numpy as np
 
         target = memoryview(np.empty(self.needed_bytes, dtype=np.uint8))
@@ -233,20 +239,20 @@ class Loader:
                         filled += count
 
     def load(self) -> None:
-        """Restores values and moments, and notes how the memory grew."""
-        from megatron.checkpoint.reshard import SavedParameters
+        """Restores values and moments, and records the growth of memory."""
+        from megatron.checkpoint.formats.registry import open_reader
 
         optimizer = self.engine.optimizer
         optimizer.optimizer.state.clear()
         with AnonymousMemory() as memory:
-            optimizer.load_by_name(SavedParameters(self.checkpoint).read, None, with_moments=True)
+            optimizer.load_by_name(open_reader(self.checkpoint).read_parameter, None, with_moments=True)
         bound = self.needed_bytes * 2 / 3 + 4 * VOCAB * HIDDEN
         note = self.folder / f"{MEMORY_FILE}-{self.engine.global_rank}"
         note.write_text(f"{memory.growth_bytes / 1e6:.0f} ({bound / 1e6:.0f})")
 
 
 class AnonymousMemory:
-    """How much the memory of this process that is of no file grows at most, looked at every few ms."""
+    """Peak growth of this process's anonymous memory, sampled every few ms."""
 
     def __enter__(self) -> "AnonymousMemory":
         self.before = self.peak = self.now()
@@ -276,22 +282,22 @@ class AnonymousMemory:
 
 def make_config(layers: int, layout_name: str):
     """The configuration of the run that is saved."""
-    from benchmarks.worlds import config_of
+    from megatron.testing.measured_worlds import config_of
 
-    cut = (
+    layout = (
         f"--tensor-model-parallel-size {TENSOR}"
         if layout_name == "tp2"
         else "--pipeline-model-parallel-size 2"
     )
     return config_of(
         f"--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
-        f"--max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 2 --zero-stage 1 {cut}",
+        f"--max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 2 --zero-stage 1 {layout}",
         2,
     )
 
 
 def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> tuple[Measured, Measured, int]:
-    """Their measurements, ours, and the bytes of what is converted."""
+    """Measurements of DeepSpeed's converter, of ours, and the bytes of the checkpoint."""
     flags = ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
     converters = {
         "theirs": [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *flags],
@@ -313,7 +319,7 @@ def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> t
 
 
 def run(command: list[str]) -> tuple[float, float, int]:
-    """Seconds that the command takes, processor seconds, and the largest sum of its processes' memory."""
+    """Wall seconds, CPU seconds and peak memory of a command, summed over its processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
     process = subprocess.Popen(
@@ -331,13 +337,13 @@ def run(command: list[str]) -> tuple[float, float, int]:
 
 
 def children_cpu_s() -> float:
-    """Of all processes that have ended and that this one or its children started."""
+    """CPU seconds of all ended descendants of this process."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all that it has started."""
+    """A process and all its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -355,7 +361,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def compare(theirs: Path, ours: Path) -> int:
-    """Bytes of the parameters' files; ends the program where any tensor of the two differs."""
+    """Bytes of the parameters' files. Exits the program if any tensor differs between the two."""
     import torch
 
     size_bytes = 0

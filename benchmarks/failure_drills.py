@@ -1,12 +1,12 @@
-"""Faults on a cluster, made on purpose: does the job end soon, name the cause, and go on from where it saved?
+"""Injects failures into Slurm jobs: does the job end soon, name the cause, and resume from its checkpoint?
 
     .venv/bin/python benchmarks/failure_drills.py              # 20 of each: 2 hours on 2 cores
     .venv/bin/python benchmarks/failure_drills.py --each 2 --faults kill stop
 
-Needs Slurm's programs, as tests/slurm/cluster.sh does, which is the cluster here: two nodes of two processes
-on this machine. A tiny model trains and saves every 10 steps. At a random moment after its first step comes
-the fault; the next sbatch has to go on, and is the victim of the next fault. `disk` fills a small file
-system, for which one has to be root. Exit code 1 if a drill did not go as it should.
+Needs Slurm's programs. The cluster is that of tests/slurm/cluster.sh: two nodes on this machine, two
+processes each. A tiny model trains and saves every 10 steps. The fault happens at a random time after the
+first step. The next sbatch must resume, and the next fault hits that job. `disk` fills a small file system
+and needs root. Exit code 1 if a drill fails.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
                     print(f"round {round + 1}: {drills[-1].describe()}", flush=True)
             start(place, drills[-1]).end("scancel", place)
         except KeyboardInterrupt:
-            drills = drills[:-1]  # of which nobody has seen how the next job goes on
+            drills = drills[:-1]  # the next job was not observed
     print(f"\nfault    drills  ended in {LIMIT_S:.0f} s  median  most  cause named  resumed  most steps lost")
     for fault in arguments.faults:
         if of_kind := [done for done in drills if done.fault == fault]:
@@ -77,8 +77,8 @@ def main() -> None:
 
 @dataclass
 class Drill:
-    """One fault. seconds: from it until the job and all its processes were gone. reached: the last step that
-    the log had. resumed_at: the step from which the next job went on, None if it did not."""
+    """One fault. seconds: from the fault until the job and all its processes had ended. reached: the last
+    step in the log. resumed_at: the step from which the next job resumed; None if it did not."""
 
     fault: str
     seconds: float
@@ -94,16 +94,16 @@ class Drill:
 
     @property
     def lost(self) -> int | None:
-        """Steps to be done again."""
+        """Steps that must be repeated."""
         return None if self.resumed_at is None else max(self.reached - self.resumed_at, 0)
 
     @property
     def good(self) -> bool:
-        """All that a drill asks for."""
+        """Whether the drill succeeded in every respect."""
         return self.seconds <= LIMIT_S and self.named and self.lost is not None and self.lost <= SAVE_INTERVAL
 
     def describe(self) -> str:
-        """In a line, as far as it is known before the next job has started."""
+        """The result in one line, before the next job has started."""
         verdict = "cause named" if self.named else "CAUSE NOT NAMED"
         return f"{self.fault}: {self.seconds:.1f} s, {verdict}: {self.last_line}"
 
@@ -122,19 +122,19 @@ def row(fault: str, drills: list[Drill]) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs run: folder, and the environment of a shell that talks to the cluster."""
+    """Where jobs run: the folder, and the environment of a shell that uses the cluster."""
 
     folder: Path
     env: dict[str, str]
 
     def call(self, *command: str) -> str:
-        """Runs a command there; returns what it prints."""
+        """Runs a command there; returns its output."""
         return subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True).stdout
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Place]:
-    """A cluster of its own, which finds a dead node daemon after 10 seconds, data, and a disk of 24 MB."""
+    """A new cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
         **{"SLURM_TEST_FOLDER": str(folder / "cluster"), "SLURM_TEST_SLURMD_TIMEOUT": "10"},
@@ -186,7 +186,7 @@ class Job:
     log: Path
 
     def processes(self, place: Place) -> dict[int, Mapping[str, str]]:
-        """Process id -> environment of what is left of the job."""
+        """Process id -> environment, of the job's processes that are alive."""
         wanted = {"SLURM_JOB_ID": self.number, "SLURM_CONF": place.env["SLURM_CONF"]}
         found = {int(path.parent.name): environment(path) for path in Path("/proc").glob("[0-9]*/environ")}
         return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
@@ -200,7 +200,7 @@ class Job:
         )
 
     def end(self, fault: str, place: Place, victim: int = 0) -> str:
-        """Makes the fault; returns what the last line of the log has to look like."""
+        """Injects the fault; returns a pattern for the last line of the log."""
         if fault == "scancel":
             place.call("scancel", self.number)
             return "Slurm ended the job"
@@ -219,7 +219,7 @@ class Job:
         return r"cannot be written .* 0\.\d MB are free there"
 
     def wait_for_end(self, place: Place, limit_s: float = 180.0) -> None:
-        """Until Slurm and the machine know nothing of it any more."""
+        """Waits until Slurm has no such job and none of its processes is alive."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             over = not re.search(
@@ -231,7 +231,7 @@ class Job:
 
 
 def drill(place: Place, fault: str, lot: random.Random, before: Drill | None) -> Drill:
-    """Starts a job, which goes on from the drill before, and breaks it."""
+    """Starts a job, which resumes from the drill before, and injects a fault."""
     job = start(place, before)
     time.sleep(lot.uniform(0.0, 6.0))
     victim = lot.randrange(4)
@@ -239,7 +239,7 @@ def drill(place: Place, fault: str, lot: random.Random, before: Drill | None) ->
     expected = job.end(fault, place, victim)
     job.wait_for_end(place)
     seconds = time.monotonic() - began
-    # What broke is mended.
+    # The fault is repaired.
     (place.folder / "disk" / "filler").unlink(missing_ok=True)
     subprocess.run([CLUSTER, "start"], env=place.env, check=True)
     lines = job.log.read_text().splitlines()
@@ -248,7 +248,7 @@ def drill(place: Place, fault: str, lot: random.Random, before: Drill | None) ->
 
 
 def start(place: Place, before: Drill | None) -> Job:
-    """A job after its first step; notes in `before` from where it went on."""
+    """Starts a job and waits for its first step; records in `before` the step it resumed from."""
     number = place.call("sbatch", "--parsable", "job.slurm").strip()
     job = Job(number, place.folder / f"drill-{number}.out")
     deadline = time.monotonic() + 240
@@ -263,12 +263,12 @@ def start(place: Place, before: Drill | None) -> Job:
 
 
 def steps(log: Path) -> list[int]:
-    """The steps whose lines a log has."""
+    """The steps that have a line in a log."""
     return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log.read_text(), re.MULTILINE)]
 
 
 def environment(path: Path) -> dict[str, str]:
-    """Of a process; empty if it is gone."""
+    """The environment of a process; empty if it has ended."""
     try:
         words = path.read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -277,7 +277,7 @@ def environment(path: Path) -> dict[str, str]:
 
 
 def fill(path: Path) -> None:
-    """Takes what space there is."""
+    """Fills the file system."""
     with open(path, "wb", buffering=0) as file:
         try:
             while True:

@@ -4,14 +4,14 @@
     python benchmarks/loss_memory.py            about a minute on one core
     python benchmarks/loss_memory.py --tokens 2048 --vocab 62592 --hidden 2048
 
-First the peak memory at the size that made users' last stage run out: micro-batch 8, sequence 2048, hidden
-2048, vocabulary 250368 over 4 tensor ranks, bf16. Without an accelerator that is counted tensor by tensor on
-the meta device, where nothing is computed; with one it is measured. `gradients` are those of hidden (16 bits)
-and weight (fp32) that the fused loss has made when it is at its peak; the plain one makes them afterwards.
-Both add the weight's gradient to the fp32 sum that the run's optimizer gives it, which does not count.
+First the peak memory at a size at which users' last stages ran out of memory: micro-batch 8, sequence 2048,
+hidden 2048, vocabulary 250368 over 4 TP ranks, bf16. With an accelerator it is measured; without
+one it is counted tensor by tensor on the meta device. `gradients` are those of hidden (16 bits) and weight
+(fp32): the fused loss holds them at its peak, the plain loss makes them later. Both add the weight's gradient
+to `main_grad`, which does not count.
 
 Then the time of a micro-batch, forward and backward, on a CPU at a smaller size, in turns. `products` are the
-three matrix products of head and loss and nothing else, each of the whole size.
+three matrix products of head and loss alone, each at full size.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from megatron.testing.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib  # noqa: E402
+
 if TYPE_CHECKING:
     import torch
 
-FULL = (8 * 2048, 250368 // 4, 2048)
 ON_CPU = (1024, 32768, 768)
-MIB = 2**20
-TARGET_MIB = 256
 
 
 def main() -> None:
@@ -59,36 +59,6 @@ def main() -> None:
         print_times(size, dtype, torch.device("cuda" if on_gpu else "cpu"), arguments.rounds)
 
 
-def make_steps(
-    size: tuple[int, int, int], dtype: "torch.dtype", device: "torch.device"
-) -> dict[str, Callable[[], None]]:
-    """Forward and backward pass of head and loss, by --loss-implementation."""
-    import torch
-
-    from megatron.model.gpt_model import CrossEntropy
-    from megatron.mpu.layers import parallel_logits
-    from megatron.mpu.layout import TPGroup
-
-    tokens, vocab, width = size
-    hidden = torch.randn(1, tokens, width, device=device).to(dtype).requires_grad_()
-    weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
-    weight.main_grad = torch.zeros(vocab, width, device=device)
-    labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
-    loss = CrossEntropy(TPGroup(), vocab)
-
-    # What a step has made is let go of at its end, so that the next one's peak has all of it.
-    def fused() -> None:
-        loss.from_hidden(hidden, weight, labels).backward()
-        hidden.grad = None
-
-    def plain() -> None:
-        loss(parallel_logits(hidden, weight, TPGroup()).float(), labels).backward()
-        weight.main_grad.add_(weight.grad)
-        hidden.grad = weight.grad = None
-
-    return {"fused": fused, "plain": plain}
-
-
 def print_memory(size: tuple[int, int, int], device: "torch.device") -> None:
     import torch
 
@@ -100,23 +70,6 @@ def print_memory(size: tuple[int, int, int], device: "torch.device") -> None:
         gradients = (tokens * width * 2 + vocab * width * 4) / MIB if name == "fused" else 0.0
         target = f"<= {TARGET_MIB}" if name == "fused" else ""
         print(f"{name:6} {peak:10.0f} {gradients:10.0f} {peak - gradients:8.0f} {target:>8}")
-
-
-def peak_mib(step: Callable[[], None], device: "torch.device") -> float:
-    """What the step allocates at most, beyond what was there before."""
-    import torch
-
-    if device.type == "cuda":
-        step()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return (torch.cuda.max_memory_allocated() - before) / MIB
-    from benchmarks.tracked_memory import TrackedMemory
-
-    with TrackedMemory() as tracked:
-        step()
-    return tracked.peak / MIB
 
 
 def print_times(

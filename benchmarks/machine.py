@@ -1,4 +1,4 @@
-"""What a benchmark ran on, printed beside its numbers."""
+"""The machine on which a benchmark ran, printed beside its results."""
 
 import os
 import platform

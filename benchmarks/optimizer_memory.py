@@ -3,10 +3,10 @@
 
     python benchmarks/optimizer_memory.py            about a minute on two cores
 
-Two stages of 8 layers, hidden 512, vocabulary 16384, bf16, each a process; the bytes are those of the tensors
-that the optimizer holds after a step. The word embedding, which both stages have, and norms, biases and small
-parameters keep their moments in 32 bits: `8 bits` is the share of the parameters that do not. The fp32 master
-weights, 4 bytes per parameter, come on top for both.
+Two stages of 8 layers, hidden 512, vocabulary 16384, bf16, one process each. The bytes are those of the
+tensors that the optimizer holds after a step. The word embedding (on both stages), norms, biases and small
+parameters keep 32-bit moments; `8 bits` is the share of the other parameters. Both optimizers also have fp32
+master weights, 4 bytes per parameter, which are not counted.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
         run_worker(arguments.worker)
         return
     from benchmarks.machine import describe_machine
-    from benchmarks.worlds import World
+    from megatron.testing.measured_worlds import World
 
     print(describe_machine(), flush=True)
     print("bytes of moments per parameter")
@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def run_worker(name: str) -> None:
-    from benchmarks.worlds import answers_apart, serve
+    from megatron.testing.measured_worlds import redirect_stdout, serve
 
-    answers = answers_apart()
+    answers = redirect_stdout()
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
@@ -76,8 +76,8 @@ def run_worker(name: str) -> None:
     tokens = torch.randint(0, VOCAB, (1, SEQ))
     engine.train_step(iter([(tokens, (tokens, torch.ones(1, SEQ)))] * STAGES), 0, STAGES, 1e-4)
     moments = local_moments(engine.optimizer).values()
-    count, quantized = sum(m.elements for m in moments), [m for m in moments if m.found == {8}]
-    in_8_bits = sum(m.elements for m in quantized)
+    count, quantized = sum(m.local_numel for m in moments), [m for m in moments if m.actual_bits == {8}]
+    in_8_bits = sum(m.local_numel for m in quantized)
     found = {
         "all": sum(m.state_bytes for m in moments) / count,
         "quantized": sum(m.state_bytes for m in quantized) / max(in_8_bits, 1),
@@ -95,7 +95,7 @@ def run_worker(name: str) -> None:
 
 def make_config(eight_bit: bool):
     """The configuration of the measured run."""
-    from benchmarks.worlds import config_of
+    from megatron.testing.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "

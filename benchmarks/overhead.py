@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""What the trainer costs over a plain PyTorch loop, and what parallelism costs over ideal scaling, on a CPU.
+"""Overhead of the trainer over a plain PyTorch loop, and of parallelism over ideal scaling, on a CPU.
 
     python benchmarks/overhead.py            about two minutes on two cores
 
 4 layers, hidden 256, 8 heads, sequence 512, vocabulary 8192, micro-batch 2, global batch 8, fp32, one thread
-per process, each process of a layout bound to a core of its own. All layouts are started at once and then
-take turns, one step each, so that a slow minute of the machine hits all alike. Every figure is a ratio of two
-medians of the same run:
+per process, each process of a layout bound to its own core. All layouts are started at once and take turns,
+one step each, so that other load on the machine affects all of them. Every figure is a ratio of two medians
+of the same run:
 
     1 process   tokens/s of the trainer's engine / those of a plain eager loop doing the same work
     DP=2, TP=2  tokens/s / twice those of 1 process
-    PP=2        tokens/s / what the heaviest stage allows: its time per micro-batch, measured alone, times the
+    PP=2        tokens/s / the limit of the slowest stage: its time per micro-batch, measured alone, times the
                 m + p - 1 slots of the schedule
-    2 alone     two processes that share nothing but the machine / twice those of 1 process: what the machine
-                itself takes when both cores work, which no layout can be blamed for
+    2 alone     two independent processes / twice those of 1 process: the slowdown of the machine itself when
+                both cores are busy
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 def measure(rounds: int) -> dict[str, float]:
     """Median seconds per step, by name of what was measured."""
-    from benchmarks.worlds import World
+    from megatron.testing.measured_worlds import World
 
     single, other, data = (World(__file__, "1,1", processes) for processes in (1, 1, 2))
     tensor, pipeline = World(__file__, "2,1", 2), World(__file__, "1,2", 2)
@@ -72,7 +72,7 @@ def measure(rounds: int) -> dict[str, float]:
     def both_at_once() -> float:
         other.start("engine")
         single.start("engine")
-        return max(single.seconds(), other.seconds()) / 2  # each did a whole step
+        return max(single.seconds(), other.seconds()) / 2  # each did a complete step
 
     work: dict[str, Callable[[], float]] = {
         "1 process": lambda: single.run("engine"),
@@ -96,13 +96,13 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def run_worker(tensor_size: int, pipeline_size: int) -> None:
-    """Does the work named by each line of the input, and answers with its seconds."""
+    """For each line of the input, does the work that it names, and answers with its seconds."""
     if int(os.environ["WORLD_SIZE"]) > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    from benchmarks.worlds import answers_apart, make_stage_step, serve
+    from megatron.testing.measured_worlds import make_stage_step, redirect_stdout, serve
 
-    answers = answers_apart()
+    answers = redirect_stdout()
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
@@ -135,9 +135,9 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
         "engine": lambda: engine.train_step(micro_batches(), 0, GLOBAL_BATCH, 1e-4)
     }
     if world == 1:
-        cut = plan_stages(make_config(1, 2, 2), VOCAB).bounds[1]
+        bound = plan_stages(make_config(1, 2, 2), VOCAB).bounds[1]
         work["plain"] = make_plain_step(batch)
-        for stage, (first, last) in enumerate([(0, cut), (cut, len(plan.names))]):
+        for stage, (first, last) in enumerate([(0, bound), (bound, len(plan.names))]):
             work[f"stage {stage}"] = make_stage_step(model, first, last, batch[:MICRO_BATCH])
     serve(lambda name: work[name](), answers)
     destroy_distributed()
@@ -145,7 +145,7 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
 
 def make_config(tensor_size: int, pipeline_size: int, world: int):
     """The configuration of the measured run."""
-    from benchmarks.worlds import config_of
+    from megatron.testing.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "
@@ -157,7 +157,7 @@ def make_config(tensor_size: int, pipeline_size: int, world: int):
 
 
 def make_plain_step(batch) -> Callable[[], None]:
-    """The same model, optimizer, clipping and accumulation as anyone would write them in plain PyTorch."""
+    """The same model, optimizer, clipping and accumulation in plain PyTorch."""
     import torch
     import torch.nn.functional as F
     from torch import nn

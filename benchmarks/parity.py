@@ -1,9 +1,9 @@
-"""Same numbers on every layout: the whole matrix, each row against the single-process fp32 run.
+"""Same numbers on every layout: the full matrix, each row against the single-process fp32 run.
 
     .venv/bin/python benchmarks/parity.py             # 408 fp32 rows and 34 in bf16 and fp16: 40 minutes
-    .venv/bin/python benchmarks/parity.py --rows 40   # that many, spread evenly over the matrix
+    .venv/bin/python benchmarks/parity.py --rows 40   # this many, spread evenly over the matrix
 
-Each row trains the tiny model of tests/distributed/layouts.py for 20 steps, on gloo. Bounds, at every step:
+Each row trains the tiny model of megatron/testing/layouts.py for 20 steps, on gloo. Bounds, at every step:
 fp32 rows 1e-5 relative in loss and grad norm, bf16 and fp16 rows 2e-3 relative in loss. Exit code 1 if a row
 is beyond its bound.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe_machine  # noqa: E402
-from tests.distributed.layouts import (  # noqa: E402
+from megatron.testing.layouts import (  # noqa: E402
     FP32_BOUND,
     LOW_PRECISION_BOUND,
     Row,
@@ -30,7 +30,7 @@ from tests.distributed.layouts import (  # noqa: E402
     relative_errors,
     train_layout,
 )
-from tests.distributed.pool import WorldError, run_world  # noqa: E402
+from megatron.testing.pool import WorldError, run_world  # noqa: E402
 
 ROW_TIMEOUT_S = 300.0
 
@@ -59,7 +59,7 @@ def reference(row: Row) -> list[tuple[float, float]]:
 
 
 def check(row: Row) -> tuple[str, bool]:
-    """The row's line of the table, and whether it keeps its bound."""
+    """The row's line of the table, and whether it is within its bound."""
     started = time.perf_counter()
     try:
         ranks = run_world(row.world_size, train_layout, row, timeout=ROW_TIMEOUT_S)
@@ -80,7 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, help="run about this many rows in place of all")
+    parser.add_argument("--rows", type=int, help="run only about this many rows")
     arguments = parser.parse_args()
     rows = all_rows()
     if arguments.rows is not None:

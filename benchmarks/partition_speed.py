@@ -1,23 +1,22 @@
 #!/usr/bin/env python3
-"""What each partition method makes of a model whose embedding and head are about as heavy as two layers each.
+"""Speed of each partition method on a model whose head takes as much time as two transformer layers.
 
     python benchmarks/partition_speed.py      about two minutes on two cores
 
 10 layers, hidden 256, 8 heads, sequence 256, vocabulary 7168 on PP=4; micro-batch 1, 8 of them per step,
 fp32, one thread per process. Per token the head's matrix takes 2 h V = 3.7 MFLOP forward and a layer
-24 h^2 + 4 h s = 1.8 MFLOP. The embedding has as many parameters as the head, but a lookup takes next to no
-time: the work is that of 12 layers, which 4 stages share evenly if one knows that.
+24 h^2 + 4 h s = 1.8 MFLOP. The embedding has as many parameters as the head, but a lookup takes almost no
+time. The work is that of 12 layers, 3 for each of the 4 stages.
 
-    measured    forward and backward pass of a micro-batch through each stage, in a process by itself while
-                all others are idle
-    predicted   the largest stage by the layer times that `profile` has measured
+    measured    forward and backward pass of a micro-batch through each stage, in its own process while all
+                others are idle
+    predicted   the slowest stage by the layer times that `profile` has measured
     allowed     tokens/s of 1F1B with the measured stages, simulated
     here        tokens/s of the real pipeline on this machine
 
-With fewer cores than the four processes need, the stages share them and `here` says little of the cut: all
-cuts have the same work. `allowed` is what four free cores would give. Layouts take turns, one step each, so
-that a slow minute of the machine hits all alike. Methods that cut alike are measured once and share their
-numbers.
+With fewer than four cores the stages share them, and `here` hardly depends on the partition: all partitions
+have the same work. `allowed` is the speed on four free cores. Layouts take turns, one step each, so that
+other load on the machine affects all of them. Methods that give the same partition are measured once.
 """
 
 import argparse
@@ -39,8 +38,8 @@ WARM_UP = 2
 OLD = ("type:transformer", "type:embed|transformer", "parameters")
 NEW = ("type:embed:2|transformer:1", "memory", "time", "profile")
 TARGET_ERROR = 0.10
-# glibc keeps freed memory, as the allocator of a GPU does. Else it hands the head's buffers back to the
-# kernel after every micro-batch or never, as the heap happens to lie, and the same head takes 31 or 24 ms.
+# glibc keeps freed memory, as the allocator of a GPU does. Otherwise it may return the head's buffers to the
+# kernel after every micro-batch, depending on the heap, and the same head takes 31 or 24 ms.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 
 
@@ -70,7 +69,7 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the predicted largest stage."""
+        """The relative error of the predicted slowest stage."""
         return max(self.predicted) / max(self.measured) - 1
 
 
@@ -98,9 +97,9 @@ def print_rows(rows: list[Row]) -> None:
     wide, wider = max(map(len, bounds)), max(map(len, milliseconds))
     heads = f"{'measured, ms':{wider}}  largest  predicted  error  allowed tokens/s  here"
     print(f"{'':26}  {'bounds':{wide}}  {heads}")
-    for row, cut, stages in zip(rows, bounds, milliseconds, strict=True):
+    for row, partition, stages in zip(rows, bounds, milliseconds, strict=True):
         print(
-            f"{row.method:26}  {cut:{wide}}  {stages:{wider}}  {max(row.measured) * 1e3:7.1f}  "
+            f"{row.method:26}  {partition:{wide}}  {stages:{wider}}  {max(row.measured) * 1e3:7.1f}  "
             f"{max(row.predicted) * 1e3:9.1f}  {row.error:+5.0%}  {row.allowed:16.0f}  {row.speed:4.0f}"
         )
     fastest_old, fastest_new = (
@@ -123,10 +122,10 @@ def print_rows(rows: list[Row]) -> None:
 
 
 def measure(rounds: int, profile: str) -> list[Row]:
-    """Everything in the table. `profile`: where the layer times are kept."""
-    from benchmarks.worlds import World
+    """Everything in the table. `profile`: the file of the layer times."""
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
+    from megatron.testing.measured_worlds import World
 
     configure_logging(LoggingConfig())
 
@@ -141,10 +140,11 @@ def measure(rounds: int, profile: str) -> list[Row]:
         method: plan_stages(make_config(method, STAGES), VOCAB, seconds if method == "profile" else None)
         for method in OLD + NEW
     }
-    cuts = sorted({tuple(plan.bounds) for plan in plans.values()})
-    stages = sorted({stage for cut in cuts for stage in pairwise(cut)})
+    partitions = sorted({tuple(plan.bounds) for plan in plans.values()})
+    stages = sorted({stage for partition in partitions for stage in pairwise(partition)})
     work: dict[tuple[int, ...], Callable[[], float]] = {
-        cut: lambda cut=cut: pipeline.run(" ".join(map(str, cut))) for cut in cuts
+        partition: lambda partition=partition: pipeline.run(" ".join(map(str, partition)))
+        for partition in partitions
     }
     alone: dict[tuple[int, int], Callable[[], float]] = {
         stage: lambda stage=stage: single.run(" ".join(map(str, stage))) for stage in stages
@@ -168,7 +168,7 @@ def measure(rounds: int, profile: str) -> list[Row]:
 
 
 def turns(work: dict, rounds: int) -> dict:
-    """Median seconds of each piece of work, which take turns."""
+    """Median seconds of each piece of work; they take turns."""
     times = {name: [] for name in work}
     for turn in range(rounds + WARM_UP):
         for name, run in work.items():
@@ -179,10 +179,10 @@ def turns(work: dict, rounds: int) -> dict:
 
 
 def run_worker(profile: str) -> None:
-    """Work is 'profile', or bounds: of one stage in the process by itself, of all stages in the others."""
-    from benchmarks.worlds import answers_apart, make_stage_step, serve
+    """Work is 'profile', or bounds: of one stage in a single process, of all stages in several."""
+    from megatron.testing.measured_worlds import make_stage_step, redirect_stdout, serve
 
-    answers = answers_apart()
+    answers = redirect_stdout()
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
@@ -234,7 +234,7 @@ def run_worker(profile: str) -> None:
 
 def make_config(method: str, stages: int, profile: str | None = None):
     """The configuration of the measured run."""
-    from benchmarks.worlds import config_of
+    from megatron.testing.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "

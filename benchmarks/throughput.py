@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Tokens per second of the trainer's step, what share of the hardware that is, and peak memory.
+"""Tokens per second of the trainer's step, share of the hardware's peak, and peak memory.
 
     python benchmarks/throughput.py --preset cpu-small        layouts on two cores, about three minutes
     python benchmarks/throughput.py --preset 1.3B             one GPU
 
-cpu-small starts one process, DP=2, PP=2 (cut by --partition-method time), TP=2 and --bf16, a thread and a
-core per process, lets them take turns, a step each, and compares each with a plain PyTorch eager loop of the
+cpu-small starts one process, DP=2, PP=2 (--partition-method time), TP=2 and --bf16, with one thread and one
+core per process. They take turns, one step each, and each is compared with a plain PyTorch eager loop of the
 same run (--bf16 with fp32). The other presets are one process on an accelerator, in bf16; without one they
 run on the CPU, slowly. 13B-slice is a quarter of a 13B model's layers, with embedding and head;
-250k-last-stage the last of many stages, with a rank's part of a vocabulary of 250k words cut over 4.
+250k-last-stage is the last of many stages, with one of 4 shards of a 250k vocabulary.
 
 Model FLOPs are the family's formula (megatron/planner/flops.py) without recomputation. They are compared with
 the card's peak, where it is known, and with a matrix product measured by the same process, in turns with the
 steps: [tokens of a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
 
-glibc's malloc would hand large blocks back after each use and clear them anew: MALLOC_MMAP_THRESHOLD_ and
-MALLOC_TRIM_THRESHOLD_ keep them, which gives all CPU rows, the plain loop included, some 9 %.
+glibc's malloc would return large blocks to the kernel after each use, which clears them again.
+MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ keep them: about 9 % for all CPU rows, the plain loop
+included.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def rows_of(name: str) -> list[Row]:
 
 def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
     """Medians by 'ROW' (seconds of a step), 'ROW product' (seconds) and 'ROW peak' (bytes)."""
-    from benchmarks.worlds import ON_CPU, World
+    from megatron.testing.measured_worlds import ON_CPU, World
 
     rows = rows_of(name)
     if name == "cpu-small":
@@ -225,21 +226,21 @@ def make_batch(preset: Preset) -> "torch.Tensor":
 def run_plain(preset: Preset) -> None:
     """A step of the plain loop for each line of the input."""
     from benchmarks.overhead import make_plain_step
-    from benchmarks.worlds import answers_apart, serve
+    from megatron.testing.measured_worlds import redirect_stdout, serve
 
-    answers = answers_apart()
+    answers = redirect_stdout()
     step = make_plain_step(make_batch(preset))
     serve(lambda name: step(), answers)
 
 
 def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
-    """Does the work named by each line of the input, and answers."""
+    """For each line of the input, does the work that it names, and answers."""
     if row.processes > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    from benchmarks.worlds import answers_apart, serve
+    from megatron.testing.measured_worlds import redirect_stdout, serve
 
-    answers = answers_apart()
+    answers = redirect_stdout()
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
@@ -299,7 +300,7 @@ def peak_bytes(found: dict[str, int]) -> int:
 
 def make_config(preset: Preset, row: Row, compiles: bool) -> "Config":
     """The configuration of a measured run."""
-    from benchmarks.worlds import config_of
+    from megatron.testing.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {preset.layers} --hidden-size {preset.hidden} --num-attention-heads {preset.heads} "

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # From text to a trained GPT, on this machine, in about 5 minutes on 2 CPU cores. `make train` runs it.
 #
-# Text (the Python standard library's sources) -> tokenizer -> token files -> training on 2 processes, a pipeline of
-# 2 stages, left half-way and resumed -> validation loss, a sample, a plot. What is there already is used again.
+# Text (the sources of Python's standard library) -> tokenizer -> token files -> training with 2 processes (2 pipeline
+# stages), stopped half-way and resumed -> validation loss, a sample, a plot. Existing files are used again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Knobs: set them in the environment, as in `TRAIN_ITERS=2000 make train`.
+# Settings: override them in the environment, as in `TRAIN_ITERS=2000 make train`.
 RUN_DIR=${RUN_DIR:-runs/quickstart}        # everything is written here
-TRAIN_ITERS=${TRAIN_ITERS:-800}            # optimizer steps; with a larger number a finished run goes on
+TRAIN_ITERS=${TRAIN_ITERS:-800}            # optimizer steps; a larger number continues a finished run
 MAX_FILES=${MAX_FILES:-100000}             # source files to train on
 VOCAB_SIZE=${VOCAB_SIZE:-1024}
 NUM_LAYERS=${NUM_LAYERS:-4}
@@ -23,17 +23,17 @@ LOG_INTERVAL=${LOG_INTERVAL:-20}
 NEW_TOKENS=${NEW_TOKENS:-120}
 PROMPT=${PROMPT:-"def read(self, size=-1):"}
 
-# Two processes share the cores; with more threads than cores they would wait for each other.
+# Two processes share the cores: more threads than cores would be slower.
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}
-# torch.distributed.launch says at every start that torchrun is its new name.
+# torch.distributed.launch warns at every start that it is deprecated.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 
 say() { printf '\n== %s\n' "$*"; }
 
 text=$RUN_DIR/text.jsonl
 tokenizer=$RUN_DIR/tokenizer
-tokens=$RUN_DIR/tokens_text_document # the name that preprocess_data.py gives
+tokens=$RUN_DIR/tokens_text_document # preprocess_data.py appends _text_document
 checkpoints=$RUN_DIR/checkpoints
 log=$RUN_DIR/train.log
 mkdir -p "$RUN_DIR"
@@ -49,7 +49,7 @@ library = pathlib.Path(sysconfig.get_path("stdlib"))
 left_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo", "ensurepip",
             "site-packages", "dist-packages", "__pycache__"}
 files = [file for file in library.rglob("*.py") if not left_out & set(file.relative_to(library).parts)]
-# An order that mixes the packages, so that the validation part is of the same kind, and is the same everywhere.
+# Order by a hash: it mixes the packages, so that training and validation data are alike, and is reproducible.
 files.sort(key=lambda file: hashlib.sha256(file.relative_to(library).as_posix().encode()).digest())
 with open(output + ".tmp", "w") as jsonl:
     for file in files[:max_files]:
@@ -71,8 +71,8 @@ if [ ! -e "$tokens.idx" ]; then
         --append-eod --workers 2
 fi
 
-# --load and --save name the same folder: it starts afresh where that is empty, and goes on where it is not.
-# A longer run has another learning-rate schedule: it is meant (--override-lr-scheduler).
+# --load and --save are the same folder: the run resumes from the newest checkpoint, or starts if there is none.
+# --override-lr-scheduler: a run with a larger TRAIN_ITERS has another learning-rate schedule.
 train() {
     python -u -m torch.distributed.launch --nproc_per_node 2 --standalone pretrain_gpt.py \
         --pipeline-model-parallel-size 2 \
@@ -92,13 +92,13 @@ train() {
 half=$((TRAIN_ITERS > 1 ? TRAIN_ITERS / 2 : 1))
 
 if [ ! -e "$checkpoints/latest" ]; then
-    say "4/6 training on 2 processes, as far as step $half"
+    say "4/6 training with 2 processes, to step $half"
     train --exit-interval "$half"
 fi
-say "5/6 training goes on from the checkpoint, as far as step $TRAIN_ITERS"
+say "5/6 training resumes from the checkpoint, to step $TRAIN_ITERS"
 train
 
-say "6/6 what came of it"
+say "6/6 results"
 python tools/job_report.py "$log" --output "$RUN_DIR/loss.png" --title "quickstart"
 printf '\nThe model continues "%s":\n\n' "$PROMPT"
 python tools/generate.py --load "$checkpoints" --prompt "$PROMPT" --max-new-tokens "$NEW_TOKENS" \
@@ -108,18 +108,18 @@ cat <<END
 
 Done in $((SECONDS - started)) s. $(grep 'validation loss at' "$log" | tail -1 | sed 's/^ *//; s/ *| *$//')
 
-  $RUN_DIR/loss.png       the loss over the steps: look at it
-  $RUN_DIR/train.log      what training printed
-  $checkpoints/    the model, $(cat "$checkpoints/latest"), which $(basename "$tokenizer")/ belongs to
+  $RUN_DIR/loss.png       plot of the loss
+  $RUN_DIR/train.log      console output of the training
+  $checkpoints/    checkpoints, the newest is $(cat "$checkpoints/latest"); tokenizer: $tokenizer/
 
-What to type next:
+Next commands:
 
   TRAIN_ITERS=$((2 * TRAIN_ITERS)) make train
-        trains on from here to step $((2 * TRAIN_ITERS))
+        continues training to step $((2 * TRAIN_ITERS))
   .venv/bin/python tools/generate.py --load $checkpoints --prompt "class Queue:" --top-k 40
-        continues another text
+        continues another prompt
   .venv/bin/tensorboard --logdir $RUN_DIR/tensorboard
         shows loss, learning rate and grad norm in a browser
   rm -r $RUN_DIR
-        forgets this run
+        deletes this run
 END

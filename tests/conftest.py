@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import subprocess
 import sys
 import sysconfig
+import types
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,3 +96,16 @@ def data(corpus: Path) -> list[str]:
         *("--tokenizer-type", "GPT2BPETokenizer"),
         *("--vocab-file", str(corpus / "vocab.json"), "--merge-file", str(corpus / "merges.txt")),
     ]
+
+
+@pytest.fixture
+def their_positions() -> Iterator[type[enum.Enum]]:
+    """BigScience's enumeration of position embeddings, in a module that is not installed here."""
+    module = types.ModuleType("megatron.enums")
+    kind = enum.Enum(
+        "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
+    )
+    module.PositionEmbeddingType = kind  # type: ignore[attr-defined]
+    sys.modules["megatron.enums"] = module
+    yield kind
+    del sys.modules["megatron.enums"]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Write a checkpoint as a folder that Hugging Face's transformers reads, or make one of such a folder.
+"""Convert a checkpoint to Hugging Face transformers, or a Hugging Face model to a checkpoint.
 
     python tools/convert_huggingface.py --load checkpoints --output my_model
     python tools/convert_huggingface.py --from-hugging-face bloom-560m --output start/global_step0_universal
 
-The first writes config.json, the weights as safetensors, and the tokenizer. A model with ALiBi and
+--load writes config.json, the weights as safetensors, and the tokenizer. A model with ALiBi and
 --embed-layernorm becomes a BloomForCausalLM, one with absolute positions a GPT2LMHeadModel; others are
-refused. The checkpoint may be a native one of any layout, or a universal one that this program made. The
-second makes a universal checkpoint of a BLOOM or GPT-2, and prints the flags with which pretrain_gpt.py
-starts from it, on any layout. Either way the logits are equal. docs/huggingface.md has more.
+refused. The checkpoint may be native, of any layout, or a universal one that this repository wrote.
+--from-hugging-face writes a universal checkpoint of a BLOOM or GPT-2 model, and prints the flags with which
+pretrain_gpt.py starts from it on any layout. Both directions preserve the logits. See docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -25,54 +25,55 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, DataConfig, LoggingConfig, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
-from megatron.tokenizer.flags import add_tokenizer_flags
+from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.discovery import Checkpoint
+    from megatron.checkpoint.record import Checkpoint
 
-# By the flag that gives the input, those that act in its direction only.
-ONE_WAY = {
+# Flags that act in one direction only, by the input flag of that direction.
+DIRECTION_FLAGS = {
     "--load": ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
     "--from-hugging-face": ("--vocab-size",),
 }
 
 
 def build_parser() -> ToolParser:
-    """The flags."""
+    """The command line."""
     parser = ToolParser(__doc__)
-    group = parser.add_argument_group("input (one of the two) and output")
+    group = parser.add_argument_group("input (one of two) and output")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--load",
         metavar="FOLDER",
-        help="write for Hugging Face this checkpoint: a folder with the file `latest` or `latest_universal`, "
-        "or a global_stepN folder of either kind",
+        help="convert this checkpoint to Hugging Face: a folder with `latest` or `latest_universal`, or a "
+        "global_stepN folder",
     )
     source.add_argument(
         "--from-hugging-face",
         metavar="FOLDER",
-        help="make a universal checkpoint of this folder with a BLOOM or GPT-2; nothing is downloaded",
+        help="convert this folder with a BLOOM or GPT-2 model to a universal checkpoint; nothing is "
+        "downloaded",
     )
     group.add_argument(
         "--output",
         required=True,
         metavar="FOLDER",
-        help="folder to make: for Hugging Face, or CKPT/global_step0_universal for --load CKPT",
+        help="folder to write: for Hugging Face, or CKPT/global_step0_universal for a run with --load CKPT",
     )
     group = parser.add_argument_group("with --load")
     group.add_argument(
         "--universal_checkpoint",
         "--universal-checkpoint",
         action="store_true",
-        help="take the universal checkpoint where the folder has native ones as well",
+        help="use the universal checkpoint if the folder has native ones too",
     )
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="type of the weights (default: the one that the run trained in); fp32 takes the optimizer's "
-        "values, which are not rounded",
+        help="data type of the weights (default: that of the run); fp32 uses the optimizer's unrounded "
+        "weights",
     )
-    group.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
+    group.add_argument("--no-tokenizer", action="store_true", help="write the model only")
     group.add_argument(
         "--no-verify-digests",
         action="store_true",
@@ -83,31 +84,31 @@ def build_parser() -> ToolParser:
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="true size of the vocabulary, where no tokenizer gives it; the run then needs the flag too",
+        help="size of the vocabulary without padding, if there is no tokenizer; the run needs the flag too",
     )
-    add_tokenizer_flags(parser, "tokenizer (default: the checkpoint's own, or the one in the model's folder)")
+    add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint, or that in the model's folder)")
     return parser
 
 
 def check_direction(arguments: argparse.Namespace) -> None:
-    """ConfigError for a flag of the other direction."""
+    """Raise ConfigError for a missing folder or a flag of the other direction."""
     given = "--load" if arguments.load is not None else "--from-hugging-face"
     folder = arguments.load if arguments.load is not None else arguments.from_hugging_face
     if not os.path.isdir(folder):
         raise ConfigError(f"{given} {folder}: there is no such folder")
-    for source, flags in ONE_WAY.items():
+    for source, flags in DIRECTION_FLAGS.items():
         for flag in flags:
             if source != given and getattr(arguments, flag.removeprefix("--").replace("-", "_")):
-                raise ConfigError(f"{flag} goes with {source} only: drop it beside {given}")
+                raise ConfigError(f"{flag} acts with {source} only: drop it from a command with {given}")
 
 
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
-    """What writes the tokenizer into a folder; None where none is wanted or the run had none."""
-    from megatron.checkpoint.reading import find_tokenizer, tokenizer_flags
+    """A function that writes the tokenizer into a folder; None if none is wanted or the run had none."""
+    from megatron.checkpoint.reading import find_tokenizer
     from megatron.config.sections.data import fitting_tokenizer_types
     from megatron.tokenizer.hugging_face import save_as_hugging_face
 
-    flags = tokenizer_flags(arguments, checkpoint)
+    flags = tokenizer_flags(arguments, checkpoint.config.data)
     if arguments.no_tokenizer:
         if flags is arguments:
             raise ConfigError("--no-tokenizer contradicts the tokenizer's flags: drop one of them")
@@ -121,10 +122,10 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
-    """Writes the folder for Hugging Face; returns remarks."""
+    """Write the folder for Hugging Face; return notes for the user."""
     from megatron.checkpoint.convert.huggingface.exporter import (
         family_of,
-        remarks,
+        format_differences,
         verification,
         write_hugging_face,
     )
@@ -133,11 +134,11 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
     architecture = FAMILIES[family_of(checkpoint.config.model)].architecture
-    notes = [f"not the newest: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
-    notes += remarks(checkpoint.config)
+    notes = [f"not the newest checkpoint: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
+    notes += format_differences(checkpoint.config)
     writer = tokenizer_writer(arguments, checkpoint)
     if writer is None and not arguments.no_tokenizer:
-        notes.append("no tokenizer is written, for the run was given none: its flags can be given here")
+        notes.append("no tokenizer is written, since the run had none: set its flags to write one")
     verify = not arguments.no_verify_digests
     write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer, verify=verify)
     precision = arguments.dtype or checkpoint.config.precision.name
@@ -145,20 +146,21 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
         f"wrote {arguments.output}: {architecture} in {precision}, iteration {checkpoint.state.iteration} of "
         f"{checkpoint.folder}"
     )
-    compared = verification(checkpoint, arguments.dtype) if verify else "sizes alone (--no-verify-digests)"
-    print(f"compared on the way: {compared}")
+    compared = (
+        verification(checkpoint, arguments.dtype) if verify else "file sizes only (--no-verify-digests)"
+    )
+    print(f"verified: {compared}")
     return notes
 
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
-    """Makes the universal checkpoint; returns remarks."""
+    """Write the universal checkpoint; return notes for the user."""
     from megatron.checkpoint.convert.huggingface.importer import (
         has_tokenizer,
         read_hugging_face,
         start_flags,
         write_universal,
     )
-    from megatron.checkpoint.reading import tokenizer_settings
     from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
@@ -174,11 +176,11 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     dropped = model.rows - vocabulary.size
     if not dropped:
         return []
-    return [f"{dropped:,} of {model.rows:,} rows of the word embeddings are left out: they are of no token"]
+    return [f"{dropped:,} of {model.rows:,} rows of the word embeddings belong to no token and are dropped"]
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Do the work; ConfigError for a user's mistake."""
+    """Run the tool. Raises ConfigError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     check_direction(arguments)
 
@@ -191,7 +193,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with code 2, and one sentence, for a user's mistake."""
+    """Entry point. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_config_error():
         run(argv)
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Turn a native checkpoint into a universal one: a file per parameter and moment, whole, in fp32.
+"""Convert a native checkpoint to a universal one, with one fp32 file per parameter and optimizer moment.
 
     python tools/ds_to_universal.py --input_folder CKPT/global_step5 \\
         --output_folder CKPT/global_step5_universal
 
-Resuming on another layout does not need it: --load opens native checkpoints on any. Interrupted, it goes on
-where it was. A universal checkpoint is loaded with --load CKPT --universal_checkpoint. Checkpoints of other
-programs that use DeepSpeed's ZeRO-1 are converted too, if they hold universal_checkpoint_info.
+Not needed for resuming on another layout: --load reads native checkpoints on any layout. The same command
+continues an interrupted conversion. Load a universal checkpoint with --load CKPT --universal_checkpoint.
+Checkpoints of other programs that use DeepSpeed's ZeRO-1 can be converted if they contain
+universal_checkpoint_info.
 """
 
 from __future__ import annotations
@@ -23,49 +24,49 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.checkpoint.convert.source import Source, open_source
 from megatron.checkpoint.convert.to_universal import convert
-from megatron.checkpoint.integrity.verify import verify_files
+from megatron.checkpoint.integrity.manifest import file_problems
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 
 
 def build_parser() -> ToolParser:
-    """The flags, named as DeepSpeed's, and three more."""
+    """The command line: the flags of DeepSpeed's tool, and the flags for replicas and digests."""
     parser = ToolParser(__doc__)
     parser.add_argument("--input_folder", required=True, help="a native checkpoint, global_step<N>")
-    parser.add_argument("--output_folder", required=True, help="the folder to make")
+    parser.add_argument("--output_folder", required=True, help="the folder to write")
     parser.add_argument(
         "--num_extract_workers",
         type=int,
         default=4,
-        help="threads that convert (default: 4); reading and merging are one: the larger number is taken",
+        help="threads (default: 4); one thread extracts and merges, so the larger of the two numbers is used",
     )
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="the same (default: 2)")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="see above (default: 2)")
     parser.add_argument(
         "--keep_temp_folder",
         action="store_true",
-        help="changes nothing: there are no temporary slices to keep",
+        help="has no effect: no temporary slices are written",
     )
     parser.add_argument(
         "--no_strict",
         action="store_true",
-        help="warn of a rule that matches no parameter, instead of refusing",
+        help="warn, instead of stopping, if a rule matches no parameter",
     )
     parser.add_argument(
         "--inject_missing_state",
         action="store_true",
-        help="derive the rules from run.json where a checkpoint of this repo is so old that it stores none",
+        help="derive the rules from run.json for old checkpoints of this repository, which store none",
     )
     parser.add_argument(
         "--allow-replica-mismatch",
         "--allow-drift",  # the old spelling
         action="store_true",
-        help="take the mean where copies of a parameter on tensor ranks differ, and tell by how much",
+        help="use the mean if replicas of a parameter on TP ranks differ, and print the difference",
     )
     digests = parser.add_mutually_exclusive_group()
     digests.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not first read all files and compare them with their digests",
+        help="do not compare the files with their digests first",
     )
     digests.add_argument(
         "--verify-digests", action="store_true", help="deprecated and ignored: digests are verified"
@@ -74,7 +75,7 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError for what cannot work."""
+    """Raise ConfigError for invalid arguments."""
     for name in ("num_extract_workers", "num_merge_workers"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
@@ -84,13 +85,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Converts, with a progress bar over the parameters; exits with code 2 for a user's mistake."""
+    """Convert with a progress bar. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_config_error():
         arguments = build_parser().parse_args(argv)
         check_arguments(arguments)
         workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
         if arguments.keep_temp_folder:
-            print("note: --keep_temp_folder changes nothing: no temporary slices are written")
+            print("note: --keep_temp_folder has no effect: no temporary slices are written")
         source = open_source(
             Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
         )
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.verify_digests:
             print("note: --verify-digests is deprecated and ignored: digests are verified by default")
         if source.run is None:
-            print(f"note: {source.folder} has no run.json: there are no digests to compare its files with")
+            print(f"note: {source.folder} has no run.json with digests: its files are not verified")
         elif not arguments.no_verify_digests:
             verify_digests(source, workers)
         target = Path(arguments.output_folder)
@@ -112,23 +113,21 @@ def main(argv: Sequence[str] | None = None) -> None:
                     mismatches[parameter.name] = parameter.mismatch
             except OSError as error:
                 raise ConfigError(
-                    f"the conversion has stopped ({error}): once that is mended the same command goes on"
+                    f"the conversion stopped ({error}): fix the cause, then the same command continues it"
                 ) from error
         for name, mismatch in mismatches.items():
             if mismatch:
-                print(
-                    f"{name}: replicas on tensor ranks differed by up to {mismatch:.2e}; their mean is used"
-                )
+                print(f"{name}: replicas on TP ranks differed by up to {mismatch:.2e}; their mean is used")
         finished = len(source.plans) - len(mismatches)
-        before = f", {finished} of them by an interrupted conversion before" if finished else ""
+        before = f", {finished} of them by an earlier, interrupted conversion" if finished else ""
         print(f"{target}: {len(source.plans)} parameters{before}")
 
 
 def verify_digests(source: Source, workers: int) -> None:
-    """Reads all files of the source, with a progress bar; ConfigError names those that are damaged."""
+    """Compare all files of the source with their digests. Raises ConfigError that names damaged files."""
     damages = []
     with tqdm(total=len(source.run["files"]), unit="file", disable=None) as bar:
-        for damage in verify_files(source.folder, source.run["files"], workers):
+        for damage in file_problems(source.folder, source.run["files"], workers):
             bar.update()
             damages += [damage] if damage else []
     if damages:

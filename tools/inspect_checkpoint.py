@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Tell what is in a checkpoint, or how two of them differ.
+"""Describe a checkpoint, or compare two checkpoints.
 
     python tools/inspect_checkpoint.py checkpoints
     python tools/inspect_checkpoint.py checkpoints/global_step300 other/global_step300 --json
 
-A folder with checkpoints gives a row for each, and the newest complete one in full; a global_stepN folder
-that one. Sizes of files are compared with what was written; with --verify the digests too, of the one that is
-shown in full. Two folders are compared: settings, and the largest difference of each parameter's fp32 values
-and moments, whatever their layouts, one native and one universal too. The exit code is 1 if something is
-damaged or missing, and 2 for a file that is meant to do harm: nothing of it is run.
+For a folder with checkpoints, prints a row per checkpoint and describes the newest complete one. For a
+global_stepN folder, describes that checkpoint. File sizes are compared with the recorded ones; --verify
+compares the digests of the described checkpoint too. For two folders, prints different settings and the
+largest difference of each parameter's fp32 values and optimizer moments; layouts and formats (native,
+universal) may differ. The exit code is 1 if a file is damaged or missing. It is 2 for a malicious pickle,
+which is never executed.
 """
 
 from __future__ import annotations
@@ -30,22 +31,25 @@ DAMAGED_EXIT_CODE = 1
 
 
 def build_parser() -> ToolParser:
-    """The flags."""
+    """The command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
-        "folders", nargs="+", metavar="FOLDER", help="with checkpoints, or a global_stepN folder; one or two"
+        "folders",
+        nargs="+",
+        metavar="FOLDER",
+        help="one or two folders with checkpoints, or global_stepN folders",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with every parameter by name")
+    parser.add_argument("--json", action="store_true", help="print JSON with every parameter")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read all of the checkpoint that is shown in full, and compare the digests",
+        help="compare all files of the described checkpoint with their digests",
     )
     return parser
 
 
 def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
-    """Prints what is in `folder`; returns whether all is well."""
+    """Describe the checkpoint in `folder`; return whether it is intact."""
     from megatron.checkpoint.report.inspect import inspect_folder
     from megatron.checkpoint.report.tables import overview_text
 
@@ -55,7 +59,7 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 
 
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
-    """Prints how the two checkpoints differ."""
+    """Compare two checkpoints."""
     from megatron.checkpoint.reading import read_checkpoint
     from megatron.checkpoint.report.compare import compare_checkpoints
     from megatron.checkpoint.report.tables import comparison_text
@@ -70,16 +74,18 @@ def _print(report: Any, as_json: bool, as_text: Callable[[Any], str]) -> None:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Do the work, return the exit code; ConfigError for a user's mistake."""
+    """Run the tool and return the exit code. Raises ConfigError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     folders = [Path(folder) for folder in arguments.folders]
     if len(folders) > 2:
-        raise ConfigError(f"{len(folders)} folders are given: expected one to describe, or two to compare")
+        raise ConfigError(f"got {len(folders)} folders, expected one to describe or two to compare")
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder")
     if arguments.verify and len(folders) == 2:
-        raise ConfigError("--verify goes with one folder: two are compared tensor by tensor")
+        raise ConfigError(
+            "--verify needs one folder, got two: a comparison reads all tensors anyway, drop the flag"
+        )
 
     from megatron.cluster.processes import configure_logging
 
@@ -91,7 +97,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exits with code 2, and one sentence, for a user's mistake."""
+    """Entry point. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_config_error():
         return run(argv)
 

@@ -1,22 +1,28 @@
 #!/usr/bin/env python
-"""Tell how a run went, from its console logs, as a table and a picture.
+"""Summarize the console logs of a run, or compare several runs, as a table and a picture.
 
     python tools/job_report.py smoke-*.out
-    python tools/job_report.py run1.log run2.log --output run.png
+    python tools/job_report.py first_part.log second_part.log --output run.png
+    python tools/job_report.py --compare baseline.log other.log --output comparison.png
 
-Reads the lines of this repo and of Megatron-LM and Megatron-DeepSpeed, of any age. Several logs are one run
-in pieces, in order. The table has a row for each start. The picture has loss, grad norm, learning rate and
-throughput over the steps; where starts overlap (a resume from an older checkpoint), the later one counts.
+Reads the logs of this repository, Megatron-LM and Megatron-DeepSpeed. Several logs are the parts of one run,
+in order. The table has one row per start of the program. The picture shows loss, grad norm, learning rate and
+throughput over the iterations. If starts overlap (a resume from an older checkpoint), the later one is shown.
+
+With --compare each log is a run. The table has one row per run, and the picture shows their loss curves.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -25,55 +31,69 @@ from megatron.config.tool_parser import ToolParser
 from megatron.text_table import format_table
 from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 
+# Printed before training starts: by this repository, and by Megatron.
+_START = re.compile(
+    r"starting from .*, iteration \d+|initializing from scratch|"
+    r"successfully loaded checkpoint .* at iteration \d+"
+)
+
 
 @dataclass
 class Start:
-    """What one start of the run has logged: its training lines, by the step at their end."""
+    """The training lines that one start of the program logged, ascending by iteration."""
 
     log: str
     lines: list[ParsedLine] = field(default_factory=list)
 
     @property
     def iterations(self) -> list[int]:
-        """The steps of the lines, ascending."""
+        """The iterations of the lines, ascending."""
         return [int(line["iteration"]) for line in self.lines]
 
     def values(self, name: str) -> list[float]:
-        """A field of all lines that have it."""
+        """The values of a field, of all lines that have it."""
         return [float(line[name]) for line in self.lines if name in line]
 
 
 @dataclass
 class Run:
-    """The starts in order, and validation losses by the name of their data and the step."""
+    """The starts in order, and the validation losses by name of the data set and iteration."""
 
     starts: list[Start] = field(default_factory=list)
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def curve(self, name: str) -> dict[int, float]:
-        """A field by step; of steps that were run twice, the later value."""
+        """The values of a field by iteration. The later value of an iteration that ran twice."""
         values: dict[int, float] = {}
         for start in self.starts:
             values.update({int(x["iteration"]): float(x[name]) for x in start.lines if name in x})
         return dict(sorted(values.items()))
 
-    def steps_run_again(self) -> int:
-        """Steps that were lost with what had not been saved, as far as their lines tell."""
+    def median(self, name: str) -> float | None:
+        """The median of a field over all lines that have it, None if no line has it."""
+        values = [value for start in self.starts for value in start.values(name)]
+        return statistics.median(values) if values else None
+
+    def repeated_iterations(self) -> int:
+        """Logged iterations that ran again after a restart, since they had not been saved."""
         pairs = zip(self.starts[:-1], self.starts[1:], strict=True)
         return sum(max(a.iterations[-1] - b.iterations[0] + 1, 0) for a, b in pairs)
 
 
 def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
-    """Collects the training and validation lines of logs, each a name and its lines."""
+    """Parse the training and validation lines of logs, each given as (name, lines)."""
     run = Run()
     iteration = 0
     for name, lines in logs:
         start = Start(name)
         for line in lines:
             parsed = parse_log_line(line)
+            if _START.search(line) and start.lines:  # a requeued job continues the same log
+                run.starts.append(start)
+                start = Start(name)
             if parsed is None:
                 continue
-            # An evaluation at the end of training may name no iteration: it belongs to the last one seen.
+            # The line of an evaluation at the end of training may lack the iteration: it is the last one.
             previous, iteration = iteration, int(parsed.get("iteration", iteration))
             if parsed["kind"] == "validation":
                 run.validation.setdefault(str(parsed["name"]), {})[iteration] = float(parsed["lm_loss"])
@@ -81,28 +101,40 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
             if "samples_per_second" not in parsed and parsed.get("seconds_per_iteration"):
                 batch = float(parsed.get("global_batch_size", 0))
                 parsed["samples_per_second"] = batch / float(parsed["seconds_per_iteration"])
-            if start.lines and iteration <= previous:  # a job that was requeued goes on in the same log
+            if start.lines and iteration <= previous:
                 run.starts.append(start)
                 start = Start(name)
+            _add_token_rate(parsed, start.lines[-1] if start.lines else {})
             start.lines.append(parsed)
         if start.lines:
             run.starts.append(start)
     return run
 
 
+def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
+    """Add tokens_per_second to a training line. previous: the line before, {} for the first of a start."""
+    tokens, samples = (
+        float(line.get(name, 0)) - float(previous.get(name, 0))
+        for name in ("consumed_tokens", "consumed_samples")
+    )
+    if tokens > 0 and samples > 0 and "samples_per_second" in line:
+        line["tokens_per_second"] = tokens / samples * float(line["samples_per_second"])
+
+
 def report(run: Run) -> str:
-    """The table: a row per start, a line per validation data, and what was run again."""
-    head = ["log", "steps", "lm loss", "smallest", "grad norm", "largest", "rate", "skipped", "s/step"]
+    """The table, with one row per start, one line per validation data set, and the repeated iterations."""
+    head = ["log", "iterations", "lm loss", "lowest", "grad norm", "highest", "lr", "skipped", "s/iteration"]
     rows = [[*head, "samples/s", "TFLOPs"], *(_row(start) for start in run.starts)]
     lines = [format_table(rows)]
     for name, values in sorted(run.validation.items()):
         best = min(values, key=values.__getitem__)
         last = max(values)
         lines.append(
-            f"{name} loss {values[last]:.4f} at step {last:,}, smallest {values[best]:.4f} at step {best:,}"
+            f"{name} loss {values[last]:.4f} at iteration {last:,}, "
+            f"lowest {values[best]:.4f} at iteration {best:,}"
         )
-    if again := run.steps_run_again():
-        lines.append(f"{again:,} steps were run again after a restart")
+    if repeated := run.repeated_iterations():
+        lines.append(f"{repeated:,} iterations were repeated after a restart")
     return "\n".join(lines)
 
 
@@ -129,37 +161,76 @@ def _row(start: Start) -> list[str]:
     ]
 
 
+def comparison(runs: Mapping[str, Run]) -> str:
+    """The table of --compare, with one row per run. `runs`: by name."""
+    evaluated = sorted({name for run in runs.values() for name in run.validation})
+    rates = {"s/iteration": "seconds_per_iteration", "tokens/s": "tokens_per_second"}
+    rates["TFLOPs"] = "tflops_per_device"
+    rows = [["run", "iterations", "lm loss", *(f"{x} loss" for x in evaluated), *rates, "restarts"]]
+    for name, run in runs.items():
+        losses = [run.curve("lm_loss"), *(run.validation.get(x, {}) for x in evaluated)]
+        medians = [run.median(field) for field in rates.values()]
+        rows.append(
+            [
+                name,
+                f"{run.starts[-1].iterations[-1]:,}",
+                *(f"{values[max(values)]:.4f}" if values else "-" for values in losses),
+                *("-" if median is None else f"{median:,.4g}" for median in medians),
+                str(len(run.starts) - 1),
+            ]
+        )
+    return format_table(rows)
+
+
+def draw_comparison(runs: Mapping[str, Run], title: str, output: Path) -> None:
+    """Write the picture of --compare: the training losses as lines, the validation losses as dots."""
+    with _figure(output, 1, figsize=(9, 6)) as (axis,):
+        for i, (name, run) in enumerate(runs.items()):
+            axis.plot(*_points(run.curve("lm_loss")), color=f"C{i}", linewidth=1, label=name)
+            for values in run.validation.values():
+                axis.plot(*_points(values), color=f"C{i}", marker="o", markersize=4, linestyle="")
+        axis.set_ylabel("lm loss (nats per token), dots: validation")
+        axis.set_title(title)
+        axis.legend()
+
+
 def draw(run: Run, title: str, output: Path) -> None:
-    """Writes the picture: losses, then grad norm, learning rate and throughput, over the steps."""
+    """Write the picture: losses, grad norm, learning rate and throughput over the iterations."""
+    labels = {
+        "grad_norm": "grad norm",
+        "learning_rate": "lr",
+        "samples_per_second": "samples / s",
+    }
+    with _figure(output, 4, figsize=(9, 9), height_ratios=(4, 2, 1, 1)) as (losses, *others):
+        losses.plot(*_points(run.curve("lm_loss")), color="tab:blue", linewidth=1, label="training")
+        for i, (name, values) in enumerate(sorted(run.validation.items()), start=1):
+            losses.plot(*_points(values), color=f"C{i}", marker="o", markersize=4, linewidth=1, label=name)
+        losses.set_ylabel("lm loss (nats per token)")
+        losses.set_title(title)
+        losses.legend()
+        for axis, (name, label) in zip(others, labels.items(), strict=True):
+            axis.plot(*_points(run.curve(name)), color="tab:gray", linewidth=1)
+            axis.set_ylabel(label)
+
+
+@contextmanager
+def _figure(output: Path, rows: int, **options: Any) -> Iterator[Sequence[Any]]:
+    """Axes over the iterations, one below the other, which are written to `output` at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        4, 1, sharex=True, figsize=(9, 9), height_ratios=(4, 2, 1, 1), layout="constrained"
-    )
-    losses, *others = axes
-    losses.plot(*_points(run.curve("lm_loss")), color="tab:blue", linewidth=1, label="training")
-    for i, (name, values) in enumerate(sorted(run.validation.items()), start=1):
-        losses.plot(*_points(values), color=f"C{i}", marker="o", markersize=4, linewidth=1, label=name)
-    losses.set_ylabel("lm loss (nats per token)")
-    losses.set_title(title)
-    losses.legend()
-    labels = {
-        "grad_norm": "grad norm",
-        "learning_rate": "rate",
-        "samples_per_second": "samples / s",
-    }
-    for axis, (name, label) in zip(others, labels.items(), strict=True):
-        axis.plot(*_points(run.curve(name)), color="tab:gray", linewidth=1)
-        axis.set_ylabel(label)
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    axes[-1].set_xlabel("iteration")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
-    pyplot.close(figure)
+    figure, axes = pyplot.subplots(rows, 1, sharex=True, squeeze=False, layout="constrained", **options)
+    try:
+        yield axes[:, 0]
+        for axis in axes[:, 0]:
+            axis.grid(alpha=0.3)
+        axes[-1, 0].set_xlabel("iteration")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=120)
+    finally:
+        pyplot.close(figure)
 
 
 def _points(values: dict[int, float]) -> tuple[list[int], list[float]]:
@@ -168,41 +239,69 @@ def _points(values: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 def build_parser() -> ToolParser:
-    """The flags."""
+    """The command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
-        "logs", nargs="+", type=Path, metavar="LOG", help="console log, in the order of the run"
+        "logs", nargs="+", type=Path, metavar="LOG", help="console logs, in the order of the run"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="compare runs: each log is a run, with all its restarts"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("job_report.png"), help="PNG to write (default: job_report.png)"
     )
-    parser.add_argument("--title", default="", help="text above the picture (default: the last log's name)")
+    parser.add_argument(
+        "--title", default="", help="title of the picture (default: the last log's name; none with --compare)"
+    )
     return parser
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Do the work; ConfigError for a user's mistake."""
-    options = build_parser().parse_args(argv)
+def read_logs(logs: Sequence[Path]) -> Run:
+    """The run in these logs. Raises ConfigError if they cannot be read, or contain no line of a run."""
     try:
-        texts = [(log.name, log.read_text(encoding="utf-8", errors="replace")) for log in options.logs]
+        texts = [(log.name, log.read_text(encoding="utf-8", errors="replace")) for log in logs]
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
     found = read_run((name, text.splitlines()) for name, text in texts)
     if not found.starts and not found.validation:
-        names = ", ".join(str(log) for log in options.logs)
         raise ConfigError(
-            f"no training or validation line is in {names}: expected console logs of pretrain_gpt.py"
+            f"no training or validation line in {', '.join(map(str, logs))}: expected console logs of "
+            "pretrain_gpt.py"
         )
-    print(report(found))
+    return found
+
+
+def read_runs(logs: Sequence[Path]) -> dict[str, Run]:
+    """Each log as a run, by the name of the log, or by its path if the names are not unique."""
+    if len(set(logs)) < 2 or len(set(logs)) < len(logs):
+        raise ConfigError(f"--compare {' '.join(map(str, logs))}: expected at least 2 different logs")
+    runs = {log: read_logs([log]) for log in logs}
+    for log, run in runs.items():
+        if not run.starts:
+            raise ConfigError(f"--compare: no training line in {log}")
+    is_unique = len({log.name for log in logs}) == len(logs)
+    return {log.name if is_unique else str(log): run for log, run in runs.items()}
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Run the tool. Raises ConfigError for a user's mistake."""
+    options = build_parser().parse_args(argv)
     try:
-        draw(found, options.title or options.logs[-1].name, options.output)
+        if options.compare:
+            runs = read_runs(options.logs)
+            print(comparison(runs))
+            draw_comparison(runs, options.title, options.output)
+        else:
+            found = read_logs(options.logs)
+            print(report(found))
+            draw(found, options.title or options.logs[-1].name, options.output)
     except OSError as error:
         raise ConfigError(f"--output {options.output} cannot be written: {error.strerror}") from error
     print(f"wrote {options.output}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with code 2, and one sentence, for a user's mistake."""
+    """Entry point. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_config_error():
         run(argv)
 

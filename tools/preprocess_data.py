@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Turn jsonl text into the .bin and .idx token files that training reads.
+"""Tokenize jsonl text into the .bin and .idx files that training reads.
 
     python tools/preprocess_data.py --input text.jsonl --output-prefix data/text \\
         --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 2
 
-writes data/text_text_document.bin and .idx; train with --data-path data/text_text_document.
+This writes data/text_text_document.bin and .idx. Train with --data-path data/text_text_document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, check_input_files
 from megatron.data.preprocessing import Progress, output_name, preprocess
 from megatron.tokenizer.flags import add_tokenizer_flags
 
@@ -28,60 +28,57 @@ SKIPPED_LINES_SHOWN = 5
 
 
 def build_parser() -> ToolParser:
-    """The flags, named as in Megatron."""
+    """The command line, with the flags of Megatron's tool."""
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input", nargs="+", required=True, help="jsonl files, plain or .gz, read in this order"
     )
     group.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys whose text is taken (default: text)"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="JSON keys of the texts (default: text); each gives a pair of files",
     )
-    group.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave out and count lines that are not usable"
-    )
+    group.add_argument("--skip-bad-lines", action="store_true", help="skip and count invalid lines")
     group = add_tokenizer_flags(parser)
     group.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--output-prefix", required=True, help="files are {prefix}_{key}_document.bin and .idx"
+        "--output-prefix", required=True, help="the files are {prefix}_{key}_document.bin and .idx"
     )
     group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
-    group = parser.add_argument_group("running")
+    group = parser.add_argument_group("execution")
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
-    group.add_argument("--log-interval", type=int, default=10000, help="lines of text between two reports")
+    group.add_argument(
+        "--log-interval", type=int, default=10000, help="input lines per progress line (default: 10000)"
+    )
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError for what would fail only after the work has begun."""
+    """Raise ConfigError for invalid arguments."""
     for name in ("workers", "log_interval"):
         if getattr(arguments, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is {getattr(arguments, name)}, expected 1 or more")
-    for path in arguments.input:
-        if not os.path.isfile(path):
-            raise ConfigError(f"--input {path}: no such file")
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"--input {path}: the file cannot be read by this user")
-        if path.endswith((".zst", ".xz", ".bz2", ".zip", ".parquet")):
-            raise ConfigError(f"--input {path}: only plain and .gz files are read, decompress it first")
+    check_input_files(arguments.input)
     folder = os.path.dirname(os.path.abspath(arguments.output_prefix))
     if not os.path.isdir(folder):
-        raise ConfigError(f"--output-prefix {arguments.output_prefix}: there is no folder {folder}")
+        raise ConfigError(f"--output-prefix {arguments.output_prefix}: the folder {folder} does not exist")
 
 
-class PlainReport:
-    """A line every --log-interval lines of input, for logs."""
+class ProgressLines:
+    """Prints a progress line every --log-interval input lines, for logs."""
 
     def __init__(self, log_interval: int) -> None:
         self._interval = log_interval
         self._next = log_interval
         self._start = time.monotonic()
 
-    def __enter__(self) -> PlainReport:
+    def __enter__(self) -> ProgressLines:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -93,14 +90,14 @@ class PlainReport:
             print(f"processed {progress.lines:,} documents, {speed(progress, self._start)}", flush=True)
 
 
-class BarReport:
-    """A progress bar, for terminals. How much is left is not known for .gz files."""
+class ProgressBar:
+    """A progress bar, for terminals. It shows no total if an input is a .gz file."""
 
     def __init__(self, inputs: Sequence[str]) -> None:
-        packed = any(path.endswith(".gz") for path in inputs)
+        compressed = any(path.endswith(".gz") for path in inputs)
         self._start = time.monotonic()
         self._bar = tqdm(
-            total=None if packed else sum(os.path.getsize(path) for path in inputs),
+            total=None if compressed else sum(os.path.getsize(path) for path in inputs),
             desc="tokenizing",
             unit="B",
             unit_scale=True,
@@ -109,7 +106,7 @@ class BarReport:
             bar_format="{desc}: |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 
-    def __enter__(self) -> BarReport:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -121,18 +118,18 @@ class BarReport:
 
 
 def speed(progress: Progress, start: float) -> str:
-    """Megabytes of input and documents per second since `start`."""
+    """Throughput since `start`: input in MB/s and documents per second."""
     seconds = max(time.monotonic() - start, 1e-9)
     return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Do the work; ConfigError for a user's mistake."""
+    """Run the tool. Raises ConfigError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
     on_terminal = sys.stdout.isatty()
-    with BarReport(arguments.input) if on_terminal else PlainReport(arguments.log_interval) as report:
+    with ProgressBar(arguments.input) if on_terminal else ProgressLines(arguments.log_interval) as report:
         progress = preprocess(
             arguments.input,
             arguments.output_prefix,
@@ -149,6 +146,9 @@ def run(argv: Sequence[str] | None) -> None:
             print(f"  {bad_line}", file=sys.stderr)
         if len(progress.skipped) > SKIPPED_LINES_SHOWN:
             print("  ...", file=sys.stderr)
+    for key, dropped in progress.empty_documents.items():
+        if dropped:
+            print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
     for key in progress.documents:
         name = output_name(arguments.output_prefix, key)
         print(
@@ -158,7 +158,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with code 2, and one sentence, for a user's mistake."""
+    """Entry point. A user's mistake prints one sentence and exits with code 2."""
     try:
         with exit_on_config_error():
             run(argv)

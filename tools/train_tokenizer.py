@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train a byte-level BPE, as GPT-2's, on jsonl or plain text files.
+"""Train a GPT-2 tokenizer (byte-level BPE) on jsonl or plain text files.
 
     python tools/train_tokenizer.py --input text.jsonl --vocab-size 32768 --output-dir tokenizer
 
-writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The vocabulary has
-all 256 bytes, so that any text can be written in it, and <|endoftext|> (id 0), which ends a document.
+This writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The vocabulary
+includes all 256 bytes, so that it can encode any text, and the end-of-document token <|endoftext|> (id 0).
 """
 
 from __future__ import annotations
@@ -21,49 +21,47 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, check_input_files
 from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 
 BYTE_SYMBOLS = 256
-SMALLEST_VOCABULARY = BYTE_SYMBOLS + 1  # the bytes and <|endoftext|>
+MIN_VOCAB_SIZE = BYTE_SYMBOLS + 1  # the bytes and <|endoftext|>
 
 
 def build_parser() -> ToolParser:
-    """The flags."""
+    """The command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, help="files, plain or .gz; jsonl where the name has .jsonl"
+        "--input", nargs="+", required=True, help="files, plain or .gz; jsonl if the name contains .jsonl"
     )
     parser.add_argument(
-        "--json-key", default="text", help="key whose text is taken from jsonl (default: text)"
+        "--json-key", default="text", help="JSON key of the text in jsonl files (default: text)"
     )
-    parser.add_argument("--vocab-size", type=int, required=True, help="tokens, <|endoftext|> included")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="number of tokens, <|endoftext|> included"
+    )
     parser.add_argument("--output-dir", required=True, help="folder for vocab.json and merges.txt")
     parser.add_argument(
-        "--min-frequency", type=int, default=2, help="rarer pairs are not merged (default: 2)"
+        "--min-frequency", type=int, default=2, help="do not merge pairs that are rarer (default: 2)"
     )
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError for what would fail only after the work has begun."""
-    if arguments.vocab_size < SMALLEST_VOCABULARY:
+    """Raise ConfigError for invalid arguments."""
+    if arguments.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"--vocab-size is {arguments.vocab_size}, expected at least {SMALLEST_VOCABULARY}: "
-            f"the {BYTE_SYMBOLS} bytes and {END_OF_TEXT}"
+            f"--vocab-size is {arguments.vocab_size}, expected at least {MIN_VOCAB_SIZE} "
+            f"for the {BYTE_SYMBOLS} bytes and {END_OF_TEXT}"
         )
     if arguments.min_frequency < 1:
         raise ConfigError(f"--min-frequency is {arguments.min_frequency}, expected 1 or more")
-    for path in arguments.input:
-        if not os.path.isfile(path):
-            raise ConfigError(f"--input {path}: no such file")
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"--input {path}: the file cannot be read by this user")
+    check_input_files(arguments.input)
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
-    """The documents of a jsonl file, or pieces of a text file; ConfigError names a bad line."""
+    """The documents of a jsonl file, or parts of a text file. ConfigError for an invalid line, naming it."""
     is_jsonl = ".jsonl" in os.path.basename(path)
     for batch in read_batches([path]):
         if not is_jsonl:
@@ -78,13 +76,13 @@ def read_texts(path: str, json_key: str) -> Iterator[str]:
             fields = parse_line(line, [json_key])
             if isinstance(fields, str):
                 raise ConfigError(
-                    f"--input {path}, line {number}: {fields} (--json-key names the text's key)"
+                    f"--input {path}, line {number}: {fields} (--json-key sets the key of the text)"
                 )
             yield fields[0]
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Do the work; ConfigError for a user's mistake."""
+    """Run the tool. Raises ConfigError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
@@ -101,15 +99,18 @@ def run(argv: Sequence[str] | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_model(str(folder))
-    except Exception as error:  # the library raises bare Exception for a folder that it cannot write to
-        raise ConfigError(f"--output-dir {folder} cannot be written to ({error})") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"--output-dir {folder}: cannot write to the folder ({error})") from error
     if size < arguments.vocab_size:
-        print(f"the text has pairs for {size:,} tokens only, not {arguments.vocab_size:,}", file=sys.stderr)
+        print(
+            f"the text has enough pairs for {size:,} tokens only, not {arguments.vocab_size:,}",
+            file=sys.stderr,
+        )
     print(f"wrote {folder / 'vocab.json'} and merges.txt: {size:,} tokens, {time.monotonic() - start:.1f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with code 2, and one sentence, for a user's mistake."""
+    """Entry point. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_config_error():
         run(argv)
 

@@ -152,7 +152,7 @@ def life_of_a_run() -> str:
     figure = Svg(940, 420, "The life of a run on a cluster")
     top, middle, bottom, height = 40, 180, 330, 74
     figure.box(20, top, 110, height, ["sbatch", "(queue)"], GREY)
-    figure.box(170, top, 210, height, ["start: processes meet,", "flags are compared,", "preflight"], BLUE)
+    figure.box(170, top, 210, height, ["start: processes connect,", "flags are compared,", "preflight"], BLUE)
     figure.box(420, top, 230, height, ["load: newest complete", "checkpoint of --load,", "verified"], BLUE)
     figure.box(
         690, top, 220, height, ["step: forward, backward,", "update; save at every", "--save-interval"], GREEN
@@ -193,17 +193,17 @@ def life_of_a_run() -> str:
 def checkpoint_files() -> str:
     """The files of a checkpoint, and the order in which a save makes them visible."""
     figure = Svg(940, 420, "The files of a checkpoint, and the order in which a save writes them")
-    figure.text(20, 28, "Pipeline 2 x tensor 2 x data 2, ZeRO stage 1", bold=True)
+    figure.text(20, 28, "PP 2 x TP 2 x DP 2, ZeRO stage 1", bold=True)
     rows = [
         (0, "checkpoints/", ""),
         (1, "latest", "name of the newest complete checkpoint"),
         (1, "latest.json", "what the program wrote there, and the lineage"),
         (1, "owner-000001.json", "job that writes here; removed at its end"),
         (1, "global_step300/", ""),
-        (2, "layer_00-model_00-model_states.pt", "weights of entry 00, tensor rank 0"),
-        (2, "layer_00-model_01-model_states.pt", "weights of entry 00, tensor rank 1"),
-        (2, "...", "one file per entry and tensor rank"),
-        (2, "mp_rank_00_model_states.pt ...", "engine state, per stage and tensor rank"),
+        (2, "layer_01-model_00-model_states.pt", "weights of entry 01, TP rank 0"),
+        (2, "layer_01-model_01-model_states.pt", "weights of entry 01, TP rank 1"),
+        (2, "...", "one file per entry with weights and TP rank"),
+        (2, "mp_rank_00_model_states.pt ...", "engine state, per stage and TP rank"),
         (2, "zero_pp_rank_0_mp_rank_00_optim_states.pt ...", "optimizer state, per rank"),
         (2, "run.json", "progress, flags, digests of all files"),
     ]

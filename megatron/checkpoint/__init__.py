@@ -1,1 +1,1 @@
-"""Checkpoints: what is written, how it is found again, and how one part of it is read."""
+"""Saving, discovery, resume, verification, resharding and conversion of checkpoints."""

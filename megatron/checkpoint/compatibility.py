@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: model, data and learning-rate schedule are compared."""
+"""Whether a run may resume from a checkpoint: model, data and learning-rate schedule are compared."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
-from megatron.checkpoint.discovery import Checkpoint
+from megatron.checkpoint.record import Checkpoint
 from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
 from megatron.optimizer.schedule import LearningRateSchedule
 
 
-def is_untrained(checkpoint: Checkpoint) -> bool:
-    """Whether it holds weights that were not trained here, as those of Hugging Face: no sample was consumed,
-    so data, schedule and how the weights are trained on are free."""
-    return not checkpoint.state.consumed_samples
+def starts_at_zero(checkpoint: Checkpoint) -> bool:
+    """Whether a run starts from it at sample 0: it was imported from Hugging Face, or --finetune is given.
+    Any data, schedule and training settings are accepted then."""
+    return not checkpoint.start_state.consumed_samples
 
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Refuses a checkpoint of another model, naming what differs."""
+    """Raises ConfigError, with the differences, for a checkpoint of another model."""
     # The vocabulary is compared by its size before padding: padding is removed or added.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
     names = now.keys()
-    if is_untrained(checkpoint):
+    if starts_at_zero(checkpoint):
         names &= {field.name for field in fields(config.model)}
     differences = [
         f"{key} was {saved.get(key)}, is {now[key]}"
@@ -37,7 +37,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Refuses a checkpoint of another vocabulary of the same size, where both digests are known."""
+    """Raises ConfigError for another vocabulary of the same size, if both digests are known."""
     saved, now = (data.get(VOCABULARY_KEY) for data in (checkpoint.run.get("data", {}), fingerprint))
     if saved and now and saved != now:
         raise ConfigError(
@@ -48,58 +48,62 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
 
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
-    """Refuses to go on with other data, where the position in it means nothing, unless --override-data."""
+    """Raises ConfigError for other data, in which the saved position is meaningless, unless
+    --override-data."""
     differences = _data_differences(checkpoint, fingerprint)
     if differences and not config.checkpoint.override_data:
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): give the "
-            "flags that wrote it, or --override-data to go on with these data at the same number of samples"
+            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "
+            "data flags of that run, or --override-data to continue with these data from the same sample "
+            "number"
         )
 
 
 def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
-    """The data then and now, in words."""
-    if is_untrained(checkpoint):
-        return "from sample 0: the checkpoint has seen none"
+    """How the data compare with those of the checkpoint, for the log."""
+    if checkpoint.weights_only:
+        return "from sample 0 (--finetune)"
+    if starts_at_zero(checkpoint):
+        return "from sample 0: the checkpoint has consumed none"
     position = f"from sample {checkpoint.state.consumed_samples:,}"
     if checkpoint.is_external:
-        return f"not compared, {position}: the program that saved it does not tell which they were"
+        return f"not compared, {position}: the program that saved it did not record them"
     if differences := _data_differences(checkpoint, fingerprint):
-        return f"OTHER data, {position} (--override-data): {'; '.join(differences)}"
+        return f"different data, {position} (--override-data): {'; '.join(differences)}"
     return f"the same, {position}"
 
 
 def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
-    return [] if is_untrained(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
+    return [] if starts_at_zero(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
 
 
-def unequal_copies(checkpoint: Checkpoint) -> list[str]:
-    """The parameters and moments whose copies on several ranks differed when it was saved."""
+def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
+    """The parameters and moments whose replicas on several ranks differed when the checkpoint was saved."""
     return list(checkpoint.run.get("certificate", {}).get("unequal_copies", []))
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuses a checkpoint in which replicas of a parameter differ, unless --allow-replica-mismatch."""
-    unequal = unequal_copies(checkpoint)
-    if unequal and not config.checkpoint.allow_replica_mismatch:
+    """Raises ConfigError if replicas of a parameter differed, unless --allow-replica-mismatch."""
+    mismatched = mismatched_replicas(checkpoint)
+    if mismatched and not config.checkpoint.allow_replica_mismatch:
         raise ConfigError(
-            f"checkpoint {checkpoint.folder}: when it was saved, copies on several ranks were not equal "
-            f"({'; '.join(unequal[:3])}; {len(unequal)} in all): load an older one, or take the first rank's "
-            "copies with --allow-replica-mismatch"
+            f"checkpoint {checkpoint.folder}: when it was saved, replicas on several ranks were not equal "
+            f"({'; '.join(mismatched[:3])}; {len(mismatched)} in all): load an older one, or use the first "
+            "rank's replicas with --allow-replica-mismatch"
         )
 
 
 def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuses to take the schedule of a checkpoint that tells none."""
+    """Raises ConfigError for --use-checkpoint-lr-scheduler with a checkpoint that has no schedule."""
     if config.schedule.use_checkpoint_lr_scheduler:
         raise ConfigError(
-            f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} is another program's, whose "
-            "schedule is not known: drop the flag and give the --lr flags that it was trained with"
+            f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another program "
+            "and its schedule is not known: drop the flag and give the --lr flags that it was trained with"
         )
 
 
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Refuses another learning-rate schedule unless a flag says which one wins."""
+    """Raises ConfigError for another learning-rate schedule, unless a flag selects one of the two."""
     if not _has_schedule(checkpoint):
         return
     saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
@@ -107,21 +111,23 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     if saved != now and not which:
         raise ConfigError(
             f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
-            "--override-lr-scheduler takes the one of the flags, --use-checkpoint-lr-scheduler the "
-            "checkpoint's"
+            "--override-lr-scheduler uses that of the flags, --use-checkpoint-lr-scheduler that of the "
+            "checkpoint"
         )
 
 
 def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
-    """The schedule of a run that goes on from `checkpoint`, or of a fresh one."""
-    old_wins = config.schedule.use_checkpoint_lr_scheduler
-    if checkpoint is not None and old_wins and _has_schedule(checkpoint):
+    """The schedule of a run that resumes from `checkpoint`, or of a new run if it is None."""
+    use_checkpoint = config.schedule.use_checkpoint_lr_scheduler
+    if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
         return _schedule_of(checkpoint.config)
     return _schedule_of(config)
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
-    """The schedules then and now, in words, and which one wins."""
+    """How the schedules compare and which one is used, for the log."""
+    if checkpoint.weights_only:
+        return "the schedule of the flags, from its start (--finetune)"
     if not _has_schedule(checkpoint):
         return "the schedule of the flags: the checkpoint has none that can be compared"
     saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
@@ -133,7 +139,7 @@ def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
 
 
 def _has_schedule(checkpoint: Checkpoint) -> bool:
-    return not (is_untrained(checkpoint) or checkpoint.is_external)
+    return not (starts_at_zero(checkpoint) or checkpoint.is_external)
 
 
 def _schedule_of(config: Config) -> LearningRateSchedule:
@@ -147,6 +153,6 @@ def _schedule_of(config: Config) -> LearningRateSchedule:
 
 
 def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:
-    """What differs, setting by setting."""
+    """The settings that differ, in words."""
     old, new = asdict(saved), asdict(now)
     return "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])

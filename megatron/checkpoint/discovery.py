@@ -1,121 +1,51 @@
-"""What lies in a folder of checkpoints: which are complete, and what each says of itself."""
+"""Finds the checkpoints in a folder, selects the one to resume from, and opens it."""
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megatron.checkpoint.integrity.files import read_json
-from megatron.checkpoint.integrity.layout_files import missing_files
+from megatron.checkpoint.formats.registry import (
+    LATEST_UNIVERSAL_FILE,
+    NATIVE,
+    PARAMETER_FOLDER,
+    UNIVERSAL,
+    format_of,
+    reader_class,
+)
+from megatron.checkpoint.integrity.layout_files import missing_files, unneeded_files
 from megatron.checkpoint.integrity.manifest import first_size_mismatch, has_valid_checksum
-from megatron.checkpoint.integrity.names import check_run
+from megatron.checkpoint.integrity.names import check_run, read_name
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
 from megatron.checkpoint.lineage.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
-from megatron.config import Config, ConfigError
-
-RUN_FILE = "run.json"
-# A checkpoint that is being written is called this and its name.
-SAVING = "saving-"
-# A checkpoint that another one of its name replaces is called its name and this until that one is in place.
-REPLACED = ".replaced"
-# In a universal checkpoint: a folder per parameter.
-PARAMETER_FOLDER = "zero"
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """How far a run has come."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    skipped_iterations: int = 0
-    """Without an update, for whatever reason."""
-    skips_in_a_row: int = 0
-    """Of the last steps; those of --skip-train-iteration-range are no steps."""
-    rollbacks: int = 0
-    recent_losses: tuple[float, ...] = ()
-    """Of the last steps that were taken, oldest first; kept where a spike is looked for."""
-    recent_grad_norms: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("recent_losses", "recent_grad_norms"):  # JSON makes lists of them
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint on disk: its folder and what `run.json` says."""
-
-    folder: Path
-    state: TrainingState
-    run: dict[str, Any]
-    skip_reason: str = ""
-    """Why a newer one was not taken, if so."""
-    remark: str = ""
-    """What it does not say, so that nothing could be compared with it."""
-
-    @property
-    def is_external(self) -> bool:
-        """Whether another program wrote it: it tells `state` and what it kept of its arguments, no config."""
-        return "config" not in self.run
-
-    @property
-    def run_id(self) -> str | None:
-        """The run that wrote it; None if it is from before run ids."""
-        return parse_run_id(self.run.get("run_id"))
-
-    @property
-    def lineage(self) -> tuple[LineageEntry, ...]:
-        """The checkpoints that it descends from, oldest first."""
-        return parse_lineage(self.run.get("lineage", []))
-
-    @property
-    def entry(self) -> LineageEntry:
-        """It itself in the lineage of a later checkpoint."""
-        name = self.folder.name.removesuffix(REPLACED)
-        return LineageEntry(name, step_of(name), self.run_id, self.run.get("sha256"))
-
-    @property
-    def config(self) -> Config:
-        """The configuration of the run that wrote it."""
-        return Config.from_dict(self.run["config"])
-
-    @property
-    def vocab_size(self) -> int:
-        """True size of the vocabulary, without padding."""
-        return int(self.run["vocab_size"])
-
-    @property
-    def eod(self) -> int | None:
-        """Id of the end-of-document token, None if the run knew none."""
-        return self.run["eod"]
+from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
+from megatron.config import ConfigError
+from megatron.files import read_json
+from megatron.text_table import first_few
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """The checkpoint that a run resumes from: the one that `latest` names, or the one that was renamed into
-    place when the job was killed before `latest` could name it; if it is damaged, the newest complete one
-    that it descends from. Or `folder` itself if it is a checkpoint. None if there is none.
+    """The checkpoint that a run resumes from; None if the folder holds none.
 
-    `damaged`: paths of checkpoints to pass over, and what was found to be wrong with them.
+    It is the one that `latest` names, or a newer one of the run if the job was killed before it updated
+    `latest`. If that one is damaged, it is the newest complete one in its lineage. If `folder` itself is a
+    checkpoint, it is that one.
 
-    Raises ConfigError when there are checkpoints but none of them is complete, and when nothing says which
-    of several runs is meant.
+    damaged: path of each checkpoint to skip -> the reason. Raises ConfigError if there are checkpoints and
+    none is complete, or if it is ambiguous which of several runs to resume.
     """
     folder, damaged = Path(folder), damaged or {}
-    if (folder / RUN_FILE).is_file():
+    if (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
         if str(folder) in damaged:
             raise ConfigError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
         return open_checkpoint(folder)
     names = native_names(folder)
     latest = read_latest(folder)
-    line, reason = _candidates(folder, latest, names)
+    lineage, reason = _candidates(folder, latest, names)
     skip_reason = [reason] if reason else []
-    for name, sha256 in line.items():
+    for name, sha256 in lineage.items():
         path = current_path(folder, name)
         if name not in names and name != latest:
-            continue  # deleted by --keep-last, or of the run's time in another folder
+            continue  # deleted by --keep-last, or saved in another folder
         try:
             if str(path) in damaged:
                 raise ConfigError(f"checkpoint {path}: {damaged[str(path)]}")
@@ -135,8 +65,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
 def _candidates(
     folder: Path, latest: str | None, names: Mapping[str, Path]
 ) -> tuple[dict[str, str | None], str]:
-    """Names of the run's checkpoints with their digests (None: any), in the order in which they are tried,
-    and in words why the first is not simply the one that `latest` names."""
+    """(name -> digest of the run's checkpoints in the order in which they are tried, why the first one is not
+    the one that `latest` names, or ""). A digest of None accepts any."""
     record = read_record(folder)
     # The program writes `latest` before its record. A newer `latest` was edited, or the job was killed
     # between the two: in both cases it names the right checkpoint.
@@ -146,18 +76,21 @@ def _candidates(
         entries = [*record.lineage]
         if record.upcoming is not None and _digest_of(folder, record.upcoming) == record.upcoming.sha256:
             entries.append(record.upcoming)
-        line = _newest_first(entries)
+        lineage = _newest_first(entries)
         reason = ""
-        if line and latest is None and record.latest:
-            reason = f"{folder / LATEST_FILE} is missing or names no checkpoint; {RECORD_FILE} says which run"
-        elif line and latest is not None and latest not in line:
-            reason = f"{LATEST_FILE} names {latest}, which is not of the run"
-        elif line and latest != next(iter(line)):
-            reason = f"the job was killed before {LATEST_FILE} could name {next(iter(line))}"
-        return line if latest is None else line | {latest: line.get(latest)}, reason
+        if lineage and latest is None and record.latest:
+            reason = (
+                f"{folder / LATEST_FILE} is missing or names no checkpoint; the run was identified from "
+                f"{RECORD_FILE}"
+            )
+        elif lineage and latest is not None and latest not in lineage:
+            reason = f"{LATEST_FILE} names {latest}, which does not belong to the run"
+        elif lineage and latest != next(iter(lineage)):
+            reason = f"the job was killed before {LATEST_FILE} could name {next(iter(lineage))}"
+        return lineage if latest is None else lineage | {latest: lineage.get(latest)}, reason
     if latest is None:
-        line = _single_lineage(folder, names)
-        return line, f"{folder / LATEST_FILE} is missing or names no checkpoint" if line else ""
+        lineage = _single_lineage(folder, names)
+        return lineage, f"{folder / LATEST_FILE} is missing or names no checkpoint" if lineage else ""
     reason = ""
     if record is not None:
         newest = (record.upcoming or record.lineage[-1]).name if record.lineage or record.upcoming else "none"
@@ -172,7 +105,7 @@ def _candidates(
 
 
 def _is_newer(file: Path, other: Path) -> bool:
-    """Whether a file was written after another one of the same folder. Both times are of one file system."""
+    """Whether a file was written after another one in the same folder, by the clock of its file system."""
     try:
         return file.stat().st_mtime_ns > other.stat().st_mtime_ns
     except OSError:
@@ -184,8 +117,8 @@ def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:
 
 
 def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
-    """The checkpoints of a folder in which nothing says which is the newest, if all of them are of one line
-    of descent. ConfigError if not: the highest number may be another run's."""
+    """The checkpoints of a folder without a usable `latest`, if all of them are in one lineage. ConfigError
+    if not: the highest number may belong to another run."""
     described = _readable_checkpoints(folder, names)
     parents = {
         (entry.name, entry.sha256)
@@ -207,7 +140,7 @@ def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | 
 
 
 def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint]) -> list[LineageEntry]:
-    """Its lineage. This repo's first checkpoints have none: all of these in a folder count as one run."""
+    """The lineage of a checkpoint. Checkpoints from before lineages in one folder count as one run."""
     if "lineage" in checkpoint.run:
         return list(checkpoint.lineage)
     same = (other.entry for other in all_described.values() if "lineage" not in other.run)
@@ -216,17 +149,17 @@ def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint])
     )
 
 
-def _newer_checkpoints(folder: Path, checkpoint: Checkpoint, names: Iterable[str], told: str) -> list[str]:
-    """What to say of those with a higher number than the one that is taken."""
+def _newer_checkpoints(folder: Path, checkpoint: Checkpoint, names: Iterable[str], reasons: str) -> list[str]:
+    """Why the checkpoints with a higher number than the selected one are not used."""
     step = checkpoint.state.iteration
     saving = sorted(path.name for path in folder.glob(f"{SAVING}global_step*"))
     unfinished = [f"{name} was never finished" for name in saving if step_of(name) > step]
-    ahead = sorted((name for name in names if step_of(name) > step and name not in told), key=step_of)
-    return [*unfinished, *(f"{name} is of another run or branch, or incomplete" for name in ahead)]
+    newer = sorted((name for name in names if step_of(name) > step and name not in reasons), key=step_of)
+    return [*unfinished, *(f"{name} is of another run or branch, or incomplete" for name in newer)]
 
 
 def native_names(folder: Path) -> dict[str, Path]:
-    """The native checkpoints in a folder, complete or not, by name: the path that each has now."""
+    """Name -> current path of the native checkpoints in a folder, complete or not."""
     if not folder.is_dir():
         return {}
     names = {
@@ -234,19 +167,19 @@ def native_names(folder: Path) -> dict[str, Path]:
         for path in folder.iterdir()
         if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED))
         and path.is_dir()
-        and not is_universal(path)
+        and format_of(path) == NATIVE
     }
     return {name: current_path(folder, name) for name in sorted(names, key=step_of)}
 
 
 def current_path(folder: Path, name: str) -> Path:
-    """The path of a checkpoint; while another one is about to take its place, it has a suffix."""
+    """The path of a checkpoint. It has a suffix while the checkpoint is being replaced."""
     path, replaced = folder / name, folder / f"{name}{REPLACED}"
     return replaced if not path.exists() and replaced.is_dir() else path
 
 
 def _open_or_none(path: Path) -> Checkpoint | None:
-    """The checkpoint of a folder if its `run.json` can be read, whether or not its files are complete."""
+    """The checkpoint in a folder if its `run.json` can be read, even if files are missing; else None."""
     try:
         return open_checkpoint(path, with_files=False)
     except ConfigError:
@@ -263,42 +196,48 @@ def _digest_of(folder: Path, entry: LineageEntry) -> str | None:
     return None if checkpoint is None else checkpoint.run["sha256"]
 
 
-def is_universal(folder: Path) -> bool:
-    """Whether a checkpoint's folder, finished or not, is of the universal format."""
-    return (folder / PARAMETER_FOLDER).is_dir()
-
-
-def step_of(name: str) -> int:
-    """The step that a checkpoint's folder name tells, -1 if none."""
-    match = re.search(r"global_step(\d+)", name)
-    return int(match[1]) if match else -1
-
-
-def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
-    """The line that says what a run starts from, and why."""
-    if checkpoint is None:
-        return "initializing from scratch" + (f" (--load {load} holds no checkpoint)" if load else "")
-    why = f" ({checkpoint.skip_reason})" if checkpoint.skip_reason else ""
-    remark = f". {checkpoint.remark}" if checkpoint.remark else ""
-    return f"starting from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{remark}"
+def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
+    """The universal checkpoint that `latest_universal` in `folder` names, or `folder` itself if it is one.
+    ConfigError if there is none, or if it cannot be read. with_files: as `open_checkpoint`."""
+    folder = Path(folder)
+    if format_of(folder) != UNIVERSAL:
+        latest = folder / LATEST_UNIVERSAL_FILE
+        name = read_name(latest)
+        if not latest.is_file():
+            raise ConfigError(
+                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
+                "tools/ds_to_universal.py, or drop the flag: --load opens native checkpoints on any layout"
+            )
+        if name is None:
+            raise ConfigError(f"--universal_checkpoint: {latest} does not hold the name of a folder")
+        folder = folder / name
+    if format_of(folder) != UNIVERSAL:
+        raise ConfigError(
+            f"--universal_checkpoint: {folder} is not a universal checkpoint: it has no {PARAMETER_FOLDER}/"
+        )
+    return open_checkpoint(folder, with_files)
 
 
 def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
-    """Reads what a `global_step<N>` folder says of itself; ConfigError names a missing or damaged file.
+    """Opens the checkpoint in a folder, of any format. ConfigError names a missing or damaged file.
 
-    with_files: compare the sizes of all files with those in `run.json`. Digests: `first_damaged`.
+    with_files: compare the sizes of all files with those in `run.json`. Contents are not read.
     """
     path = Path(folder) / RUN_FILE
+    is_native = format_of(path.parent) == NATIVE
+    if not path.is_file() and not is_native:
+        return reader_class(path.parent).open_external(path.parent)
     try:
         run = read_json(path)
         check_run(run, path)
         if not has_valid_checksum(run):
-            raise ValueError("it is not as it was written")
+            raise ValueError("its checksum does not match")
         checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)
         parse_run_id(run.get("run_id"))
         parse_lineage(run.get("lineage", []))
-        problem = first_size_mismatch(path.parent, run["files"]) if with_files else None
-        if with_files and not problem and not is_universal(path.parent):
+        unneeded = unneeded_files(run) if is_native and with_files else frozenset()
+        problem = first_size_mismatch(path.parent, run["files"], unneeded) if with_files else None
+        if with_files and not problem and is_native:
             lacking = missing_files(run["files"], run)
             problem = f"{lacking[0]} was never written" if lacking else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -308,4 +247,7 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
         ) from error
     if problem:
         raise ConfigError(f"checkpoint {path.parent}: {problem}")
+    if absent := [name for name in sorted(unneeded) if not (path.parent / name).exists()]:
+        note = f"missing, but not needed to resume: {first_few(absent)}"
+        checkpoint = replace(checkpoint, unverified_note=note)
     return checkpoint

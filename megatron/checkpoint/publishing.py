@@ -9,11 +9,12 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megatron.checkpoint.discovery import REPLACED, RUN_FILE, SAVING, open_checkpoint
-from megatron.checkpoint.integrity.files import sync_file
+from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.latest import record_upcoming, set_latest
+from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING
 from megatron.config import CheckpointConfig, ConfigError
+from megatron.files import sync_file
 
 # Names of unfinished saves; the suffix is the job's attempt, which older versions did not write.
 _UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
@@ -63,7 +64,7 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
         own = (before for before in identity.lineage if before.name == entry.name)
         if _is_unknown(final):
             kept = final.with_name(f"unknown-{final.name}.{secrets.token_hex(4)}")
-            _LOG.warning("%s has no %s, so nothing says whose it is: it is kept as %s", final, RUN_FILE, kept)
+            _LOG.warning("%s has no %s, so its run is not known: it is kept as %s", final, RUN_FILE, kept)
             os.rename(final, kept)
         else:
             if not any(is_same_checkpoint(folder, before) for before in own):
@@ -82,7 +83,7 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
 
 
 def _is_unknown(folder: Path) -> bool:
-    """Whether it holds files and no `run.json`: another program's checkpoint, or what is left of one."""
+    """Whether it holds files and no `run.json`: another program's checkpoint, or the rest of one."""
     return not (folder / RUN_FILE).exists() and any(folder.iterdir())
 
 
@@ -130,7 +131,7 @@ def _remove(folder: Path) -> None:
         folder.unlink()  # never delete the target of a link
     elif folder.exists():
         if not _UNFINISHED.fullmatch(folder.name):
-            # The rest takes time, in which the job may be killed: `clean_leftovers` then finds it.
+            # Deletion takes time. If the job is killed during it, `clean_leftovers` finds the rest.
             name = folder.name.removesuffix(REPLACED)
             folder = folder.rename(folder.with_name(f"{SAVING}{name}.{secrets.token_hex(4)}"))
         shutil.rmtree(folder)

@@ -1,40 +1,41 @@
-"""Opens a checkpoint for a tool: finds it in a folder, and builds the tokenizer that it was trained with."""
+"""Opens a checkpoint for a tool, and builds the model and the tokenizer that it was trained with."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.compatibility import check_vocabulary
-from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE
-from megatron.checkpoint.discovery import LATEST_FILE, RUN_FILE, Checkpoint, find_latest, is_universal
-from megatron.checkpoint.formats.universal import find_universal
-from megatron.checkpoint.integrity.files import HostileFileError
-from megatron.checkpoint.integrity.names import one_line
-from megatron.config import Config, ConfigError
-from megatron.config.registries import TOKENIZERS
+from megatron.checkpoint.discovery import find_latest, find_universal
+from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, open_reader
+from megatron.checkpoint.lineage.latest import LATEST_FILE
+from megatron.checkpoint.record import RUN_FILE, Checkpoint
+from megatron.checkpoint.saved_config import check_run_file
+from megatron.config import ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+from megatron.tokenizer.flags import tokenizer_flags
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
 
-RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
-# Limit for integers in a run's settings (tokens, samples, seeds).
-_LARGEST_SIZE = 1 << 53
+if TYPE_CHECKING:
+    from megatron.model.single_process import GPTModel
 
 
 def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
-    """The checkpoint in `folder`, or the one that `latest` in it names, or where there is no native one, or
-    if `universal`, the one that `latest_universal` names; ConfigError where there is none.
+    """Opens `folder` if it is a checkpoint, or the checkpoint that `latest` in it names. If there is no
+    native one, or if `universal`, the one that `latest_universal` names. ConfigError if there is none.
 
-    allow_external: take one of another program too, which has no config.
+    allow_external: accept a checkpoint of another program, which has no config.
     """
     folder = Path(folder)
-    if universal or is_universal(folder):
+    if universal:
         checkpoint = find_universal(folder)
     else:
         native = find_latest(folder) if folder.is_dir() else None
         if native is None and not (folder / LATEST_UNIVERSAL_FILE).is_file():
             raise ConfigError(
-                f"{folder}: there is no checkpoint, expected a folder with the file `{LATEST_FILE}` or "
+                f"{folder} holds no checkpoint, expected a folder with the file `{LATEST_FILE}` or "
                 f"`{LATEST_UNIVERSAL_FILE}`, or a global_stepN folder with {RUN_FILE}"
             )
         checkpoint = native or find_universal(folder)
@@ -49,54 +50,34 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
     return checkpoint
 
 
-def check_run_file(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError if `run.json` lacks a part that describes the model or its layout, or is
-    malformed."""
-    lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
-    if lacking:
-        raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
-    try:
-        config = Config.from_dict(checkpoint.run["config"])
-        layers, parameters = config.model.num_layers, len(checkpoint.run.get("parameters") or ())
-        if parameters and layers > parameters:
-            raise HostileFileError(
-                f"checkpoint {checkpoint.folder}: {RUN_FILE} has a config of {layers:,} layers, and only "
-                f"{parameters:,} parameters"
-            )
-        if max(_sizes(checkpoint.run["config"])) > _LARGEST_SIZE:
-            raise ConfigError(f"a number is larger than {_LARGEST_SIZE:,}")
-    except HostileFileError:
-        raise
-    except (AttributeError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
-        raise ConfigError(
-            f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({one_line(error)})"
-        ) from error
+def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: bool = False) -> GPTModel:
+    """The single-process model with the checkpoint's weights, on the accelerator, in evaluation mode.
 
+    Its precision is that of the training; with fp32_on_cpu it is fp32 if the accelerator is a CPU. verify:
+    compare the weights with their digests first; a note on stderr says if there are none. ConfigError for
+    files that are damaged or cannot be read.
+    """
+    # Imported only here: they load torch and DeepSpeed, which takes seconds.
+    from deepspeed.accelerator import get_accelerator
 
-def _sizes(settings: Any) -> Iterator[int]:
-    """The integers in a nested config, and 0."""
-    yield 0
-    for value in settings.values() if isinstance(settings, dict) else ():
-        yield from _sizes(value)
-        if isinstance(value, int):
-            yield value
+    from megatron.model.gpt_model import PARAMETER_DTYPES
+    from megatron.model.single_process import GPTModel
 
-
-def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
-    """The tokenizer flags that are given to a tool, by field of DataConfig."""
-    names = {"tokenizer_type"}.union(*(tokenizer.settings for tokenizer in TOKENIZERS.values()))
-    return {name: getattr(flags, name) for name in sorted(names) if getattr(flags, name)}
-
-
-def tokenizer_flags(flags: TokenizerFlags, checkpoint: Checkpoint) -> TokenizerFlags:
-    """The tool's tokenizer flags if any is given, else those of the run that wrote the checkpoint."""
-    return flags if tokenizer_settings(flags) else checkpoint.config.data
+    reader = open_reader(checkpoint)
+    if verify and not reader.verify_weights():
+        print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
+    model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    reader.load_weights(model)
+    if not (fp32_on_cpu and get_accelerator().device_name() == "cpu"):
+        precision = checkpoint.config.precision.name
+        model.to(get_accelerator().current_device_name(), PARAMETER_DTYPES[precision])
+    return model.eval()
 
 
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
     """Builds the tokenizer of the flags if any is given, else the checkpoint's. ConfigError if it is not the
     one that the checkpoint was trained with."""
-    tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint))
+    tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint.config.data))
     if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
         raise ConfigError(
             f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "

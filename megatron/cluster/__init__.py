@@ -1,1 +1,1 @@
-"""What a run needs around it on a cluster: start, signals, exit codes, reports, watchdog, diagnosis."""
+"""Start of the processes, signals, exit codes, rank reports, watchdog, preflight, diagnosis."""

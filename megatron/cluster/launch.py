@@ -1,9 +1,9 @@
-"""Who this process is among those that were started: by torch's variables, by srun's, or alone.
+"""Rank and world size of this process, from the variables of torch's launcher or of srun.
 
-A launcher (torchrun, torch.distributed.launch) sets torch's variables. Under plain `srun python
-pretrain_gpt.py`, one task per process, they are derived from Slurm's. What contradicts itself is a
-ConfigError, before anything waits for processes that never come. All functions are of an environment; needs
-no torch.
+A launcher (torchrun, torch.distributed.launch) sets torch's variables (RANK, WORLD_SIZE, ...). Under plain
+`srun python pretrain_gpt.py`, with one task per process, they are derived from Slurm's. Contradictory
+variables are a ConfigError before any process waits for others. The functions take the environment as an
+argument. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,43 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 
 from megatron.config.errors import ConfigError
 
-# From the job's number, so that two jobs that share a node do not meet; below the ports that systems hand
-# out by themselves. examples/slurm/common.sh has the same.
+# The port follows from the job id, so that two jobs on one node use different ports. The range lies below the
+# ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
-
-
-class RankError(ConfigError):
-    """The variables of this very process are wrong, of which no other process knows."""
+# The settings of PyTorch's allocator, by its current and former names.
+_ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
 def rank_of(env: Mapping[str, str]) -> str:
-    """This process's global rank as far as the environment tells, "0" if alone."""
+    """The global rank according to the environment; "0" for a single process."""
     return env.get("RANK") or (env.get("SLURM_PROCID", "0") if _in_step(env) else "0")
 
 
+def world_size_of(env: Mapping[str, str]) -> int:
+    """The number of processes according to the environment; 1 if it is missing or not a number."""
+    text = env.get("WORLD_SIZE") or (env.get("SLURM_NTASKS", "1") if _in_step(env) else "1")
+    return int(text) if text.isdigit() else 1
+
+
+def local_world_size_of(env: Mapping[str, str]) -> int | None:
+    """The number of processes of this start on this node; None if the environment does not contain it."""
+    if env.get("LOCAL_WORLD_SIZE", "").isdigit():
+        return int(env["LOCAL_WORLD_SIZE"])
+    # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
+    counts: list[int] = []
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(repeats or 1)
+    node = env.get("SLURM_NODEID", "")
+    return counts[int(node)] if _in_step(env) and node.isdigit() and int(node) < len(counts) else None
+
+
 def node_name(env: Mapping[str, str]) -> str:
-    """This node as Slurm calls it, else as it calls itself."""
+    """The name of this node in Slurm, otherwise its host name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -40,18 +57,40 @@ def has_torch_launcher(env: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in env
 
 
+@contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process's environment, for processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
-    """Makes srun's task a process that torch knows, see `torch_variables`."""
+    """Sets torch's variables in a task of srun, see `torch_variables`."""
     env.update(torch_variables(env))
 
 
+def set_allocator_default(env: MutableMapping[str, str] = os.environ) -> None:
+    """Lets PyTorch's CUDA allocator grow its segments, so that sizes that change (a batch-size ramp-up, a
+    curriculum, an evaluation) do not fragment the memory, unless the user has set the allocator. Call it
+    before torch is imported."""
+    if not _ALLOCATOR_VARIABLES & env.keys():
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:
-    """The variables to add to `env` so that torch finds the other processes; none if a launcher has set them,
-    or there are no others.
+    """Returns the variables to add to `env` for torch: none if a launcher has set them, or for a single
+    process.
 
-    address_of: the address of a node by its name in Slurm (default: `node_address`).
-
-    Raises ConfigError for a start that cannot work.
+    address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises ConfigError
+    if the variables contradict each other.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         _check_torch_variables(env)
@@ -63,7 +102,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process. A batch script has variables of tasks too, and no step."""
+    """Whether srun started this process. A batch script has task variables too, but no step id."""
     return "SLURM_STEP_ID" in env
 
 
@@ -71,9 +110,9 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
     world_size = _number(env, "WORLD_SIZE")
     rank = _number(env, "RANK")
     if not 0 <= rank < world_size:
-        raise RankError(
+        raise ConfigError(
             f"RANK {rank} with WORLD_SIZE {world_size}: expected 0 to {world_size - 1}; unset both, or "
-            "correct what sets them"
+            "correct the script that sets them"
         )
     if world_size > 1:
         _text(env, "MASTER_ADDR")
@@ -83,12 +122,12 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
         if local_rank >= local_size or local_size > world_size:
             raise ConfigError(
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
-                "contradict each other: unset what your script exports, the launcher sets all three"
+                "contradict each other: unset those that your script exports, the launcher sets all three"
             )
 
 
 def _check_against_slurm(env: Mapping[str, str]) -> None:
-    """Torch's variables inside a step: is the number of tasks that of the launchers, or of the processes?"""
+    """Torch's variables inside a step: the tasks of srun must be the launchers or the processes."""
     if not _in_step(env) or "SLURM_NTASKS" not in env:
         return
     tasks = _number(env, "SLURM_NTASKS")
@@ -107,24 +146,24 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
         )
     if launchers == 1:
         raise ConfigError(
-            f"{started}, so that each is node 0 of a run of its own: give --nnodes {tasks} --node_rank "
-            "$SLURM_PROCID to the launcher, expanded inside srun's task"
+            f"{started}, so that each is node 0 of a separate run: give the launcher --nnodes {tasks} "
+            "--node_rank $SLURM_PROCID, expanded inside srun's task"
         )
-    raise ConfigError(f"{started}: make --nnodes and srun's --ntasks the same")
+    raise ConfigError(f"{started}: make --nnodes and srun's --ntasks equal")
 
 
 def _check_processes(env: Mapping[str, str], tasks: int) -> None:
-    """No launcher, but torch's variables: srun's tasks are the processes."""
+    """Torch's variables without a launcher: the tasks of srun must be the processes."""
     rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if world_size != tasks:
         raise ConfigError(
             f"WORLD_SIZE is {world_size} and srun started {tasks} task(s) without a launcher: unset RANK and "
-            "WORLD_SIZE, which then follow Slurm's, or start a launcher per node"
+            "WORLD_SIZE to use Slurm's, or start a launcher per node"
         )
     if tasks > 1 and rank == 0 and _number(env, "SLURM_PROCID") != 0:
         raise ConfigError(
             f"RANK is 0 in srun's task {env['SLURM_PROCID']}: it was set once for all tasks; unset RANK and "
-            "WORLD_SIZE, which then follow Slurm's"
+            "WORLD_SIZE to use Slurm's"
         )
 
 
@@ -134,7 +173,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
         raise ConfigError(
             f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NTASKS {tasks} contradict each "
-            "other: unset what your script exports, srun sets all three"
+            "other: unset those that your script exports, srun sets all three"
         )
     found = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": str(local_rank)}
     if "MASTER_ADDR" not in env:
@@ -146,19 +185,19 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
 
 
 def port_of_job(job_id: int) -> int:
-    """Where the processes of a Slurm job meet."""
+    """MASTER_PORT of a Slurm job."""
     return FIRST_PORT + job_id % NUM_PORTS
 
 
 def first_host(hosts: str) -> str:
-    """The first of Slurm's compressed list of hosts: "n[003-005,9],m1" -> "n003"."""
-    # A comma in brackets separates numbers, outside it separates hosts.
+    """The first host of Slurm's compressed list: "n[003-005,9],m1" -> "n003"."""
+    # A comma inside brackets separates numbers, outside it separates hosts.
     first = re.split(r",(?![^\[]*\])", hosts)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def node_address(node: str) -> str:
-    """The node's name if the network knows it, else its address as Slurm knows it."""
+    """The node's name if it resolves, otherwise its address according to Slurm."""
     try:
         socket.getaddrinfo(node, None)
         return node
@@ -173,7 +212,8 @@ def node_address(node: str) -> str:
     match = re.search(r"\bNodeAddr=(\S+)", shown)
     if match is None:
         raise ConfigError(
-            f"the first node of the job, {node}, has no address that is known here: export MASTER_ADDR"
+            f"the name of the job's first node, {node}, does not resolve and Slurm shows no address: export "
+            "MASTER_ADDR"
         )
     return match[1]
 
@@ -182,7 +222,7 @@ def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         raise ConfigError(
             f"the environment variable {name} is missing beside {_beside(env)}: a launcher or srun sets all "
-            "of them; start this with one of the two, or unset what your script exports"
+            "of them; start the program with one of the two, or unset those that your script exports"
         )
     return env[name]
 
@@ -192,8 +232,8 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(_text(env, name))
     except ValueError:
         raise ConfigError(
-            f"the environment variable {name} is '{env[name]}': expected the whole number that a launcher "
-            "or srun sets"
+            f"the environment variable {name} is '{env[name]}': expected the integer that a launcher or "
+            "srun sets"
         ) from None
 
 

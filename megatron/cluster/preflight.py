@@ -1,7 +1,7 @@
-"""Before a run of several processes: are the nodes alike, do they see the same files, do messages pass?
+"""Preflight: checks that all nodes have the same versions, free memory and files, and times an all-reduce.
 
-Seconds, against hours after which one node of many would spoil the run. What differs is told in one table
-that names the nodes; what is well, in one sentence. A process alone has nothing to compare with.
+Takes seconds, before a run of several processes. Differences are printed as a table that names the nodes. If
+there are none, the log gets one sentence.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ import torch.distributed as dist
 from megatron.cluster.launch import node_name
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config, ConfigError
+from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
 from megatron.text_table import format_table
-from megatron.training.data import RunLength
 
-# A network file system may show a new file to other nodes only after a while.
-_LONGEST_WAIT_FOR_FILE_S = 10.0
-# Of a GPU's memory, how much less than on the others may be free: somebody else's process takes more.
+# A network file system may show a new file to other nodes late.
+_MAX_WAIT_FOR_FILE_S = 10.0
+# A GPU with less free memory than this share of the best one is in use by another process.
 _FREE_MEMORY_SHARE = 0.9
 _MESSAGE_BYTES = {"cpu": 2**22, "gpu": 2**27}
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank found. versions: by name. free_share: of its device's memory, None on a CPU. unseen:
-    see `check_shared_folders`. reduced_bytes_per_s: see `_measure_all_reduce`."""
+    """The facts of one rank. versions: by name. free_share: free share of the device's memory, None on a CPU.
+    folder_problems: see `check_shared_folders`. all_reduce_bytes_per_s: see `_measure_all_reduce`."""
 
     rank: int
     node: str
     versions: Mapping[str, str]
     data: str
     free_share: float | None
-    unseen: Mapping[str, str] = field(default_factory=dict)
-    reduced_bytes_per_s: float = 0.0
+    folder_problems: Mapping[str, str] = field(default_factory=dict)
+    all_reduce_bytes_per_s: float = 0.0
 
 
 def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength) -> list[str]:
-    """One sentence for the log on nodes that are all right; none with --no-preflight or for a process alone.
+    """Returns one sentence for the log; none with --no-preflight or for a single process.
 
-    fingerprint: of the data as this rank sees it. Collective: the processes have met. Raises ConfigError, on
-    every rank, with the table of what differs between nodes.
+    fingerprint: of the data as this rank sees it. Collective, after `init_distributed`. Raises ConfigError on
+    every rank, with the table of differences between nodes.
     """
     if config.training.no_preflight or dist.get_world_size() == 1:
         return []
@@ -79,24 +79,24 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     samples = length.samples_per_split(config)
     missing = missing_index_files(config.data, config.model.seq_length, config.training.seed, samples)
     seconds = time.monotonic() - started
-    return [f"{describe(facts)}; {len(missing)} index files to be made; {seconds:.1f} s (--no-preflight)"]
+    return [f"{describe(facts)}; {len(missing)} index files to build; {seconds:.1f} s (--no-preflight)"]
 
 
 def describe(facts: Sequence[RankInfo]) -> str:
-    """Equal nodes in a sentence."""
+    """The sentence for consistent nodes."""
     nodes = {fact.node for fact in facts}
     versions = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
-    slowest = min(facts, key=lambda fact: fact.reduced_bytes_per_s)
+    slowest = min(facts, key=lambda fact: fact.all_reduce_bytes_per_s)
     free = [fact.free_share for fact in facts if fact.free_share is not None]
     return (
         f"preflight: {len(nodes)} node(s), {len(facts)} processes, {versions}"
         + (f", {min(free):.0%} of device memory free" if free else "")
-        + f"; all-reduce {slowest.reduced_bytes_per_s / 1e9:.2f} GB/s per node, least on {slowest.node}"
+        + f"; all-reduce {slowest.all_reduce_bytes_per_s / 1e9:.2f} GB/s per node, least on {slowest.node}"
     )
 
 
 def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
-    """(node, what, found) for everything that is not as on most nodes."""
+    """(node, what, found) for every fact that differs from most nodes."""
     rows: dict[tuple[str, str, str], None] = {}
     names = dict.fromkeys(name for fact in facts for name in fact.versions)
     for name in names:
@@ -113,23 +113,24 @@ def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
         if fact.free_share is not None and fact.free_share < _FREE_MEMORY_SHARE * most_free:
             text = f"{fact.free_share:.0%} of the device of rank {fact.rank} free, elsewhere {most_free:.0%}"
             rows[fact.node, "memory", text] = None
-        for what, problem in fact.unseen.items():
+        for what, problem in fact.folder_problems.items():
             rows[fact.node, what, problem] = None
     return list(rows)
 
 
 def differences_table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Aligned, with a heading."""
+    """An aligned table with a heading."""
     return textwrap.indent(format_table([("node", "what", "found"), *rows], left_align=(0, 1, 2)), "  ")
 
 
 def check_shared_folders(
     folders: Mapping[str, str], rank: int, leads_node: bool, token: str, barrier: Callable[[], object]
 ) -> dict[str, str]:
-    """What is wrong, on this node, with folders that all nodes have to share: by their names, as '--save'.
+    """Returns the problems of folders that all nodes must share: name of the folder ('--save') -> problem.
 
-    The first rank of each node leaves a file in each, and looks for that of rank 0. token: the same on all
-    ranks, and another for each run. Collective, by `barrier`.
+    The first rank of each node creates a file in each folder and looks for the file of rank 0. leads_node:
+    whether this is the first rank of its node. token: the same on all ranks, different for each run.
+    Collective, by `barrier`.
     """
     problems = {}
     own = {name: Path(folder) / f".preflight-{token}-{rank}" for name, folder in folders.items()}
@@ -144,7 +145,7 @@ def check_shared_folders(
         for name, path in marks.items():
             if name not in problems and not _appears(path):
                 problems[name] = (
-                    f"{folders[name]} is not the folder that rank 0 sees: no file of its is there"
+                    f"{folders[name]} is not the folder that rank 0 sees: rank 0's file is not there"
                 )
     barrier()
     for path in own.values():
@@ -154,7 +155,7 @@ def check_shared_folders(
 
 
 def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _LONGEST_WAIT_FOR_FILE_S
+    deadline = time.monotonic() + _MAX_WAIT_FOR_FILE_S
     while not path.exists():
         if time.monotonic() > deadline:
             return False
@@ -189,15 +190,16 @@ def _free_share() -> float | None:
 
 
 def _measure_all_reduce() -> float:
-    """Bytes per second that each node sends, and receives, while all ranks add up one tensor: in a ring every
-    rank passes on 2 (n - 1) / n of it, and one rank per node does so to the next node. Collective."""
+    """Bytes per second that each node sends and receives during an all-reduce of one tensor over all ranks.
+    In a ring of n ranks every rank sends 2 (n - 1) / n of the tensor, and one rank per node sends to the next
+    node. Collective."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     kind = "cpu" if accelerator.device_name() == "cpu" else "gpu"
     message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=accelerator.current_device_name())
     seconds = 0.0
-    for _ in range(2):  # the first one makes the connections
+    for _ in range(2):  # the first one opens the connections
         dist.barrier()
         accelerator.synchronize()
         started = time.perf_counter()

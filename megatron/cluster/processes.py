@@ -1,4 +1,4 @@
-"""Joining the processes of a run into one world, on whatever device DeepSpeed's accelerator finds."""
+"""The default process group of a run, on the device that DeepSpeed's accelerator finds."""
 
 import logging
 import os
@@ -8,21 +8,26 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.cluster.devices import device_id, device_index, set_max_connections
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, ConfigError, LoggingConfig
 
-# Said once per process at import on a machine without GPU; the start banner says which device is used.
+# DeepSpeed logs this in every process without a GPU; the run report already names the device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
+
+# Ranks may wait long for the one that builds index files, or that writes a checkpoint. The watchdog finds
+# hangs.
+_MAX_WAIT = timedelta(hours=2)
 
 
 def is_main_process() -> bool:
-    """Whether this is global rank 0, by the launcher's variables: the processes need not have met."""
+    """Whether this is global rank 0, by the launcher's variables. Needs no process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def configure_logging(logging_config: LoggingConfig) -> None:
-    """Applies --log-level (global rank 0) and --log-level-replica (others). To be called before DeepSpeed is
-    imported, which logs while it is imported."""
+    """Applies --log-level (global rank 0) and --log-level-replica (others). Call it before the import of
+    DeepSpeed, which logs."""
     name = logging_config.log_level if is_main_process() else logging_config.log_level_replica
     level = getattr(logging, name.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -30,7 +35,7 @@ def configure_logging(logging_config: LoggingConfig) -> None:
     def wanted(record: logging.LogRecord) -> bool:
         return record.levelno >= level and _ACCELERATOR_NOTICE not in record.getMessage()
 
-    # DeepSpeed gathers activations over tensor ranks through a name that PyTorch is about to change.
+    # DeepSpeed gathers activations through a function that PyTorch has deprecated.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     deepspeed_logger = logging.getLogger("DeepSpeed")
     deepspeed_logger.addFilter(wanted)
@@ -38,23 +43,26 @@ def configure_logging(logging_config: LoggingConfig) -> None:
         deepspeed_logger.setLevel(level)
 
 
-def init_distributed(config: Config) -> int:
-    """Makes the default process group; returns this process's global rank.
+def init_distributed(config: Config, store: dist.Store | None = None) -> int:
+    """Creates the default process group; returns this process's global rank.
 
-    The launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) say who is who; a
-    process started without a launcher is a world of one. Raises ConfigError for a backend that the device
-    lacks, and what `rendezvous.connect_processes` raises.
+    Reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A process that
+    was started without a launcher has world size 1. store: if given, the processes need not connect. Raises
+    ConfigError for a backend that the device does not support, and the errors of
+    `rendezvous.connect_processes`.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.engine.workarounds import disable_shm_comm_jit
+    from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
 
     disable_shm_comm_jit()
+    set_default_group_timeout(_MAX_WAIT)
+    set_max_connections(config.parallel)
     backend = config.parallel.distributed_backend or get_accelerator().communication_backend_name()
     if backend == "nccl" and get_accelerator().device_name() == "cpu":
         raise ConfigError(
-            "--distributed-backend nccl needs GPUs and this machine has none: leave the flag out, or say gloo"
+            "--distributed-backend nccl needs GPUs and this machine has none: omit the flag, or set gloo"
         )
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -62,34 +70,37 @@ def init_distributed(config: Config) -> int:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(_free_port()))
     address = Address.from_environment()
-    store = connect_processes(address, config)
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    # Some wait long for one that builds index files; a hang is the watchdog's to find.
-    longest = timedelta(hours=2)
+    accelerator = get_accelerator()
+    device = device_index(int(os.environ["LOCAL_RANK"]), max(accelerator.device_count(), 1))
+    if store is None:
+        store = connect_processes(address, config, device_id(accelerator, device))
+    accelerator.set_device(device)
     dist.init_process_group(
-        backend, store=store, rank=address.rank, world_size=address.world_size, timeout=longest
+        backend, store=store, rank=address.rank, world_size=address.world_size, timeout=_MAX_WAIT
     )
-    # DeepSpeed takes over the process group that it finds.
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=longest)
+    # DeepSpeed uses the existing process group.
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=_MAX_WAIT
+    )
     return address.rank
 
 
 def device_notes(config: Config) -> list[str]:
-    """What to say of flags that this device leaves without effect, one sentence each."""
+    """One sentence for each flag or variable that has no effect on this device, or a bad one."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":
-        return []
+        return [note] if (note := set_max_connections(config.parallel)) else []
     flags = {
         "--cpu-offload": config.parallel.cpu_offload,
         "--checkpoint-in-cpu": config.training.checkpoint_in_cpu,
     }
-    reason = "has nothing to move: the model computes on the CPU, in the host's memory"
+    reason = "has no effect: the model computes on the CPU, in host memory"
     return [f"{flag} {reason}" for flag, given in flags.items() if given]
 
 
 def destroy_distributed() -> None:
-    """Ends the process group, after everyone has arrived."""
+    """Destroys the process groups, after a barrier."""
     dist.barrier()
     dist.destroy_process_group()
 

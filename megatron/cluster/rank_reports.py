@@ -1,92 +1,118 @@
-"""What each rank leaves behind about its end: one small file per rank, from which a verdict is made.
+"""Rank reports: one small file per rank that records how the rank ended.
 
-With the environment variable RANK_REPORTS set to a folder (examples/slurm/common.sh does), every rank keeps
-`rank-<N>.json` there: who it is, how far it came, and how it ended. `megatron.cluster.diagnosis` reads them.
-A rank that was killed leaves a report without an end, which says so. Where the variable is not set there are
-no reports. Needs no torch.
+Every rank of a run with several processes writes `rank-<N>.json`: node, process, stage, iteration and how it
+ended. `megatron.cluster.diagnosis` reads the files and names the first cause of a failure. The report of a
+rank that was killed has no end.
+
+The environment variable RANK_REPORTS names the folder (examples/slurm/common.sh sets it); then the caller
+runs the diagnosis. Without it, the ranks of a node share a temporary folder, and one of them starts the
+diagnosis, see `megatron.cluster.local.diagnosis`. Needs no torch.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron.cluster.launch import node_name, rank_of
+from megatron.cluster.exit_status import ExitStatus
+from megatron.cluster.launch import node_name, rank_of, world_size_of
+from megatron.cluster.local.processes import is_running, shared_temporary_folder
 
 FOLDER_VARIABLE = "RANK_REPORTS"
-# Its place on the disk is taken at the start: a report of a full disk still fits on it.
+# Reserved on the disk at the start, so that a rank can report a full disk.
 _REPORT_BYTES = 16_384
 STOP_REQUEST_FILE = "leave"
 FAILED_FILE = "failed"
 
 
-class ExitStatus(str, Enum):
-    """How a rank ended; of a report without an end, the rank was killed or still runs."""
-
-    FINISHED = "finished"
-    CONTINUED = "to be continued"
-    MISTAKE = "mistake"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    HANG = "hang"
-    SIGNALLED = "signalled"
+# Ends that are not the failure of the rank itself.
+_WITHOUT_FAILURE = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED, ExitStatus.SIGNALLED}
 
 
 class RankReport:
-    """The report of this rank. Threads may write at the same time; the first end that is told counts."""
+    """The report of this rank. Thread-safe. Only the first `end` is kept."""
 
-    def __init__(self, folder: str | None, rank: str, host: str = "") -> None:
-        """folder: None for no report. Never raises: a run does not fail for its reports."""
+    def __init__(self, folder: str | None, rank: str, host: str = "", *, is_temporary: bool = False) -> None:
+        """folder: None for no report. is_temporary: whether the ranks of this node share the folder, and
+        delete it at the end. Never raises: a run must not fail because of its reports."""
         self.rank = rank
         self.started_at = time.monotonic()
         self.folder = None if folder is None else Path(folder)
+        self.is_temporary = is_temporary
+        self.hurry = threading.Event()
+        """Set on SIGTERM after `end`: the rank must not wait for others any longer."""
+        self.conclusion = threading.Lock()
+        """Held while the diagnosis is started or printed: the process must not exit before."""
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
         self._file: int | None = None
         self._stacks: TextIO | None = None
-        if self.folder is None:
+        if self.folder is None or not rank.isdigit():
             return
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"rank-{rank}.json"
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            self._stacks = open(path.with_suffix(".stacks"), "w")
-            # A crash in native code leaves its signal and its stack there.
-            faulthandler.enable(self._stacks)
+            self._open(self.folder / f"rank-{rank}.json")
+        if self.is_enabled:
             self.note(rank=int(rank), host=host, pid=os.getpid(), started=time.time())
+
+    def _open(self, path: Path) -> None:
+        for other in _readable([path]):
+            if other["pid"] != os.getpid() and is_running(other["pid"]) and self.is_temporary:
+                return  # two processes with one RANK: this one has no report
+        # Python writes the signal and the stack of a crash in native code there.
+        self._stacks = open(path.with_suffix(".stacks"), "w")
+        faulthandler.enable(self._stacks)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
-        """The report in the folder that RANK_REPORTS names."""
-        return cls(env.get(FOLDER_VARIABLE) or None, rank_of(env), node_name(env))
+        """The report in the folder of RANK_REPORTS. Without it a temporary report; none for a single
+        process."""
+        folder, rank, node = env.get(FOLDER_VARIABLE), rank_of(env), node_name(env)
+        if folder or world_size_of(env) == 1:
+            return cls(folder or None, rank, node)
+        return cls(shared_temporary_folder(env, node), rank, node, is_temporary=True)
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a report, so that nothing need be said on stderr."""
+        """Whether there is a report, so that errors need not be printed to stderr."""
         return self._file is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `end` was called."""
+        return "end" in self._facts
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the rank finished, or stopped on request without being sent a signal."""
+        end = self._facts.get("end")
+        return end is ExitStatus.FINISHED or (end is ExitStatus.REQUEUE and "signal" not in self._facts)
+
     def note(self, **facts: Any) -> None:
-        """Adds facts (`stage`, `signal`, ...) and writes."""
+        """Adds facts (`stage`, `signal`, ...) and writes the file."""
         with self._lock:
             self._facts |= facts
             self._write()
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` steps are done. Not written before something else is: a step costs no file access."""
+        """Records that `iteration` steps are done. The file is written with the next fact, not at each
+        step."""
         self._facts["iteration"] = iteration
 
     def end(self, end: ExitStatus, text: str = "", **facts: Any) -> bool:
-        """Tells how this rank ends. text: what to say of it, the last line being the sentence. False if that
-        cannot be kept."""
+        """Records how this rank ends. text: the error; its last line is the sentence. Returns False if the
+        file cannot be written."""
         with self._lock:
             if "end" not in self._facts:
                 self._mark_failed(end)
@@ -94,30 +120,40 @@ class RankReport:
             return self._write()
 
     def write_stacks(self) -> None:
-        """Writes the stacks of all threads beside the report; without reports, to stderr."""
+        """Writes the stacks of all threads to `rank-<N>.stacks`; without reports to stderr."""
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(self._stacks or sys.stderr, all_threads=True)
 
-    def siblings(self) -> dict[int, int]:
-        """Rank -> process id of the other ranks on this machine."""
+    def siblings(self) -> list[dict[str, Any]]:
+        """The reports of the other ranks on this machine."""
         others = read_reports(self.folder) if self.folder is not None else []
-        here = (other for other in others if other["host"] == self._facts["host"])
-        return {other["rank"]: other["pid"] for other in here if other["pid"] != os.getpid()}
+        return [
+            other for other in others if other["host"] == self._facts["host"] and other["pid"] != os.getpid()
+        ]
 
     def stop_requested(self) -> bool:
-        """Whether the job's script has asked the run to save and exit, by a file beside the reports."""
+        """Whether the job's script has requested to save and exit, by a file in the folder."""
         return self.folder is not None and (self.folder / STOP_REQUEST_FILE).exists()
 
     def another_rank_failed(self) -> bool:
-        """Whether a rank has told that it failed: then no step of this run will end any more."""
+        """Whether a rank has reported a failure, so that the steps of the others cannot finish."""
         return self.folder is not None and (self.folder / FAILED_FILE).exists()
 
+    @contextmanager
+    def folder_lock(self) -> Iterator[None]:
+        """Holds a lock among the ranks that share the folder."""
+        assert self.folder is not None
+        with open(self.folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def remove_folder(self) -> None:
+        """Deletes a temporary folder with all reports."""
+        if self.folder is not None and self.is_temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def _mark_failed(self, end: ExitStatus) -> None:
-        if self.folder is not None and end not in (
-            ExitStatus.FINISHED,
-            ExitStatus.CONTINUED,
-            ExitStatus.SIGNALLED,
-        ):
+        if self.folder is not None and end not in _WITHOUT_FAILURE:
             with suppress(OSError):
                 (self.folder / FAILED_FILE).touch()
 
@@ -132,7 +168,7 @@ class RankReport:
 
 
 def _fitting(facts: dict[str, Any]) -> bytes:
-    """As JSON; of a text that is too long, the end."""
+    """As JSON. A text that is too long is cut at its start."""
     while len(encoded := json.dumps(facts).encode()) > _REPORT_BYTES:
         text = facts["text"]
         facts = {**facts, "text": text[len(text) // 4 + 1 :]}
@@ -140,7 +176,7 @@ def _fitting(facts: dict[str, Any]) -> bytes:
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports of a folder by rank; one that cannot be read is left out."""
+    """The reports in a folder, sorted by rank, without those that cannot be read."""
     return sorted(_readable(folder.glob("rank-*.json")), key=lambda report: report["rank"])
 
 

@@ -1,8 +1,8 @@
-"""How the processes of a run find each other: one store, the arrival of every rank, the same flags on all.
+"""Rendezvous: the processes of a run connect to one store, and rank 0 compares their flags.
 
-torch's own rendezvous waits silently, and starts with whatever flags each process was given. Here rank 0
-prints whom it waits for, nobody waits longer than --start-timeout, and the configurations are compared before
-any process group exists: ranks with unequal flags would train on and diverge, or wait for each other forever.
+torch's rendezvous waits silently and does not compare flags. Here rank 0 prints which ranks are missing, no
+rank waits longer than --start-timeout, and the configurations are compared before any process group exists.
+Ranks with different flags would hang or train different models.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron.config import Config, ConfigError
 from megatron.config.config import SECTIONS
 from megatron.config.fields import option_name
 
-# A line is printed after each of these pauses.
+# Time between two lines about missing ranks.
 _REPORT_INTERVAL_S = 30.0
 _POLL_INTERVAL_S = 0.05
 _CONNECT_TIMEOUT_S = 30.0
-# A name that is unknown for longer than this is misspelt: a name server that starts late is not so slow.
+# A name server may start late, but not later than this: then the name is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
-_FAREWELL_S = 5.0
+_INFORM_TIMEOUT_S = 5.0
 _MISSING_RANKS_SHOWN = 8
 _DIFFERENCES_SHOWN = 3
 # Differs between ranks by design.
@@ -43,20 +43,20 @@ _PER_PROCESS_SETTINGS = {("parallel", "local_rank")}
 
 @dataclass(frozen=True)
 class Address:
-    """Where this process is in the world, and where the processes meet."""
+    """Rank of this process, and address of the store."""
 
     rank: int
     world_size: int
     host: str
     port: int
     hosts_store: bool
-    """Whether this process starts the store; under torch's launcher its agent has."""
-    reports: bool
-    """Whether this process prints what it waits for before the store can be reached: one per node."""
+    """Whether this process starts the store. Under torch's launcher its agent has started it."""
+    prints_waiting: bool
+    """Whether this process prints that it waits for the store: one process per node."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Address:
-        """By the variables that a launcher, or `launch.adopt_slurm_task`, has set."""
+        """From the variables that a launcher or `launch.init_from_slurm_env` has set."""
         rank = int(env["RANK"])
         has_agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
@@ -65,31 +65,35 @@ class Address:
             env["MASTER_ADDR"],
             int(env["MASTER_PORT"]),
             hosts_store=rank == 0 and not has_agent_store,
-            reports=env.get("LOCAL_RANK", "0") == "0",
+            prints_waiting=env.get("LOCAL_RANK", "0") == "0",
         )
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
-def connect_processes(address: Address, config: Config) -> dist.Store:
-    """Waits until all processes have arrived; returns the store through which they can make process groups.
+def connect_processes(address: Address, config: Config, device: str = "") -> dist.Store:
+    """Waits until all processes have connected; returns the store for their process groups.
 
-    Raises on every rank: SharedConfigError where flags differ between ranks or two processes have one rank,
-    RunStopped where processes are still missing after --start-timeout seconds, ConfigError for an address or
-    a port that cannot work.
+    device: a name of this process's device, see `devices.device_id`.
+
+    Raises SharedConfigError on every rank if flags differ between ranks or two processes have the same rank
+    or device, RunStopped on every rank if processes are missing after --start-timeout seconds, and
+    ConfigError for an address or a port that cannot be used.
     """
     deadline = time.monotonic() + config.parallel.start_timeout
     _resolve(address)
     store = _open_store(address, deadline)
     _take_rank(store, address)
     store.set(f"node {address.rank}", node_name(os.environ))
+    store.set(f"device {address.rank}", device)
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
     store.set(f"digest {address.rank}", _digest(config))
     store.add("arrived", 1)
     if address.rank == 0:
         try:
-            verdict = _wait_for_all(store, address, deadline) or _difference(store, address.world_size)
+            verdict = _wait_for_all(store, address, deadline)
+            verdict = verdict or _difference(store, address.world_size) or _shared_device(store, address)
         except RunStopped as error:
             _announce(store, f"missing {error}")
             raise
@@ -103,34 +107,38 @@ def connect_processes(address: Address, config: Config) -> dist.Store:
 
 @contextmanager
 def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """An error that rank 0 meets in the block, before the processes meet, ends the others at once: else they
-    wait until --start-timeout. Who has not come within some seconds is not waited for."""
+    """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait until
+    --start-timeout. For use before `connect_processes`. Ranks that do not connect within some seconds are not
+    informed. A ConfigError of another rank is sent to rank 0, which informs all."""
     try:
         yield
     except Exception as error:
         if int(env.get("WORLD_SIZE", "1")) > 1:
             address = Address.from_environment(env)
             kind = "unequal" if isinstance(error, ConfigError) else "missing"
-            with suppress(ConfigError, RunStopped, dist.DistError):  # the error itself is to be told
-                store = _open_store(address, time.monotonic() + _FAREWELL_S)
-                _announce(store, f"{kind} {error}", address.world_size - 1)
+            with suppress(ConfigError, RunStopped, dist.DistError):  # the error itself matters more
+                store = _open_store(address, time.monotonic() + _INFORM_TIMEOUT_S)
+                if address.rank == 0:
+                    _announce(store, f"{kind} {error}", address.world_size - 1)
+                elif isinstance(error, ConfigError):
+                    store.set("mistake", str(error))
         raise
 
 
 def _open_store(address: Address, deadline: float) -> dist.Store:
-    # A restarted job may find the launcher's store with what the last attempt wrote.
+    # After a restart the launcher's store may still hold the keys of the last attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", _connect(address, deadline))
 
 
 def _take_rank(store: dist.Store, address: Address) -> None:
-    """Raises ConfigError if another process has this rank already, and lets rank 0 tell all others."""
+    """Raises ConfigError if another process already has this rank, and informs rank 0."""
     me = f"{node_name(os.environ)} {secrets.token_hex(8)}"
     first = store.compare_set(f"process {address.rank}", "", me).decode()
     if first != me:
         mistake = (
             f"two processes have RANK {address.rank}, one on {first.rpartition(' ')[0]} and one on "
-            f"{node_name(os.environ)}: give each of the {address.world_size} processes a rank of its own"
+            f"{node_name(os.environ)}: give each of the {address.world_size} processes a different rank"
         )
         store.set("mistake", mistake)
         raise ConfigError(mistake)
@@ -164,17 +172,17 @@ def _connect(address: Address, deadline: float) -> dist.Store:
                 f"({_first_line(error)}): another program, or another job, listens there; set another port"
             ) from error
     last = time.monotonic()
-    # A plain socket first: torch's store prints the stack of every attempt that fails.
+    # A plain socket first: torch's store prints a stack for every failed attempt.
     while not _is_open(address):
         now = time.monotonic()
         if now >= deadline:
             raise RunStopped(
-                f"rank {address.rank} found nobody at {address} within --start-timeout: is rank 0 started, "
-                "or has it ended with an error (see its output), and are MASTER_ADDR and MASTER_PORT those "
-                "of its node?",
-                everywhere=False,
+                f"rank {address.rank} could not connect to {address} within --start-timeout: check that rank "
+                "0 has started and has not failed (see its output), and that MASTER_ADDR and MASTER_PORT are "
+                "those of its node",
+                on_all_ranks=False,
             )
-        if now - last >= _REPORT_INTERVAL_S and address.reports:
+        if now - last >= _REPORT_INTERVAL_S and address.prints_waiting:
             _print(f"rank {address.rank} is waiting for rank 0 at {address}")
             last = now
         time.sleep(_POLL_INTERVAL_S)
@@ -190,7 +198,8 @@ def _is_open(address: Address) -> bool:
 
 
 def _wait_for_all(store: dist.Store, address: Address, deadline: float) -> str:
-    """The mistake that a process has found meanwhile, in one sentence; "" once all have arrived."""
+    """Waits for all ranks; returns the error that a rank has reported meanwhile, "" if none. Raises
+    RunStopped after --start-timeout."""
     last = time.monotonic()
     while (arrived := store.add("arrived", 0)) < address.world_size:
         if store.check(["mistake"]):
@@ -216,10 +225,10 @@ def _missing(store: dist.Store, world_size: int) -> str:
 
 
 def _announce(store: dist.Store, verdict: str, others: int | None = None) -> None:
-    """Tells the other ranks, `others` of them or those that have arrived; a store that this process hosts
-    stays until they know, or some seconds."""
+    """Publishes the outcome. After an error waits until `others` ranks (default: those that have connected)
+    have read it, at most some seconds, because the store may end with this process."""
     store.set("verdict", verdict)
-    end = time.monotonic() + _FAREWELL_S
+    end = time.monotonic() + _INFORM_TIMEOUT_S
     while verdict != "ready":
         expected = store.add("arrived", 0) - 1 if others is None else others
         if store.add("informed", 0) >= expected or time.monotonic() > end:
@@ -228,14 +237,14 @@ def _announce(store: dist.Store, verdict: str, others: int | None = None) -> Non
 
 
 def _verdict_of_rank_0(store: dist.Store, address: Address, deadline: float) -> str:
-    # Rank 0 may have begun to wait later than this process.
+    # Rank 0 may have started to wait later than this process.
     seconds = max(deadline - time.monotonic(), 1.0) + _REPORT_INTERVAL_S
     try:
         store.wait(["verdict"], timedelta(seconds=seconds))
     except dist.DistError as error:
         raise RunStopped(
-            f"rank {address.rank}: rank 0 has not answered at {address} ({_first_line(error)})",
-            everywhere=False,
+            f"rank {address.rank}: rank 0 does not answer at {address} ({_first_line(error)})",
+            on_all_ranks=False,
         ) from None
     kind, _, text = store.get("verdict").decode().partition(" ")
     store.add("informed", 1)
@@ -244,7 +253,7 @@ def _verdict_of_rank_0(store: dist.Store, address: Address, deadline: float) -> 
     return text
 
 
-# --- are the flags the same? ---
+# --- comparison of flags ---
 
 
 def _settings(config: Config) -> dict[str, dict[str, Any]]:
@@ -261,7 +270,7 @@ def _digest(config: Config) -> str:
 
 
 def _difference(store: dist.Store, world_size: int) -> str:
-    """One sentence that names the flags and ranks that differ from rank 0's; "" if there are none."""
+    """One sentence that names the flags and ranks that differ from rank 0; "" if none differ."""
     digests = store.multi_get([f"digest {rank}" for rank in range(world_size)])
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not differing:
@@ -275,6 +284,20 @@ def _difference(store: dist.Store, world_size: int) -> str:
         f"the processes were started with different flags: {'; '.join(shown[:_DIFFERENCES_SHOWN])} on rank "
         f"{first} ({node}){more}: start all of them with the same command and the same files"
     )
+
+
+def _shared_device(store: dist.Store, address: Address) -> str:
+    """One sentence that names two ranks with the same device; "" if there are none."""
+    ranks: dict[str, int] = {}
+    for rank in range(address.world_size):
+        device = store.get(f"device {rank}").decode()
+        if device and device in ranks:
+            return (
+                f"ranks {ranks[device]} and {rank} use the same device of {device.split()[0]}: start as many "
+                "processes per node as it has devices, or let each task see its own (srun --gpus-per-task=1)"
+            )
+        ranks[device] = rank
+    return ""
 
 
 def _differing_flags(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""When a run ends before its last iteration: by interval, by minutes, by a signal, by a kill switch."""
+"""Reasons to stop a run before its last iteration: interval, duration, signal, Ctrl-C, kill switch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import TrainingConfig
 
-# Why to stop, as numbers that ranks can compare; of several reasons the largest is told.
+# Reasons as numbers for an all-reduce; if there are several, the largest one is reported.
 _NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH, _FOLDER_LOST = 0, 1, 2, 3, 100, 1000, 2000
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """Why a run leaves early. should_requeue: it was cut short, and the same command goes on from there;
-    at an interval or a kill switch it did all that was asked for."""
+    """Why a run stops early. status: REQUEUE if the same command should resume it, INTERRUPTED after Ctrl-C,
+    FINISHED if the user set this end (an interval, a kill switch)."""
 
     sentence: str
-    should_requeue: bool
+    status: ExitStatus
 
 
 @dataclass(frozen=True)
 class ExitConditions:
-    """The conditions under which every rank leaves the loop, after the same step.
+    """The conditions for an early exit. All ranks exit after the same step.
 
-    signals: names as "SIGTERM"; they count from `listen` on. report: knows when the program started, so that
-    minutes include the start-up, and whether the job's script asks to leave. folder_loss: why rank 0 must not
-    write to --save any more, None as long as it may; asked after every step, so it must not look at files.
+    signals: names such as "SIGTERM"; handled after `install_handlers`. report: holds the start time of the
+    program (the duration includes the start) and whether the job's script has requested a stop. folder_loss:
+    returns why rank 0 must no longer write to --save, or None. It is called after every step, so it must not
+    access files.
     """
 
     interval: int | None
@@ -61,28 +63,32 @@ class ExitConditions:
             folder_loss=folder_loss,
         )
 
-    def install_handlers(self) -> None:
-        """From now on the signals no longer end the process. To be called in the main thread."""
-        for name in self.signals:
-            signal.signal(signal.Signals[name], lambda number, _: self._received.append(number))
+    def install_handlers(self) -> frozenset[int]:
+        """Installs handlers, so that the signals and SIGINT no longer end the process. Returns their numbers.
+        Call it in the main thread."""
+        numbers = frozenset({signal.SIGINT, *(signal.Signals[name] for name in self.signals)})
+        for number in numbers:
+            signal.signal(number, lambda number, _: self._received.append(number))
+        return numbers
 
-    def reason_before_training(self, device: torch.device | str = "cpu") -> ExitReason | None:
-        """Why not to start at all, or None. Collective, as `reason` is, and raises what that raises."""
-        return self._exit_reason(self._all_ranks_code(_NONE, device))
+    def request(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
+        """The reason to stop between two steps: before the first one, or inside an evaluation. Does not
+        consider --exit-interval. Collective; raises as `reason` does."""
+        return self._exit_reason(self._all_ranks_code(_NONE, device), iteration)
 
     def reason(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
-        """Why to stop after step `iteration`, or None to go on.
+        """The reason to stop after step `iteration`, or None.
 
-        Every rank calls it after every step and gets the same answer, by one all-reduce of one number through
-        `device`: a signal may have reached one rank only, and rank 0 alone reads the clock and files.
-        Raises RunStopped on every rank if the job has lost --save to another job: nothing can be saved.
+        Every rank calls it after every step and gets the same result, by an all-reduce of one number on
+        `device`: a signal may have reached one rank only, and only rank 0 reads the clock and files. Raises
+        RunStopped on every rank if another job has taken over --save, so that nothing can be saved.
         """
         at_interval = bool(self.interval) and iteration % int(self.interval or 1) == 0
         code = self._all_ranks_code(_INTERVAL if at_interval else _NONE, device)
         return self._exit_reason(code, iteration)
 
     def _all_ranks_code(self, code: int, device: torch.device | str) -> int:
-        """The largest code of: the given one (equal on all ranks), and what each rank has found out."""
+        """The largest of the given code (equal on all ranks) and the codes that the ranks have found."""
         if _rank() == 0:
             if self.folder_loss() is not None:
                 code = _FOLDER_LOST
@@ -103,28 +109,37 @@ class ExitConditions:
         if code == _FOLDER_LOST:
             raise RunStopped(self.folder_loss() or "rank 0 has lost the --save folder to another job")
         if code == _KILL_SWITCH:
-            return ExitReason(f"exiting program: kill switch {self.kill_switch_path} exists", False)
+            return ExitReason(
+                f"exiting program: kill switch {self.kill_switch_path} exists", ExitStatus.FINISHED
+            )
         if code >= _SIGNAL:
             name = signal.Signals(code - _SIGNAL).name
-            return ExitReason(f"exiting program at iteration {iteration}: {name} (--exit-signal)", True)
+            if name in self.signals:
+                sentence = f"exiting program at iteration {iteration}: {name} (--exit-signal)"
+                return ExitReason(sentence, ExitStatus.REQUEUE)
+            sentence = f"exiting program at iteration {iteration}: {name}"
+            return ExitReason(sentence, ExitStatus.INTERRUPTED)
         if code == _REQUESTED:
             return ExitReason(
-                f"exiting program at iteration {iteration}: the job's script asked for it", True
+                f"exiting program at iteration {iteration}: the job's script requested a stop",
+                ExitStatus.REQUEUE,
             )
         if code == _DURATION:
             limit = f"--exit-duration-in-mins {self.duration_mins:g}"
-            return ExitReason(f"exiting program after {self._minutes():.1f} minutes ({limit})", True)
+            sentence = f"exiting program after {self._minutes():.1f} minutes ({limit})"
+            return ExitReason(sentence, ExitStatus.REQUEUE)
         if code == _INTERVAL:
             sentence = f"exiting program at iteration {iteration} (--exit-interval {self.interval})"
-            return ExitReason(sentence, False)
+            return ExitReason(sentence, ExitStatus.FINISHED)
         return None
 
 
 def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:
-    """The largest `code` of all ranks, all of which call this at the same step; `code` if alone."""
+    """The largest `code` of all ranks; `code` itself for a single process. Collective."""
     if not _distributed() or torch.distributed.get_world_size() == 1:
         return code
-    largest = torch.tensor([code], dtype=torch.int32, device=device)
+    # Filled on the device: a copy from the host would synchronize with it.
+    largest = torch.full((1,), code, dtype=torch.int32, device=device)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return int(largest.item())
 

@@ -1,7 +1,7 @@
-"""A thread that watches over the others of its process: a step that never ends, a signal that nobody handles.
+"""The watchdog: a thread that ends the process after a hang, or on a signal if the main thread cannot react.
 
-The main thread may be inside a collective, in native code, where no Python handler runs and no exception
-arrives. This thread then still writes the report of its rank, and ends the process.
+While the main thread waits in a collective (native code), no Python signal handler runs and no exception is
+raised. The watchdog thread still writes the rank's report and ends the process.
 """
 
 from __future__ import annotations
@@ -12,114 +12,169 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import NoReturn
 
+from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
+from megatron.cluster.hang_detector import HangDetector, Phase
 from megatron.cluster.launch import node_name
-from megatron.cluster.rank_reports import ExitStatus, RankReport
+from megatron.cluster.local.diagnosis import conclude
+from megatron.cluster.local.processes import is_running, process_state
+from megatron.cluster.rank_reports import RankReport
 
-# As timeout(1) says it.
-HANG_EXIT_CODE = 124
-# How long a rank that has found a hang waits for the others to find it too, before it ends and ends them.
+# After a hang a rank waits this long before it exits, so that the other ranks can report the hang too.
 _GRACE_S = 3.0
 _TICK_S = 1.0
+# A rank whose node has lost another rank ends after this time: usually its next collective fails earlier.
+_ABORT_AFTER_S = 10.0
+# After SIGINT before the training loop, the main thread has this long to end by KeyboardInterrupt.
+_INTERRUPT_S = 5.0
 
 
 class Watchdog:
-    """Notes SIGTERM where a report is kept, and ends the process on it, unless the training loop handles it
-    and no other rank has failed. From `start` to `pause` or `stop` it waits for beats. To be made in the main
+    """Ends the process if it makes no progress (see `HangDetector`), on SIGTERM or SIGINT that the main
+    thread does not handle, on a second SIGINT, and if another rank of the node failed. Create it in the main
     thread."""
 
     def __init__(self, report: RankReport) -> None:
         self.report = report
-        self._timeout_s = 0.0
-        self._beats = 0
-        self._watching = self._signals_handled = self._signalled = self._stopped = False
+        self._hangs = HangDetector(0.0)
+        self._signals: list[int] = []
+        self._handled: frozenset[int] = frozenset()
+        self._signalled_at = self._aborting_since = 0.0
+        self._stopped = False
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        if report.is_enabled:
-            # The number of each signal that has a handler in Python is written there at once, by the C code.
-            signal.set_wakeup_fd(self._awake, warn_on_full_buffer=False)
-            signal.signal(signal.SIGTERM, lambda *_: None)
-            # A data loader's process would write into this one's pipe.
-            os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
+        # Python's C handler writes the number of each signal there at once.
+        signal.set_wakeup_fd(self._awake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        # A forked process must not write to the pipe of its parent.
+        os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         self._thread.start()
 
-    def start(self, timeout_s: float, *, signals_handled: bool = False) -> None:
-        """From now on a `heartbeat` must come every timeout_s seconds; 0: no limit. signals_handled: the main
-        thread handles SIGTERM."""
-        self._beats += 1
-        self._timeout_s, self._watching, self._signals_handled = timeout_s, True, signals_handled
+    def start(self, timeout_s: float) -> None:
+        """From now on hangs are detected, with --hang-timeout timeout_s; 0: never."""
+        self._hangs = HangDetector(timeout_s)
 
-    def heartbeat(self, iteration: int) -> None:
-        """The main thread gets on, and has done `iteration` steps."""
-        self._beats += 1
-        self.report.set_iteration(iteration)
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """The limit of `phase` holds in the block."""
+        self._hangs.enter(phase, time.monotonic())
+        try:
+            yield
+        finally:
+            self._hangs.leave(time.monotonic())
 
-    def pause(self) -> None:
-        """Until the next `start` the main thread may take its time."""
-        self._watching = False
+    def heartbeat(self) -> None:
+        """The main thread makes progress."""
+        self._hangs.heartbeat()
+
+    def set_handled_signals(self, numbers: frozenset[int]) -> None:
+        """From now on the main thread handles these signals: they do not end the process."""
+        self._handled = numbers
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """Ends the thread."""
         self._stopped = True
         os.write(self._awake, b"\0")
         self._thread.join()
 
     def _run(self) -> None:
-        before, beats, silent_s = time.monotonic(), 0, 0.0
         while not self._stopped:
             ready, _, _ = select.select([self._wake], [], [], _TICK_S)
-            if ready and signal.SIGTERM in os.read(self._wake, 4096):
-                self._signalled = True
-                self.report.note(signal="SIGTERM")
-            # Nobody else will handle it: training has not begun, or is stuck for another's failure. Slurm and
-            # torch's launcher would wait half a minute before they kill.
-            if self._signalled and (not self._signals_handled or self.report.another_rank_failed()):
-                self.report.end(ExitStatus.SIGNALLED)
-                os._exit(128 + signal.SIGTERM)
             now = time.monotonic()
-            # Time in which this process stood still as a whole (Ctrl-Z, a suspended job) does not count.
-            silent_s = silent_s + min(now - before, _TICK_S) if beats == self._beats else 0.0
-            before, beats = now, self._beats
-            if self._watching and 0 < self._timeout_s < silent_s:
+            for number in os.read(self._wake, 4096) if ready else b"":
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    self._note_signal(number, now)
+            if self.report.has_ended:
+                continue  # the main thread ends the process
+            self._check_signals(now)
+            self._check_other_ranks(now)
+            if self._hangs.tick(now, _io_bytes()):
                 self._exit_on_hang()
 
+    def _note_signal(self, number: int, now: float) -> None:
+        self._signalled_at = self._signalled_at or now
+        self._signals.append(number)
+        self.report.note(signal=signal.Signals(number).name)
+        if self.report.has_ended:
+            self.report.hurry.set()
+
+    def _check_signals(self, now: float) -> None:
+        """Ends the process on a signal that the main thread does not handle in time."""
+        if self._signals.count(signal.SIGINT) > 1:
+            self._exit(ExitStatus.SIGNALLED, 128 + signal.SIGINT, "interrupted twice (SIGINT)")
+        # A step does not end any more if another rank has failed. Slurm and torch's launcher would wait 30 s
+        # before SIGKILL.
+        if not self._signals or (
+            set(self._signals) <= self._handled and not self.report.another_rank_failed()
+        ):
+            return
+        number = self._signals[-1]
+        if number == signal.SIGTERM or now - self._signalled_at > _INTERRUPT_S:
+            self._exit(ExitStatus.SIGNALLED, 128 + number, f"ended by {signal.Signals(number).name}")
+
+    def _check_other_ranks(self, now: float) -> None:
+        """Ends the process some seconds after a rank of this node failed or was killed. Only if the ranks
+        share a temporary folder: otherwise the job's script or the launcher ends them."""
+        if not self.report.is_temporary:
+            return
+        lost = any("end" not in other and not is_running(other["pid"]) for other in self.report.siblings())
+        if not (lost or self.report.another_rank_failed()):
+            return
+        self._aborting_since = self._aborting_since or now
+        if now - self._aborting_since > _ABORT_AFTER_S:
+            self._exit(ExitStatus.ABORTED, FAILURE_EXIT_CODE, "another rank of this node has ended")
+
     def _exit_on_hang(self) -> NoReturn:
-        place, pause = main_thread_location(), f"no step ended for {self._timeout_s:g} s"
+        place = main_thread_location()
+        problem = f"no progress for {self._hangs.silent_s:.0f} s in {self._hangs.phase.value}"
         self.report.write_stacks()
-        stopped = [rank for rank, pid in self.report.siblings().items() if _is_stopped(pid)]
-        if not self.report.end(ExitStatus.HANG, pause, place=place, stopped=stopped):
+        stopped = [
+            other["rank"] for other in self.report.siblings() if process_state(other["pid"]) in ("T", "t")
+        ]
+        if not self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped):
             where = f"rank {self.report.rank} on {node_name(os.environ)}"
-            print(f"error: {where}: {pause} (--hang-timeout), at {place}", file=sys.stderr, flush=True)
+            print(f"error: {where}: {problem} (--hang-timeout), at {place}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
+        conclude(self.report)
         os._exit(HANG_EXIT_CODE)
+
+    def _exit(self, status: ExitStatus, code: int, sentence: str) -> NoReturn:
+        if self.report.end(status):
+            conclude(self.report)
+        else:
+            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _io_bytes() -> int:
+    """Bytes that this process has read and written, files and sockets; 0 if the system does not count
+    them."""
+    try:
+        with open("/proc/self/io") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
+    except OSError:
+        return 0
 
 
 def main_thread_location() -> str:
-    """Where the main thread is: the innermost call of this program, and the innermost."""
+    """The position of the main thread: the innermost frame of this package, and the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = _name(frame) if frame is not None else "nowhere"
-    while frame is not None and not _is_ours(frame):
+    while frame is not None and not _is_own_code(frame):
         frame = frame.f_back
     return innermost if frame is None or _name(frame) == innermost else f"{_name(frame)} -> {innermost}"
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_own_code(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("megatron", "__main__")
 
 
 def _name(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal holds a process of this machine (SIGSTOP, or a debugger)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False

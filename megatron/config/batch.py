@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from megatron.config.config import Config
+
+# The batch sizes of a ramp-up are walked through one by one. Published runs have at most 127 increments.
+_MAX_INCREMENTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,12 @@ class BatchSchedule:
                 f"{batch.global_batch_size}: expected a START below it, and {batch.global_batch_size} - "
                 f"START = {growth} to be a multiple of INCREMENT"
             )
+        if schedule.num_increments > _MAX_INCREMENTS:
+            raise ConfigError(
+                f"--rampup-batch-size {start} {increment} {samples} reaches --global-batch-size "
+                f"{batch.global_batch_size} in {schedule.num_increments:,} increments: expected at most "
+                f"{_MAX_INCREMENTS:,}, use a larger INCREMENT"
+            )
         return schedule
 
     @property
@@ -51,12 +64,18 @@ class BatchSchedule:
         start, increment, _ = self.rampup
         return (self.global_batch_size - start) // increment
 
-    def sizes(self) -> list[int]:
-        """All global batch sizes of the run, in order."""
-        if self.rampup is None:
-            return [self.global_batch_size]
-        start, increment, _ = self.rampup
-        return [start + step * increment for step in range(self.num_increments + 1)]
+    def sizes(self, consumed_samples: int = 0) -> range:
+        """The global batch sizes of the steps from `consumed_samples` on, ascending."""
+        increment = 1 if self.rampup is None else self.rampup[1]
+        return range(self.global_batch_size_at(consumed_samples), self.global_batch_size + 1, increment)
+
+    def consumed_at_size(self, size: int) -> int:
+        """The number of consumed samples from which on steps have `size` samples, one of `sizes()`."""
+        if self.rampup is None or size == self.rampup[0]:
+            return 0
+        start, increment, samples = self.rampup
+        step = (size - start) // increment
+        return -(-step * samples // self.num_increments)
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Batch size of the step that starts at `consumed_samples`."""
@@ -153,3 +172,21 @@ class BatchSchedule:
                 yield consumed_samples, size, steps
                 consumed_samples += steps * size
         yield consumed_samples, self.global_batch_size, None
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run in iterations and in training samples."""
+
+    iterations: int
+    train_samples: int
+
+    def samples_per_split(self, config: Config) -> tuple[int, int, int]:
+        """Samples of the train, valid and test splits. Validation runs at intervals and at the end."""
+        training, batch = config.training, config.batch.global_batch_size
+        validations = self.iterations // training.eval_interval + 1
+        return (
+            0 if training.no_train else self.train_samples,
+            validations * training.eval_iters * batch,
+            training.eval_iters * batch,
+        )

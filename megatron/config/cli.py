@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron.config.checks.unused import unused_setting_notes
+from megatron.config.checkpoint_args import ReadSavedConfig, add_checkpoint_args
+from megatron.config.checks.unused import risk_notes, unused_setting_notes
 from megatron.config.checks.validate import validate
 from megatron.config.config import SECTIONS, Config
-from megatron.config.deprecated import DEPRECATED_FLAGS
+from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.parsing.weighted_paths import read_groups_file
+from megatron.config.sections.checkpoint import CheckpointConfig
 
 # The groups of --help, with Megatron's names and in its order, and 'stability'.
 HELP_GROUPS = (
@@ -47,18 +49,26 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
-def read_command_line(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> CommandLine:
-    """Parse and validate argv (None: sys.argv[1:]); ConfigError for anything that cannot be run."""
+def read_command_line(
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] = os.environ,
+    read_saved_config: ReadSavedConfig | None = None,
+) -> CommandLine:
+    """Parse and validate argv (None: sys.argv[1:]); ConfigError for anything that cannot be run.
+
+    read_saved_config: reads the configuration of a checkpoint for --use-checkpoint-args.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     given = _parse(argv)
     _apply_launcher_env(given.settings, env)
     _read_groups_files(given.settings)
+    notes = [*given.notes, *_use_checkpoint_args(given.settings, read_saved_config)]
     _check_required(given.settings)
     config = Config(
         **{name: kind(**_section_settings(given.settings, name)) for name, kind in SECTIONS.items()}
     )
     validate(config)
-    return CommandLine(config, (*given.notes, *unused_setting_notes(config)))
+    return CommandLine(config, (*notes, *unused_setting_notes(config), *risk_notes(config)))
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
@@ -127,6 +137,8 @@ def _unknown_argument(parser: argparse.ArgumentParser, unknown: list[str]) -> st
     if not word.startswith("-"):
         return f"unexpected value '{word}': quote a value that contains spaces, or see --help"
     name = word.split("=")[0]
+    if instead := REPLACED_FLAGS.get("--" + name.lstrip("-").replace("_", "-")):
+        return f"unknown flag {name}: {instead}"
     nearest = difflib.get_close_matches(
         "--" + name.lstrip("-").replace("_", "-"), parser._option_string_actions, n=1
     )
@@ -295,6 +307,18 @@ def _read_groups_files(settings: dict[str, Any]) -> None:
             )
         if os.path.exists(file) or not settings.get("training.dry_run"):
             settings[groups] = read_groups_file(option, file)
+
+
+def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
+    """Fill in the flags of the checkpoint with --use-checkpoint-args; returns notes for the log."""
+    if not settings.get("checkpoint.use_checkpoint_args"):
+        return []
+    if "checkpoint.load" not in settings:
+        raise ConfigError("--use-checkpoint-args without --load: set --load to the folder of the checkpoint")
+    if read is None:
+        raise ConfigError("--use-checkpoint-args acts in pretrain_gpt.py only: give the flags of the model")
+    saved = read(CheckpointConfig(**_section_settings(settings, "checkpoint")))
+    return [add_checkpoint_args(settings, saved)]
 
 
 def _launcher_number(env: Mapping[str, str], name: str) -> int:

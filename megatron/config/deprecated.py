@@ -1,4 +1,4 @@
-"""Flags of published scripts that are accepted and ignored."""
+"""Flags of other programs: those that are accepted and ignored, and what replaces unknown ones."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ class DeprecatedFlag:
         return f"{self.name} is deprecated and ignored: {self.reason}"
 
 
+# Flags of Megatron-LM, DeepSpeed and transformers that are not flags here -> what to do instead.
+REPLACED_FLAGS: dict[str, str] = {
+    "--gradient-accumulation-steps": "set --global-batch-size, which is --micro-batch-size x accumulation "
+    "steps x data-parallel size",
+    "--use-distributed-optimizer": "set --zero-stage 1, which shards the optimizer state over the "
+    "data-parallel ranks",
+    "--swiglu": "set --glu-activation swiglu",
+}
+
 DEPRECATED_FLAGS: tuple[DeprecatedFlag, ...] = (
     DeprecatedFlag(("--deepspeed",), "DeepSpeed is always used"),
     DeprecatedFlag(
@@ -42,5 +51,6 @@ DEPRECATED_FLAGS: tuple[DeprecatedFlag, ...] = (
     DeprecatedFlag(
         ("--data-impl",), "the format of token files is always mmap", nargs=None, choices=("mmap", "infer")
     ),
+    DeprecatedFlag(("--no-load-rng",), "checkpoints hold no random state"),
     DeprecatedFlag(("--codecarbon-dir",), "emissions are not tracked", nargs=None, metavar="FOLDER"),
 )

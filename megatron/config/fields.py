@@ -1,8 +1,7 @@
 """The description of a command-line flag in a dataclass field, and the base class of the config sections.
 
-`flag(default, help=...)` is used instead of `dataclasses.field`; the parser in cli.py is generated from the
-metadata that it stores. Bounds and choices are checked when a section is constructed, also by other code than
-the parser.
+`flag(default, help=...)` is used instead of `dataclasses.field`. It stores metadata, and cli.py generates the
+parser from it. Bounds and choices are checked whenever a section is constructed, not only by the parser.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ for an unknown name come from this table.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.config.registry import Choice, Registry
 
 # Functions Tensor -> Tensor, element by element.
@@ -59,12 +61,12 @@ OPTIMIZERS = Registry(
     },
 )
 
-# Functions (max_rate, min_rate, progress of the decay from 0 to 1) -> learning rate.
+# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate.
 _DECAY = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 LR_DECAY_STYLES = Registry(
     "--lr-decay-style",
     {
-        "constant": Choice("no decay", "megatron.optimizer.schedule:constant_rate"),
+        "constant": Choice("no decay", "megatron.optimizer.schedule:constant_lr"),
         "linear": Choice(
             "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
         ),
@@ -74,7 +76,7 @@ LR_DECAY_STYLES = Registry(
     },
 )
 
-# Functions (PartitionMethod, LayerTable, PipelineShape) -> Cut.
+# Functions (PartitionMethod, LayerTable, PipelineShape) -> Partition.
 PARTITION_METHODS = Registry(
     "--partition-method",
     {
@@ -94,6 +96,48 @@ PARTITION_METHODS = Registry(
         "stages": Choice(
             "explicit numbers of transformer layers, as in stages:5,6*10,5",
             "megatron.pipeline.methods:explicit_stages",
+        ),
+    },
+)
+
+
+@dataclass(frozen=True)
+class PipelineSchedule(Choice):
+    """A pipeline schedule. Its implementation, for the simulator, is a function (ranks, micro-batches)
+    -> Order.
+
+    model, engine: "module:attribute" of the subclasses of GPTModelPipe and GPTEngine that run it.
+    instructions: that of DeepSpeed's PipeSchedule, which emits the engine's instructions.
+    stages_per_rank: with 2, rank r of p holds stages r and 2p - 1 - r. micro_batches_per_rank: a step needs
+    at least this number x pipeline ranks of micro-batches; 0 if there is no minimum.
+    """
+
+    model: str = ""
+    engine: str = ""
+    instructions: str = ""
+    stages_per_rank: int = 1
+    micro_batches_per_rank: int = 0
+
+
+PIPELINE_SCHEDULES = Registry(
+    "--pipeline-schedule",
+    {
+        "1f1b": PipelineSchedule(
+            "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
+            "megatron.pipeline.schedule:one_f_one_b",
+            model="megatron.model.gpt_model:GPTModelPipe",
+            engine="megatron.engine.pipeline_engine:GPTEngine",
+            instructions="deepspeed.runtime.pipe.schedule:TrainSchedule",
+        ),
+        "dualpipev": PipelineSchedule(
+            "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
+            "pipeline bubble (DualPipeV, arXiv:2412.19437)",
+            "megatron.pipeline.schedule:dual_pipe_v",
+            model="megatron.model.gpt_model:GPTModelDualPipeV",
+            engine="megatron.engine.pipeline_engine:GPTDualPipeVEngine",
+            instructions="deepspeed.runtime.pipe.schedule:DualPipeVSchedule",
+            stages_per_rank=2,
+            micro_batches_per_rank=2,
         ),
     },
 )
@@ -128,5 +172,6 @@ REGISTRIES = (
     OPTIMIZERS,
     LR_DECAY_STYLES,
     PARTITION_METHODS,
+    PIPELINE_SCHEDULES,
     TOKENIZERS,
 )

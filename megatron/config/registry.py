@@ -1,12 +1,11 @@
-"""Named choices of a setting, each with a description and an implementation that is imported when it is "
-"used."""
+"""Named choices of a setting, each with a description and an implementation that is imported on use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megatron.config.errors import ConfigError
 
@@ -24,14 +23,23 @@ class Choice:
     settings: tuple[str, ...] = ()
 
 
-class Registry(Mapping[str, Choice]):
+def load_object(path: str) -> Any:
+    """Import and return the object at "module:attribute"."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+_ChoiceT = TypeVar("_ChoiceT", bound=Choice)
+
+
+class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
     """The choices of the flag `option`, by name."""
 
-    def __init__(self, option: str, choices: Mapping[str, Choice]) -> None:
+    def __init__(self, option: str, choices: Mapping[str, _ChoiceT]) -> None:
         self.option = option
         self._choices = dict(choices)
 
-    def __getitem__(self, name: str) -> Choice:
+    def __getitem__(self, name: str) -> _ChoiceT:
         if name not in self._choices:
             raise ConfigError(f"{self.option} is '{name}': expected one of {', '.join(self._choices)}")
         return self._choices[name]
@@ -47,8 +55,7 @@ class Registry(Mapping[str, Choice]):
 
     def load(self, name: str) -> Any:
         """Import and return the implementation of a choice. ConfigError for an unknown name."""
-        module, _, attribute = self[name].implementation.partition(":")
-        return getattr(import_module(module), attribute)
+        return load_object(self[name].implementation)
 
     def describe(self) -> str:
         """All choices with their descriptions, for --help."""

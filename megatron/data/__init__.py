@@ -1,13 +1,14 @@
-"""From token files to micro-batches.
+"""The data pipeline, from jsonl text to micro-batches of tensors.
 
-indexed_dataset  the .bin and .idx files
-splits           which documents train, validate and test
-indices          the order of the samples
-index_cache      that order as files beside the data
-gpt_dataset      samples, by number
-sampler          which samples each data rank reads
-loader           micro-batches of tensors
-preprocessing    from jsonl text to token files
+preprocessing    tokenizes jsonl text into token files
+indexed_dataset  reads and writes token files: Megatron's .bin and .idx
+splits           assigns documents to the train, valid and test splits
+indices          computes the document, sample and shuffle index of a split
+index_cache      stores these three arrays as .npy files
+gpt_dataset      map-style datasets of samples, one per split
+blended_dataset  a weighted blend of several datasets
+sampler          assigns samples to data-parallel ranks
+loader           reads the micro-batches of one data-parallel rank
 
-The modules are imported one by one, so that preparing data does not wait for torch.
+This file imports nothing: preprocessing does not need torch, whose import takes seconds.
 """

@@ -1,47 +1,56 @@
-"""Several datasets as one: which sample of which of them comes when.
+"""A weighted blend of datasets: the component of sample i of the blend, and its sample there.
 
-Component j has the integer weight a_j, and A is the sum of all. Its sample k has the time
-(2k + 1) A / (2 a_j), the middle of the stretch in which it is due if the blend reads one sample per unit of
-time. The order of the blend is the order of these times, and at equal times that of the components:
-Sainte-Laguë's method, by which parliaments share out seats. It is the same for every length and needs no
-table: until the time T component j had (2 a_j T + A) // (2 A) samples, so a stretch of time can be sorted by
-itself.
+Component j has the integer weight a_j, and A is the sum of the weights. Its sample k gets the time
+(2k + 1) A / (2 a_j). The blend reads the samples of all components in the order of these times; at equal
+times, the component with the lower index is first. This is the Sainte-Laguë (Webster) method of apportionment
+(https://en.wikipedia.org/wiki/Sainte-Lagu%C3%AB_method).
 
-How even it is: no component is ever more than half a sample from its share of the time passed. Of the first n
-samples, each of J components therefore has its share a_j n / A to within (1 + (J - 2) a_j / A) / 2 samples.
+The order does not depend on the number of samples of the blend. Component j has (2 a_j T + A) // (2 A)
+samples with a time of at most T, so any interval of time can be sorted without the samples before it.
+
+Error bound: at time T the number of samples of component j differs from a_j T / A by at most 1/2. Among the
+first n samples of a blend of J components, it differs from a_j n / A by at most (1 + (J - 2) a_j / A) / 2.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from megatron.data.gpt_dataset import GPTDataset
-
-# Times of one chunk. Sorting it takes milliseconds, and holding it a megabyte.
+# Length of a chunk in units of time, about one sample each. Sorting a chunk takes milliseconds and 1 MB.
 CHUNK = 1 << 16
-CHUNKS_KEPT = 4  # threads that read ahead may stand in neighbouring chunks
-# Weights whose sum would be larger are rounded to parts of this: an error of a sample in 2**31, while the
-# numerators below, up to CHUNK times the sum, stay whole numbers in float64.
-LARGEST_SUM = 1 << 32
+# Threads that read ahead can be in neighbouring chunks, so more than one chunk is cached.
+CACHED_CHUNKS = 4
+# If the sum of the integer weights exceeds this, they are rounded. The error is one sample in 2**31. The
+# numerators in `_sorted_chunk` are at most CHUNK times the sum, which float64 represents exactly.
+MAX_WEIGHT_SUM = 1 << 32
+
+
+class SampleDataset(Protocol):
+    """A map-style dataset of one split. Sample i is int64 [seq_length + 1]; training reads them in order."""
+
+    @property
+    def name(self) -> str:
+        """Name of the split or of the weighted group."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> npt.NDArray[np.int64]: ...
 
 
 def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """The weights (above 0) as whole numbers in the same ratio, to 1 part in 2**32 where that takes more."""
+    """Positive weights as coprime integers in the same ratio, rounded if their sum exceeds MAX_WEIGHT_SUM."""
     whole = lcm(*(weight.denominator for weight in weights))
     scaled = [int(weight * whole) for weight in weights]
     total = sum(scaled)
-    if total // gcd(*scaled) > LARGEST_SUM:
-        # Kept below the limit though every weight is at least 1.
-        parts = LARGEST_SUM - len(scaled)
+    if total // gcd(*scaled) > MAX_WEIGHT_SUM:
+        # The subtraction keeps the sum below the limit although every weight is raised to at least 1.
+        parts = MAX_WEIGHT_SUM - len(scaled)
         scaled = [max(round(Fraction(parts * weight, total)), 1) for weight in scaled]
     divisor = gcd(*scaled)
     return tuple(weight // divisor for weight in scaled)
@@ -49,32 +58,33 @@ def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order for these integer weights, each above 0."""
+    """The order of a blend with these positive integer weights, as the module's docstring defines it."""
 
     weights: tuple[int, ...]
 
     def samples_until(self, time: int) -> list[int]:
-        """How many samples of each component have a time of at most `time`."""
+        """The number of samples of each component whose time is at most `time`."""
         total = sum(self.weights)
         return [(2 * weight * time + total) // (2 * total) for weight in self.weights]
 
     def samples_of_components(self, num_samples: int) -> list[int]:
-        """How many of the first `num_samples` of the blend each component gives."""
-        chunk, first = self._place(num_samples)
+        """The number of samples of each component among the first `num_samples` of the blend."""
+        chunk, first = self._chunk_of(num_samples)
         components, _ = self.chunk(chunk)
-        inside = np.bincount(components[: num_samples - first], minlength=len(self.weights))
+        counts = np.bincount(components[: num_samples - first], minlength=len(self.weights))
         before = self.samples_until(chunk * CHUNK)
-        return [start + int(count) for start, count in zip(before, inside, strict=True)]
+        return [start + int(count) for start, count in zip(before, counts, strict=True)]
 
     def find(self, sample: int) -> tuple[int, int]:
-        """(component, number of the sample in it) of a sample of the blend."""
-        chunk, first = self._place(sample)
+        """Return (component, index of the sample in that component) for a sample of the blend."""
+        chunk, first = self._chunk_of(sample)
         components, numbers = self.chunk(chunk)
         return int(components[sample - first]), int(numbers[sample - first])
 
-    def _place(self, sample: int) -> tuple[int, int]:
-        """The chunk that holds a sample, and the number of that chunk's first."""
-        chunk = sample // CHUNK  # at most a few samples off: there is one per unit of time
+    def _chunk_of(self, sample: int) -> tuple[int, int]:
+        """Return (chunk that contains the sample, first sample of that chunk)."""
+        # There is about one sample per unit of time, so this estimate is wrong by one chunk at most.
+        chunk = sample // CHUNK
         while _first_sample(self.weights, chunk) > sample:
             chunk -= 1
         while _first_sample(self.weights, chunk + 1) <= sample:
@@ -82,16 +92,16 @@ class BlendOrder:
         return chunk, _first_sample(self.weights, chunk)
 
     def chunk(self, chunk: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Components and sample numbers of the times after chunk * CHUNK and up to (chunk + 1) * CHUNK."""
+        """Return (components, samples in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
         return _sorted_chunk(self.weights, chunk)
 
 
-@lru_cache(maxsize=4 * CHUNKS_KEPT)
+@lru_cache(maxsize=4 * CACHED_CHUNKS)
 def _first_sample(weights: tuple[int, ...], chunk: int) -> int:
     return sum(BlendOrder(weights).samples_until(chunk * CHUNK))
 
 
-@lru_cache(maxsize=CHUNKS_KEPT)
+@lru_cache(maxsize=CACHED_CHUNKS)
 def _sorted_chunk(
     weights: tuple[int, ...], chunk: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -100,7 +110,7 @@ def _sorted_chunk(
     times, components, numbers = [], [], []
     bounds = zip(weights, order.samples_until(start), order.samples_until(end), strict=True)
     for component, (weight, first, last) in enumerate(bounds):
-        # Numerator and denominator are exact, so equal times are equal numbers.
+        # Numerator and denominator are exact in float64, so equal times give equal quotients.
         numerator = (2 * first + 1) * total - 2 * weight * start
         numerators = numerator + 2 * total * np.arange(last - first, dtype=np.int64)
         times.append(numerators / np.float64(2 * weight))
@@ -111,12 +121,12 @@ def _sorted_chunk(
 
 
 class BlendedDataset:
-    """Sample i of a blend of datasets, int64 [seq_length + 1]."""
+    """The first `num_samples` samples of a blend of datasets, int64 [seq_length + 1] each."""
 
     def __init__(
-        self, name: str, components: Sequence[GPTDataset], weights: tuple[int, ...], num_samples: int
+        self, name: str, components: Sequence[SampleDataset], weights: tuple[int, ...], num_samples: int
     ) -> None:
-        """components: each of at least as many samples as `BlendOrder.samples_of_components` says."""
+        """components: each has at least the samples that `BlendOrder.samples_of_components` returns."""
         self.name = name
         self._components = tuple(components)
         self._order = BlendOrder(weights)

@@ -1,4 +1,4 @@
-"""Samples of consecutive tokens, for each split of the data."""
+"""Map-style datasets of samples of consecutive tokens, one per split."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, DataConfig
 from megatron.config.parsing.split import SPLIT_NAMES
-from megatron.data.blended_dataset import BlendedDataset, BlendOrder
+from megatron.data.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
 from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indices import SampleIndex
-from megatron.data.splits import DocumentGroup, document_groups, open_once
+from megatron.data.indices import SampleIndex, build_sample_order
+from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
 
 
 class GPTDataset:
-    """Sample i of one split, in training order: int64 [seq_length + 1]."""
+    """The samples of one split in training order, int64 [seq_length + 1] each."""
 
     def __init__(self, name: str, dataset: IndexedDataset, index: SampleIndex, seq_length: int) -> None:
         self.name = name
@@ -35,41 +35,39 @@ class GPTDataset:
             raise IndexError(f"sample {i} of the {self.name} split, which has {len(self)}")
         row = int(self._index.shuffle[i])
         (first, offset), (last, end) = self._index.samples[row : row + 2].tolist()
-        # Both ends are inclusive: `end` is the place of the sample's last token in its document.
+        # `end` is the offset of the sample's last token in document `last`. It is inclusive.
         parts = []
-        for place in range(first, last + 1):
-            start = offset if place == first else 0
-            length = end + 1 - start if place == last else None
-            parts.append(self._dataset.get(int(self._index.documents[place]), start, length))
+        for position in range(first, last + 1):
+            start = offset if position == first else 0
+            length = end + 1 - start if position == last else None
+            parts.append(self._dataset.get(int(self._index.documents[position]), start, length))
         sample = np.concatenate(parts, dtype=np.int64)
         if len(sample) != self.seq_length + 1:
             raise ConfigError(
                 f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
-                f"tokens instead of {self.seq_length + 1}, its index files are of other data: delete them"
+                f"tokens, expected {self.seq_length + 1}: its index files belong to other data, delete them"
             )
         return sample
 
 
-# The split's samples by number; their length is at least that asked for.
-Samples = GPTDataset | BlendedDataset
-
-
 class Datasets(NamedTuple):
-    """The datasets of a run. train: None where nothing is read. valid, test: one per group, none if nothing
-    is read."""
+    """The datasets of a run. A split that is not read has no dataset.
 
-    train: Samples | None
-    valid: tuple[Samples, ...]
-    test: tuple[Samples, ...]
+    valid and test have one dataset, or one per weighted group.
+    """
+
+    train: SampleDataset | None
+    valid: tuple[SampleDataset, ...]
+    test: tuple[SampleDataset, ...]
 
 
 def prepare_index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> None:
-    """Make the index files for `build_gpt_datasets` with the same arguments, unless good ones are there.
+    """Build the index files that `build_gpt_datasets` reads with the same arguments.
 
-    To be run by one process per file system, with a barrier after it. It is safe to run it again, or on every
-    node in turn: it makes what is missing.
+    Valid index files are kept. One process per file system must call this, followed by a barrier. Concurrent
+    and repeated calls are safe.
     """
     for request in _all_requests(data, seq_length, seed, num_samples):
         prepare_sample_index(request)
@@ -78,7 +76,7 @@ def prepare_index_files(
 def missing_index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> list[str]:
-    """Those that `prepare_index_files` with the same arguments would have to make."""
+    """The paths of index files that do not exist yet, for the same arguments as `prepare_index_files`."""
     requests = _all_requests(data, seq_length, seed, num_samples)
     paths = dict.fromkeys(path for request in requests for path in request.paths())
     return [path for path in paths if not os.path.exists(path)]
@@ -87,30 +85,41 @@ def missing_index_files(
 def build_gpt_datasets(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> Datasets:
-    """The train, valid and test datasets, each of at least its `num_samples`, from prepared index files.
+    """Build the train, valid and test datasets from the index files of `prepare_index_files`.
 
-    There is none for a split of which no sample is asked for, that has no document, or whose weight is 0.
-    Raises ConfigError for damaged data, missing index files, or a split with fewer tokens than one sample.
+    num_samples: minimum length of the train, valid and test datasets. A split with 0 samples, without
+    documents or with weight 0 has no dataset. Raises ConfigError for damaged data, missing index files and a
+    split with fewer tokens than one sample.
     """
     train, valid, test = (
-        tuple(_build(group, wanted, seq_length, seed) for group, wanted in groups)
-        for groups in _requested_groups(data, num_samples)
+        tuple(_build(group, wanted, seq_length, seed, data.data_cache_path) for group, wanted in groups)
+        for groups in requested_groups(data, num_samples)
     )
     return Datasets(train[0] if train else None, valid, test)
 
 
-def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: int) -> dict[str, Any]:
-    """What determines the order of `num_samples` training samples, in plain types, for a checkpoint.
+def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: int, seed: int) -> GPTDataset:
+    """All samples of one epoch over `documents`, in the order of a run that reads them at most once.
 
-    Two runs with equal fingerprints read the same samples in the same order. The number of samples itself is
-    not in it, but the epochs that it takes: a longer run that fits the same epochs has the same order.
+    No index files are written. Raises ConfigError if the documents have fewer tokens than one sample.
     """
-    (group,) = document_groups(data, "train", open_once())
+    plan = IndexRequest(dataset, name, documents, 1, seq_length, seed).plan()
+    index = build_sample_order(dataset.sizes, documents, seq_length, seed, plan)
+    return GPTDataset(name, dataset, index, seq_length)
+
+
+def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: int) -> dict[str, Any]:
+    """What determines the order of the first `num_samples` training samples, as JSON types for a checkpoint.
+
+    Two runs with equal fingerprints read the same samples in the same order. The fingerprint contains the
+    number of epochs, not `num_samples`: a longer run with the same number of epochs has the same order.
+    """
+    (group,) = document_groups(data, "train", dataset_opener())
     datasets = [component.dataset for component in group.components]
-    plans = [
-        request.plan()
-        for request in ([] if group.is_empty else _requests(group, num_samples, seq_length, seed))
-    ]
+    requests = (
+        [] if group.is_empty else index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
+    )
+    plans = [request.plan() for request in requests]
     return {
         "paths": [dataset.prefix for dataset in datasets],
         "weights": list(group.weights),
@@ -124,22 +133,22 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     }
 
 
-# In a fingerprint, where the run has a tokenizer: `tokenizer.vocabulary_record.vocabulary_digest`. It says
-# what the ids mean, not which samples are read.
+# Key of `tokenizer.vocabulary_record.vocabulary_digest` in a fingerprint, if the run has a tokenizer. It
+# identifies the meaning of the token ids and has no effect on the order of samples.
 VOCABULARY_KEY = "vocabulary_sha256"
 
 
 def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """One phrase per entry in which two fingerprints differ; empty if the sample order is the same.
+    """One phrase for each entry in which two fingerprints differ; an empty list if the order is the same.
 
-    Data may move to another folder: of the paths only the last parts count.
+    Only the file names of the paths are compared, since data may move to another folder.
     """
 
     def compared(fingerprint: dict[str, Any], name: str) -> Any:
         value = fingerprint.get(name)
         if name == "paths" and value:
             return [os.path.basename(path) for path in value]
-        # Checkpoints that were saved before there were blends tell these without a list.
+        # Checkpoints from before blends were supported hold a number here, not a list of one number.
         return [value] if name in ("epochs", "last_epoch_apart") and isinstance(value, int) else value
 
     return [
@@ -149,12 +158,14 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
     ]
 
 
-def _requested_groups(
+def requested_groups(
     data: DataConfig, num_samples: tuple[int, int, int]
 ) -> list[list[tuple[DocumentGroup, int]]]:
-    """Of train, valid and test: the groups that have documents and of which samples are wanted, and how
-    many."""
-    open_dataset = open_once()
+    """Per split (train, valid, test): pairs of a group and its number of samples.
+
+    Groups without documents and splits with 0 samples are left out.
+    """
+    open_dataset = dataset_opener()
     return [
         [(group, wanted) for group in document_groups(data, name, open_dataset) if not group.is_empty]
         if wanted > 0
@@ -166,16 +177,21 @@ def _requested_groups(
 def _all_requests(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> Iterator[IndexRequest]:
-    for groups in _requested_groups(data, num_samples):
+    for groups in requested_groups(data, num_samples):
         for group, wanted in groups:
-            yield from _requests(group, wanted, seq_length, seed)
+            yield from index_requests(group, wanted, seq_length, seed, data.data_cache_path)
 
 
-def _requests(group: DocumentGroup, num_samples: int, seq_length: int, seed: int) -> list[IndexRequest]:
-    """One for each component of the group, of the samples that it gives to the first `num_samples`."""
+def index_requests(
+    group: DocumentGroup, num_samples: int, seq_length: int, seed: int, cache_folder: str | None
+) -> list[IndexRequest]:
+    """One request per component, for its number of samples among the first `num_samples` of the group.
+
+    cache_folder: see `IndexRequest`.
+    """
     shares = BlendOrder(group.weights).samples_of_components(num_samples)
     return [
-        # A component of a tiny weight may have its turn after the end: it is opened all the same.
+        # A component with a tiny weight can have 0 samples in a short run. Its dataset has at least one.
         IndexRequest(
             component.dataset,
             group.name,
@@ -184,14 +200,17 @@ def _requests(group: DocumentGroup, num_samples: int, seq_length: int, seed: int
             seq_length,
             seed,
             component.index_name,
+            cache_folder,
         )
         for component, share in zip(group.components, shares, strict=True)
     ]
 
 
-def _build(group: DocumentGroup, num_samples: int, seq_length: int, seed: int) -> Samples:
+def _build(
+    group: DocumentGroup, num_samples: int, seq_length: int, seed: int, cache_folder: str | None
+) -> SampleDataset:
     parts = [
         GPTDataset(group.name, request.dataset, load_sample_index(request), seq_length)
-        for request in _requests(group, num_samples, seq_length, seed)
+        for request in index_requests(group, num_samples, seq_length, seed, cache_folder)
     ]
     return parts[0] if len(parts) == 1 else BlendedDataset(group.name, parts, group.weights, num_samples)

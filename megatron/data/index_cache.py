@@ -1,12 +1,13 @@
-"""The sample order as files beside the data, so that it is made once and memory-mapped by every process.
+"""Index files: the sample order as .npy files, built by one process and memory-mapped by all.
 
-One process per file system calls `prepare_sample_index`; when it is done, any process may call
-`load_sample_index`. Files are written under a temporary name and renamed, and are the same whoever makes
-them: two builders at once do no harm.
+They are in the folder of the data, or in that of --data-cache-path. One process per node calls
+`prepare_sample_index`. Afterwards every process calls `load_sample_index`. Files are written under a
+temporary name and renamed. Their contents do not depend on the process: concurrent builders are safe.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import uuid
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """What determines one split's sample order, and the names of its files."""
+    """Everything that determines the sample order of one split and the names of its index files."""
 
     dataset: IndexedDataset
     split_name: str
@@ -34,33 +35,42 @@ class IndexRequest:
     seq_length: int
     seed: int
     index_name: str | None = None
-    """What stands for the documents in the files' names; None: the split's name, as in Megatron."""
+    """Identifies the documents in the file names. None: the name of the split, as in Megatron."""
+    cache_folder: str | None = None
+    """The folder of the files. None: the folder of the data."""
 
     def plan(self) -> EpochPlan:
-        """How many epochs it takes. Raises ConfigError if an epoch has not the tokens of one sample."""
-        sizes = self.dataset.sizes[self.documents.start : self.documents.stop]
-        tokens = int(sizes.sum(dtype=np.int64))
+        """The number of epochs and samples. ConfigError if one epoch has fewer tokens than one sample."""
+        tokens = self.dataset.tokens_in(self.documents)
         if tokens < self.seq_length + 1:
             raise ConfigError(
                 f"{self.dataset.source}: the {self.split_name} split has {tokens:,} tokens in "
-                f"{len(self.documents):,} documents, and one sample needs {self.seq_length + 1:,}: give the "
-                "split more documents, or lower --seq-length"
+                f"{len(self.documents):,} documents, expected at least {self.seq_length + 1:,} for a sample: "
+                "give the split more documents, or lower --seq-length"
             )
         return plan_epochs(tokens, self.seq_length, self.num_samples)
 
     def paths(self) -> tuple[str, str, str]:
-        """Megatron's names for the files of the document, sample and shuffle index."""
-        stem = f"{self.dataset.prefix}_{self.index_name or self.split_name}_indexmap"
+        """The files of the document, sample and shuffle index, named as in Megatron."""
+        stem = f"{self._data_name()}_{self.index_name or self.split_name}_indexmap"
         stem += f"_{self.num_samples}ns_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 
+    def _data_name(self) -> str:
+        """The prefix of the data, or in a cache folder a name that is unique to the prefix."""
+        if self.cache_folder is None:
+            return self.dataset.prefix
+        path = os.path.abspath(self.dataset.prefix)
+        digest = hashlib.sha256(path.encode()).hexdigest()[:12]
+        return os.path.join(self.cache_folder, f"{os.path.basename(path)}-{digest}")
+
 
 class IndexFileError(Exception):
-    """An index file is missing, damaged, or made from other data."""
+    """An index file is missing, damaged or was built from other data."""
 
 
 def prepare_sample_index(request: IndexRequest) -> None:
-    """Make the index files, unless good ones are there. ConfigError if the data's folder is not writable."""
+    """Build the index files unless valid ones exist. ConfigError if the folder is not writable."""
     plan = request.plan()
     try:
         index = _read_index(request, plan)
@@ -68,7 +78,7 @@ def prepare_sample_index(request: IndexRequest) -> None:
         return
     except IndexFileError as problem:
         logger.info(
-            "making the %s index files of %s: %s", request.split_name, request.dataset.prefix, problem
+            "building the %s index files of %s: %s", request.split_name, request.dataset.prefix, problem
         )
     index = build_sample_order(
         request.dataset.sizes, request.documents, request.seq_length, request.seed, plan
@@ -84,8 +94,8 @@ def load_sample_index(request: IndexRequest) -> SampleIndex:
         return _read_index(request, request.plan())
     except IndexFileError as problem:
         raise ConfigError(
-            f"{problem}: index files are made by one process per file system before training, and every "
-            f"process must see the folder of {request.dataset.source}"
+            f"{problem}: one process per node builds the index files of {request.dataset.source} before "
+            "training, and every process needs access to their folder"
         ) from problem
 
 
@@ -99,8 +109,8 @@ def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise IndexFileError(f"there is no {path}") from None
-    except Exception as error:  # the header is parsed as Python's literals: it can fail anywhere
+        raise IndexFileError(f"{path} does not exist") from None
+    except Exception as error:  # numpy parses the header as a Python literal, with errors of any type
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise IndexFileError(f"{path} is damaged ({reason})") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
@@ -111,31 +121,33 @@ def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
 
 
 def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) -> None:
-    """Find files whose shape is right but which were made from other data, or lost a page on the way."""
+    """Raise IndexFileError for files of the right shape that are damaged or were built from other data."""
     doc_path, sample_path, shuffle_path = request.paths()
     documents, samples, shuffle = index.documents, index.samples, index.shuffle
     if documents.min() < request.documents.start or documents.max() >= request.documents.stop:
         raise IndexFileError(f"{doc_path} names documents outside {request.documents}")
     total, before_last = plan.total_samples, plan.samples_before_last_epoch
     if shuffle.min() != 0 or shuffle.max() != total - 1 or 2 * int(shuffle.sum()) != total * (total - 1):
-        raise IndexFileError(f"{shuffle_path} is not an order of {total} samples")
+        raise IndexFileError(f"{shuffle_path} is not a permutation of {total} samples")
     if plan.separate_last_epoch and before_last and shuffle[:before_last].max() >= before_last:
-        # Other members of the family set the last epoch apart more rarely, under the same file names.
+        # Other Megatron versions have another threshold for a separate last epoch, and the same file names.
         raise IndexFileError(f"{shuffle_path} mixes the last epoch with the others")
-    places, offsets = samples[:, 0], samples[:, 1]
-    if samples.min() < 0 or places.max() >= len(documents) or np.any(places[1:] < places[:-1]):
+    positions, offsets = samples[:, 0], samples[:, 1]
+    if samples.min() < 0 or positions.max() >= len(documents) or np.any(positions[1:] < positions[:-1]):
         raise IndexFileError(f"{sample_path} points outside {doc_path}")
     ends = np.cumsum(request.dataset.sizes[documents], dtype=np.int64)
     if ends[-1] != plan.num_epochs * plan.tokens_per_epoch:
         raise IndexFileError(f"{doc_path} does not hold every document {plan.num_epochs} times")
-    starts = ends[places] - request.dataset.sizes[documents[places]]
+    starts = ends[positions] - request.dataset.sizes[documents[positions]]
     if np.any(starts + offsets != np.arange(total + 1, dtype=np.int64) * request.seq_length):
-        raise IndexFileError(f"{sample_path} was made from other data")
+        raise IndexFileError(f"{sample_path} was built from other data")
 
 
 def _write_array(path: str, array: npt.NDArray[Any]) -> None:
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    folder = os.path.dirname(os.path.abspath(path))
     try:
+        os.makedirs(folder, exist_ok=True)
         with open(temporary, "xb") as file:
             np.save(file, array, allow_pickle=False)
             file.flush()
@@ -144,8 +156,7 @@ def _write_array(path: str, array: npt.NDArray[Any]) -> None:
     except OSError as error:
         if os.path.exists(temporary):
             os.remove(temporary)
-        folder = os.path.dirname(os.path.abspath(path))
         raise ConfigError(
-            f"cannot write index files into {folder} ({error.strerror}): make the folder of the "
-            "data writable, or start once as a user who may write there"
+            f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to another "
+            "folder"
         ) from error

@@ -1,7 +1,7 @@
-"""Megatron's memory-mapped token files, format version 1, read and written.
+"""Reader and writer of Megatron's memory-mapped token files ("mmap"), format version 1.
 
-`{prefix}.bin` holds the token ids of all documents, one after another. `{prefix}.idx` says where each begins,
-all numbers little-endian:
+`{prefix}.bin` is the concatenation of the token ids of all documents. `{prefix}.idx` holds their sizes and
+offsets, little-endian:
 
     9 bytes   magic  MMIDIDX 0 0
     uint64    version, 1
@@ -10,16 +10,20 @@ all numbers little-endian:
     uint64    length of the document index, D
     int32[S]  tokens per sequence
     int64[S]  byte offset of each sequence in .bin
-    int64[D]  first sequence of each document, and at the end S
+    int64[D]  first sequence of each document, followed by S
 
-GPT data has one sequence per document, and the sample order counts sequences: "documents" below are those.
+GPT data has one sequence per document. The sample order counts sequences, as in Megatron. Below, a "document"
+is one sequence.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -41,34 +45,40 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-# Codes 6 and 7 are floating-point numbers, of widths on which the peers differ: never token ids.
+# Codes 6 and 7 are floating-point types (their widths differ between programs), which hold no token ids.
 FLOAT_CODES = (6, 7)
 
 CHECK_BLOCK = 1 << 22  # sequences verified at a time, to bound the memory
+COPY_BLOCK = 1 << 24  # bytes
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The dtype in which Megatron stores ids below `vocab_size`."""
+    """The dtype in which Megatron stores token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def index_path(prefix: str) -> str:
+    """The path of the .idx file."""
     return prefix + ".idx"
 
 
 def data_path(prefix: str) -> str:
+    """The path of the .bin file."""
     return prefix + ".bin"
 
 
 class IndexedDataset:
     """The documents of one `{prefix}.bin` and `.idx`, memory-mapped and read-only.
 
-    Both files are verified when opened: a damaged, truncated, empty or missing one is a ConfigError that
-    names it. Can be shared with forked processes; pickled, it opens the files anew.
+    Opening checks both files. Raises ConfigError, naming the file, if one is damaged, truncated, empty or
+    missing. Forked processes can share an instance; unpickling opens the files again.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], option: str = "--data-path") -> None:
-        """option: the flag that named the prefix, for error sentences."""
+    def __init__(
+        self, prefix: str | os.PathLike[str], option: str = "--data-path", verify: bool = True
+    ) -> None:
+        """option: the flag that names the prefix, for error messages. verify: read all of the .idx file and
+        check every size and offset. Otherwise only the header and the sizes of both files are checked."""
         self.prefix = os.fspath(prefix)
         self.option = option
         index_bytes, data_bytes = self._file_sizes()
@@ -82,9 +92,11 @@ class IndexedDataset:
         self.pointers: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", num_sequences, at)
         at += self.pointers.nbytes
         self.doc_idx: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", doc_idx_length, at)
-        self.num_tokens = self._verify(data_bytes)
+        if verify:
+            self._verify_index()
+        self.num_tokens = self._count_tokens(data_bytes)
         tokens = np.memmap(data_path(self.prefix), mode="r", dtype=self.dtype)
-        self._tokens = np.asarray(tokens)  # a plain view of the map: memmap's own slices are slow
+        self._tokens = np.asarray(tokens)  # slicing an ndarray view is faster than slicing a memmap
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -93,16 +105,16 @@ class IndexedDataset:
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
         return self.get(index)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str]]:
-        return IndexedDataset, (self.prefix, self.option)
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str, bool]]:
+        return IndexedDataset, (self.prefix, self.option, False)
 
     @property
     def source(self) -> str:
-        """Flag and prefix, as the user gave them."""
+        """Flag and prefix as on the command line."""
         return f"{self.option} {self.prefix}"
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """`length` tokens of document `index` from token `offset` on (None: to its end), a read-only view."""
+        """`length` tokens (None: all) of document `index` from token `offset`, as a read-only view."""
         if not 0 <= index < len(self.sizes):
             raise IndexError(f"document {index} of {self.prefix}, which has {len(self.sizes)}")
         size = int(self.sizes[index])
@@ -113,22 +125,32 @@ class IndexedDataset:
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
+    def tokens_in(self, documents: range) -> int:
+        """The number of tokens of consecutive documents. Uses their offsets: reads only two of them."""
+        if not documents:
+            return 0
+        return (self._end_of(documents[-1]) - int(self.pointers[documents[0]])) // self.dtype.itemsize
+
+    def _end_of(self, document: int) -> int:
+        """Offset in .bin of the byte after a document."""
+        return int(self.pointers[document]) + int(self.sizes[document]) * self.dtype.itemsize
+
     def _file_sizes(self) -> tuple[int, int]:
         sizes = []
         for path in (index_path(self.prefix), data_path(self.prefix)):
             if not os.path.isfile(path):
                 hint = ""
                 if self.prefix.endswith((".bin", ".idx")):
-                    hint = f", give the prefix {self.prefix[:-4]} without the ending"
-                raise ConfigError(f"{self.source}: there is no file {path}{hint}")
+                    hint = f", give the prefix {self.prefix[:-4]} without the extension"
+                raise ConfigError(f"{self.source}: the file {path} does not exist{hint}")
             if not os.access(path, os.R_OK):
                 raise ConfigError(f"{self.source}: {path} cannot be read by this user")
             sizes.append(os.path.getsize(path))
         return sizes[0], sizes[1]
 
-    def _verify(self, data_bytes: int) -> int:
-        """Check every size and pointer against the length of .bin; return the number of tokens."""
-        idx, bin_ = index_path(self.prefix), data_path(self.prefix)
+    def _verify_index(self) -> None:
+        """Check every size, offset and document boundary."""
+        idx = index_path(self.prefix)
         end = 0
         for start in range(0, len(self.sizes), CHECK_BLOCK):
             sizes = self.sizes[start : start + CHECK_BLOCK]
@@ -143,21 +165,26 @@ class IndexedDataset:
                 at = int(wrong[0])
                 raise ConfigError(
                     f"{idx}: damaged, document {start + at} begins at byte {int(self.pointers[start + at])} "
-                    f"of the .bin file, but the documents before it end at {int(expected[at])}"
+                    f"of the .bin file, expected byte {int(expected[at])}, where the previous document ends"
                 )
             end = int(ends[-1])
-        if end != data_bytes:
-            state = "truncated" if data_bytes < end else "too long"
-            raise ConfigError(f"{bin_}: {state}, it has {data_bytes:,} bytes and {idx} describes {end:,}")
-        if end == 0:
-            raise ConfigError(f"{bin_}: holds no tokens, preprocess the data again")
         doc_idx = self.doc_idx
         if len(doc_idx) and (
             doc_idx[0] != 0 or doc_idx[-1] > len(self.sizes) or bool(np.any(doc_idx[1:] < doc_idx[:-1]))
         ):
             raise ConfigError(
-                f"{idx}: damaged, its document index does not rise from 0 to at most {len(self.sizes)}"
+                f"{idx}: damaged, its document index does not increase from 0 to at most {len(self.sizes)}"
             )
+
+    def _count_tokens(self, data_bytes: int) -> int:
+        """Check the length of .bin; return its number of tokens."""
+        idx, bin_ = index_path(self.prefix), data_path(self.prefix)
+        end = self._end_of(len(self.sizes) - 1)
+        if end != data_bytes:
+            state = "truncated" if data_bytes < end else "too long"
+            raise ConfigError(f"{bin_}: {state}, it has {data_bytes:,} bytes, expected {end:,} by {idx}")
+        if end == 0:
+            raise ConfigError(f"{bin_}: contains no tokens, preprocess the data again")
         return end // self.dtype.itemsize
 
 
@@ -167,7 +194,7 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
         raise ConfigError(
-            f"{path}: is in the old lazy/cached format, preprocess again with --dataset-impl mmap"
+            f"{path}: has the old lazy/cached format, preprocess the data again with --dataset-impl mmap"
         )
     if not header:
         raise ConfigError(f"{path}: is empty, preprocess the data again")
@@ -179,27 +206,40 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
         raise ConfigError(f"{path}: truncated, its header has {len(header)} of {HEADER.size} bytes")
     _, version, code, num_sequences, doc_idx_length = HEADER.unpack(header)
     if version != VERSION:
-        raise ConfigError(f"{path}: has format version {version}, only version {VERSION} can be read")
+        raise ConfigError(f"{path}: has format version {version}, expected {VERSION}")
     if code in FLOAT_CODES:
-        raise ConfigError(f"{path}: holds floating-point numbers (dtype code {code}), expected token ids")
+        raise ConfigError(f"{path}: contains floating-point numbers (dtype code {code}), expected token ids")
     if code not in DTYPE_OF_CODE:
         raise ConfigError(f"{path}: damaged, its dtype code {code} is unknown")
     expected_bytes = HEADER.size + 12 * num_sequences + 8 * doc_idx_length
     if file_bytes != expected_bytes:
         state = "truncated" if file_bytes < expected_bytes else "too long"
         raise ConfigError(
-            f"{path}: {state}, it has {file_bytes:,} bytes and its header describes {expected_bytes:,} "
+            f"{path}: {state}, it has {file_bytes:,} bytes, expected {expected_bytes:,} by its header "
             f"({num_sequences:,} documents)"
         )
     if num_sequences == 0:
-        raise ConfigError(f"{path}: holds no documents, preprocess the data again")
+        raise ConfigError(f"{path}: contains no documents, preprocess the data again")
     return DTYPE_OF_CODE[code], num_sequences, doc_idx_length
+
+
+@contextmanager
+def write_errors(path: str) -> Iterator[None]:
+    """Convert an OSError in the block, for example of a full disk, to a ConfigError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}"
+            + (": free some space, or write to another disk" if full else "")
+        ) from error
 
 
 class IndexedDatasetBuilder:
     """Writes `{prefix}.bin` and `.idx`, under temporary names until `finalize`.
 
-    Used as a context manager, it removes what it wrote if `finalize` was not reached.
+    As a context manager it removes the temporary files on exit.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
@@ -211,20 +251,18 @@ class IndexedDatasetBuilder:
         self._temporary_data = data_path(self.prefix) + suffix
         self._temporary_index = index_path(self.prefix) + suffix
         self._sizes: list[npt.NDArray[np.int32]] = []
+        # The first sequence of each document: one per sequence, or as in the dataset that was appended.
+        self._doc_idx: list[range | npt.NDArray[np.int64]] = []
         self.num_documents = 0
         self.num_tokens = 0
-        try:
+        with write_errors(data_path(self.prefix)):
             self._file = open(self._temporary_data, "xb")
-        except OSError as error:
-            raise ConfigError(f"cannot write {data_path(self.prefix)}: {error.strerror}") from error
 
     def add_documents(self, tokens: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        """Append documents: `tokens` are their ids, one after another, `sizes` the tokens of each."""
+        """Append documents. tokens: their concatenated token ids; sizes: the number of tokens of each."""
         ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int64)
         if int(lengths.sum()) != ids.size:
-            raise ValueError(
-                f"{ids.size} tokens do not make documents of {int(lengths.sum())} tokens together"
-            )
+            raise ValueError(f"got {ids.size} tokens for documents of {int(lengths.sum())} tokens in total")
         if lengths.size == 0:
             return
         if lengths.max() > np.iinfo(np.int32).max:
@@ -235,34 +273,70 @@ class IndexedDatasetBuilder:
             limits = np.iinfo(self.dtype)
             if ids.min() < limits.min or ids.max() > limits.max:
                 raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit {self.dtype}")
-        self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
-        self._sizes.append(lengths.astype("<i4"))
-        self.num_documents += lengths.size
-        self.num_tokens += ids.size
+        with write_errors(data_path(self.prefix)):
+            self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        first = self.num_documents
+        self._append(lengths.astype("<i4"), ids.size, range(first, first + lengths.size))
+
+    def add_dataset(self, dataset: IndexedDataset, on_progress: Callable[[int], object]) -> None:
+        """Append all documents of another dataset, whose .bin file is copied as bytes.
+
+        on_progress: called with the number of bytes of each copied block. Raises ConfigError if the dtypes
+        differ.
+        """
+        if dataset.dtype != self.dtype:
+            raise ConfigError(
+                f"{dataset.source} has token ids of type {dataset.dtype}, expected {self.dtype}: preprocess "
+                "the data again, with the same tokenizer for all of it"
+            )
+        with open(data_path(dataset.prefix), "rb") as source:
+            while block := source.read(COPY_BLOCK):
+                with write_errors(data_path(self.prefix)):
+                    self._file.write(block)
+                on_progress(len(block))
+        doc_idx = dataset.doc_idx[:-1] if len(dataset.doc_idx) else np.arange(len(dataset), dtype=np.int64)
+        self._append(dataset.sizes, dataset.num_tokens, doc_idx + self.num_documents)
+
+    def _append(
+        self, sizes: npt.NDArray[np.int32], num_tokens: int, doc_idx: range | npt.NDArray[np.int64]
+    ) -> None:
+        self._sizes.append(sizes)
+        self._doc_idx.append(doc_idx)
+        self.num_documents += len(sizes)
+        self.num_tokens += num_tokens
 
     def finalize(self) -> None:
-        """Write the index and give both files their names; a reader sees both or none."""
-        sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, "<i4")
-        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-        with open(self._temporary_index, "xb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(sizes), len(sizes) + 1))
-            file.write(sizes.data)
-            file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data)
-            file.write(np.arange(len(sizes) + 1, dtype="<i8").data)
-            file.flush()
-            os.fsync(file.fileno())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        # The old index goes first: it must never describe the new .bin, and without it there is no data.
+        """Write the index and rename both files. A reader finds both files or none."""
+        with write_errors(index_path(self.prefix)):
+            self._write_index()
+        with write_errors(data_path(self.prefix)):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        # The old index is removed first: it must never be read together with the new .bin.
         if os.path.exists(index_path(self.prefix)):
             os.remove(index_path(self.prefix))
         os.replace(self._temporary_data, data_path(self.prefix))
         os.replace(self._temporary_index, index_path(self.prefix))
 
+    def _write_index(self) -> None:
+        sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, "<i4")
+        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+        with open(self._temporary_index, "xb") as file:
+            doc_idx_length = sum(map(len, self._doc_idx)) + 1
+            file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(sizes), doc_idx_length))
+            file.write(sizes.data)
+            file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data)
+            for doc_idx in self._doc_idx:
+                file.write(np.asarray(doc_idx, dtype="<i8").data)
+            file.write(np.array([len(sizes)], dtype="<i8").data)
+            file.flush()
+            os.fsync(file.fileno())
+
     def discard(self) -> None:
         """Remove the temporary files."""
-        self._file.close()
+        with suppress(OSError):  # on a full disk the flush fails again
+            self._file.close()
         for path in (self._temporary_data, self._temporary_index):
             if os.path.exists(path):
                 os.remove(path)

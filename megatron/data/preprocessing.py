@@ -1,7 +1,8 @@
-"""From jsonl text to token files, by any number of processes; the files do not depend on it."""
+"""Tokenizes jsonl text into token files. The files do not depend on the number of processes."""
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import multiprocessing
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -22,15 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, smallest_dtype
+from megatron.data.indexed_dataset import IndexedDatasetBuilder, smallest_dtype, write_errors
+from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
-from megatron.tokenizer.vocabulary_record import remove_record, write_record
+from megatron.tokenizer.vocabulary_record import record_path, remove_record, write_record
 
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 1024
 BATCHES_IN_FLIGHT_PER_WORKER = 3
-# A document on one line. To tokenize it takes some 100 times its size in memory.
+# Longest line. Tokenizing a document takes about 100 times its size in memory.
 MAX_LINE_BYTES = 1 << 26
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class LineBatch:
 
     path: str
     first_line: int
-    """Number of the first line, from 1."""
+    """Line number of the first line, counted from 1."""
     lines: list[bytes]
 
 
@@ -57,38 +60,42 @@ class BadLine:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The token ids of a batch's documents, per json key: all ids, and the ids of each document."""
+    """The tokens of a batch. documents: for each JSON key, (concatenated ids, tokens per document)."""
 
     documents: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]
     input_bytes: int
     num_lines: int
-    """Lines with something in them."""
+    """Lines that are not blank."""
     bad_lines: list[BadLine]
+    empty_documents: dict[str, int]
+    """Per JSON key, documents without tokens, which are dropped."""
 
 
 @dataclass
 class Progress:
-    """What has been done so far."""
+    """Counts so far; `documents`, `tokens` and `empty_documents` per JSON key."""
 
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    empty_documents: dict[str, int]
+    """Documents without tokens, which are dropped."""
     lines: int = 0
     input_bytes: int = 0
-    documents: dict[str, int] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
     skipped: list[BadLine] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Tokenizes batches of lines."""
+    """Tokenizes batches of jsonl lines."""
 
     tokenizer: Tokenizer
     json_keys: tuple[str, ...]
     append_eod: bool
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
-        """Tokenize the texts of a batch. A line with any fault is left out whole and named in `bad_lines`.
+        """Tokenize the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
 
-        Blank lines are passed over, and so are documents without a token, as Megatron does.
+        Blank lines and documents without tokens are dropped, as in Megatron.
         """
         texts: dict[str, list[str]] = {key: [] for key in self.json_keys}
         bad_lines = []
@@ -104,7 +111,8 @@ class BatchEncoder:
             for key, text in zip(self.json_keys, fields, strict=True):
                 texts[key].append(text)
         documents = {key: self._tokenize(texts[key]) for key in self.json_keys}
-        return EncodedBatch(documents, sum(map(len, batch.lines)), num_lines, bad_lines)
+        empty = {key: len(texts[key]) - len(documents[key][1]) for key in self.json_keys}
+        return EncodedBatch(documents, sum(map(len, batch.lines)), num_lines, bad_lines, empty)
 
     def _tokenize(self, texts: Sequence[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         documents = [ids for ids in self.tokenizer.tokenize_batch(texts) if ids] if texts else []
@@ -128,17 +136,17 @@ def preprocess(
     skip_bad_lines: bool = False,
     report: Callable[[Progress], None] | None = None,
 ) -> Progress:
-    """Tokenize the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx`, one pair per
-    json key, each with the record of its vocabulary (`megatron.tokenizer.vocabulary_record`).
+    """Tokenize the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key.
 
-    `report` is called after each batch. Raises ConfigError for what a user can put right: a missing or
-    damaged input, a line that is no json object with those keys (unless skipped), nothing to write. Then no
-    output file is made.
+    Each pair of files gets a vocabulary record (`megatron.tokenizer.vocabulary_record`). `report` is called
+    after each batch. Raises ConfigError, and writes no output file, if an input is missing or damaged, if a
+    line is not a JSON object with the keys (unless `skip_bad_lines`), or if there is no text.
     """
-    # Processes are the parallelism here: the library's own threads would only compete with them.
+    # The worker processes are the parallelism. The threads of the tokenizers library would compete with them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = build_tokenizer(flags)
-    progress = Progress(documents=dict.fromkeys(json_keys, 0), tokens=dict.fromkeys(json_keys, 0))
+    documents, tokens, empty = (dict.fromkeys(json_keys, 0) for _ in range(3))
+    progress = Progress(documents, tokens, empty)
     with ExitStack() as stack:
         builders = {
             key: stack.enter_context(
@@ -155,7 +163,9 @@ def preprocess(
         )
         for result in encoded:
             if result.bad_lines and not skip_bad_lines:
-                raise ConfigError(f"{result.bad_lines[0]} (--skip-bad-lines leaves such lines out)")
+                raise ConfigError(
+                    f"{result.bad_lines[0]} (--json-keys sets the keys, --skip-bad-lines skips such lines)"
+                )
             progress.skipped.extend(result.bad_lines)
             progress.lines += result.num_lines
             progress.input_bytes += result.input_bytes
@@ -163,25 +173,33 @@ def preprocess(
                 builders[key].add_documents(tokens, sizes)
                 progress.documents[key] = builders[key].num_documents
                 progress.tokens[key] = builders[key].num_tokens
+                progress.empty_documents[key] += result.empty_documents[key]
             if report is not None:
                 report(progress)
         for key, builder in builders.items():
             if builder.num_tokens == 0:
-                raise ConfigError(f"--input {' '.join(inputs)}: no line has text under the json key '{key}'")
+                skipped = progress.skipped
+                first = f" ({len(skipped):,} lines skipped: {skipped[0]}, ...)" if skipped else ""
+                raise ConfigError(
+                    f"--input {' '.join(inputs)}: no line has text under the JSON key '{key}'{first}: set "
+                    "the key with --json-keys"
+                )
         for builder in builders.values():
-            remove_record(builder.prefix)
+            with write_errors(record_path(builder.prefix)):
+                remove_record(builder.prefix)
             builder.finalize()
-            write_record(builder.prefix, tokenizer)
+            with write_errors(record_path(builder.prefix)):
+                write_record(builder.prefix, tokenizer)
     return progress
 
 
 def output_name(output_prefix: str, json_key: str) -> str:
-    """The prefix of the files for one json key, as Megatron names them."""
+    """The prefix of the token files of one JSON key, named as in Megatron."""
     return f"{output_prefix}_{json_key}_document"
 
 
 def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
-    """The texts under `json_keys`, or what is wrong with the line."""
+    """Return the texts under `json_keys`, or the reason why the line is invalid."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
     try:
@@ -189,33 +207,32 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     except UnicodeDecodeError as error:
         return f"not UTF-8 text ({error.reason} at byte {error.start})"
     except (ValueError, RecursionError) as error:
-        return f"not valid json ({error})"
+        return f"not valid JSON ({error})"
     if not isinstance(record, dict):
-        return f"expected a json object, got {type(record).__name__}"
+        return f"expected a JSON object, got {type(record).__name__}"
     texts = []
     for key in json_keys:
-        text = record.get(key)
+        if key not in record:
+            return f"has no key '{key}', its keys are {first_few(f'{name!r:.40}' for name in record)}"
+        text = record[key]
         if not isinstance(text, str):
-            return (
-                f"has no key '{key}'"
-                if key not in record
-                else f"expected text under '{key}', got {text!r:.40}"
-            )
+            return f"expected text under '{key}', got {text!r:.40}"
         try:
             text.encode()
         except UnicodeEncodeError:
-            return f"the text under '{key}' has half a surrogate pair"
+            return f"the text under '{key}' has an unpaired surrogate"
         texts.append(text)
     return texts
 
 
 def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
-    """The lines of the files, in order, in batches of about a megabyte that never span two files. Of a line
-    beyond MAX_LINE_BYTES, so many bytes and one more are kept: a file of 300 kB may unpack to a line of
-    600 MB."""
+    """Read the lines of the files in order, in batches of about 1 MB of one file each.
+
+    A longer line is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject it: a .gz file of
+    300 kB can decompress to a line of 600 MB.
+    """
     for path in inputs:
-        opened = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
-        with cast(BinaryIO, opened) as file:
+        with _open_text(path) as file:
             lines: list[bytes] = []
             num_bytes, first_line = 0, 1
             try:
@@ -229,10 +246,39 @@ def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
             except (OSError, EOFError, zlib.error) as error:
                 line_number = first_line + len(lines)
                 raise ConfigError(
-                    f"--input {path}: cannot be read beyond line {line_number} ({error})"
+                    f"--input {path}: cannot read line {line_number} or later ({error})"
                 ) from error
             if lines:
                 yield LineBatch(path, first_line, lines)
+
+
+@contextmanager
+def _open_text(path: str) -> Iterator[BinaryIO]:
+    """Open a plain or .gz file. Raises ConfigError if it is not what its name says, or not UTF-8."""
+    with open(path, "rb") as plain:
+        is_gzip = path.endswith(".gz")
+        head = plain.read(len(GZIP_MAGIC))
+        plain.seek(0)
+        if is_gzip and head and head != GZIP_MAGIC:
+            raise ConfigError(
+                f"--input {path}: not a gzip file, it begins with {head!r}: drop .gz from its name if it is "
+                "plain text"
+            )
+        if not is_gzip and head == GZIP_MAGIC:
+            raise ConfigError(f"--input {path}: a gzip file, add .gz to its name")
+        file = cast(BinaryIO, gzip.GzipFile(fileobj=plain) if is_gzip else plain)
+        try:
+            head = file.read(4)
+            file.seek(0)
+        except (OSError, EOFError, zlib.error):
+            head = b""  # reading the lines will fail in the same way, with the line number
+        # UTF-16 and UTF-32 text begins with a byte order mark or with ASCII characters that have zero bytes.
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in head:
+            raise ConfigError(
+                f"--input {path}: looks like UTF-16 or UTF-32 text, expected UTF-8: convert it, for example "
+                "with iconv -f UTF-16 -t UTF-8"
+            )
+        yield file
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -245,7 +291,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 def _encode_in_processes(
     batches: Iterator[LineBatch], flags: TokenizerFlags, encoder: BatchEncoder, workers: int
 ) -> Iterator[EncodedBatch]:
-    """`encoder.encode` of each batch, in order, by `workers` processes."""
+    """Apply `encoder.encode` to each batch in `workers` processes; yield the results in order."""
     settings = _EncoderSettings(
         flags.tokenizer_type,
         flags.vocab_file,
@@ -257,11 +303,11 @@ def _encode_in_processes(
     )
     executor = ProcessPoolExecutor(
         workers,
-        # A forked copy of a process with threads (the progress bar's) can hang; a spawned one cannot.
+        # fork is unsafe in a process with threads (the progress bar has one).
         multiprocessing.get_context("spawn"),
         initializer=_start_worker,
     )
-    # A bounded number of batches is in flight, so that memory does not grow with the input.
+    # The number of batches in flight is bounded, so that memory use does not grow with the input.
     in_flight: deque[Future[EncodedBatch]] = deque()
     try:
         for batch in batches:
@@ -272,7 +318,7 @@ def _encode_in_processes(
             yield in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"a worker process died, most often because memory ran out: use fewer --workers than {workers}"
+            f"a worker process died, most likely because memory ran out: lower --workers, now {workers}"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
@@ -280,7 +326,7 @@ def _encode_in_processes(
 
 @dataclass(frozen=True)
 class _EncoderSettings:
-    """What a worker makes its encoder from. It goes with each batch, for which a tokenizer is too large."""
+    """The settings from which a worker builds its encoder. Sent with each batch: a tokenizer is too large."""
 
     tokenizer_type: str | None
     vocab_file: str | None
@@ -293,12 +339,12 @@ class _EncoderSettings:
 
 @cache
 def _worker_encoder(settings: _EncoderSettings) -> BatchEncoder:
-    """Made once in each worker process."""
+    """The encoder of a worker process, built at the first batch."""
     return BatchEncoder(build_tokenizer(settings), settings.json_keys, settings.append_eod)
 
 
 def _start_worker() -> None:
-    # Ctrl-C reaches every process of a terminal; the main one alone says what became of the work.
+    # Ctrl-C sends SIGINT to all processes of the terminal. Only the main process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

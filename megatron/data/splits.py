@@ -1,4 +1,4 @@
-"""Which documents of which token files train, validate and test."""
+"""Assignment of documents to the train, valid and test splits."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config import ConfigError, DataConfig, parse_split
+from megatron.config.checks.data import token_file_prefixes
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.parsing.weighted_paths import WeightedPath, parse_data_path, parse_groups
 from megatron.config.sections.data import groups_option
 from megatron.data.blended_dataset import integer_weights
 from megatron.data.indexed_dataset import IndexedDataset
 
-# Opens a prefix that a flag names.
-Opener = Callable[[str, str], IndexedDataset]
+# (prefix, flag that names it) -> dataset
+DatasetOpener = Callable[[str, str], IndexedDataset]
 
 
 @dataclass(frozen=True)
 class Component:
-    """The documents of one dataset that a blend reads. index_name: see IndexRequest."""
+    """The documents of one dataset in a blend. index_name: as in `IndexRequest`."""
 
     dataset: IndexedDataset
     documents: range
@@ -27,36 +28,50 @@ class Component:
 
 @dataclass(frozen=True)
 class DocumentGroup:
-    """What one split reads: a blend of components with these weights, mostly a single one."""
+    """The data of one split or weighted group: one component, or a blend of several with integer weights."""
 
     name: str
     components: tuple[Component, ...]
     weights: tuple[int, ...]
     fractions: list[float] | list[list[float]]
-    """What the user gave, in fractions: of train, valid and test, or START and END of each component."""
+    """The user's setting as fractions: of train, valid and test, or START and END of each component."""
 
     @property
     def is_empty(self) -> bool:
+        """Whether the group has no documents."""
         return not any(component.documents for component in self.components)
 
 
-def open_once() -> Opener:
-    """Opens every prefix at its first mention only: a dataset may train and validate."""
+def verify_token_files(data: DataConfig) -> None:
+    """Read the .idx files of all prefixes and check every size and offset.
+
+    Raises ConfigError that names a damaged file. `dataset_opener` relies on this: one process per node must
+    call it first.
+    """
+    for option, prefix in dict.fromkeys(token_file_prefixes(data)):
+        IndexedDataset(prefix, option)
+
+
+def dataset_opener() -> DatasetOpener:
+    """A function that opens each prefix once, without verification, and then returns the same dataset."""
     opened: dict[str, IndexedDataset] = {}
 
     def open_dataset(prefix: str, option: str) -> IndexedDataset:
         if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix, option)
+            opened[prefix] = IndexedDataset(prefix, option, verify=False)
         return opened[prefix]
 
     return open_dataset
 
 
-def document_groups(data: DataConfig, split_name: str, open_dataset: Opener) -> tuple[DocumentGroup, ...]:
-    """The groups of 'train', 'valid' or 'test': one of that name, which may be empty, with --data-path and
-    --split; those of the user with --{split_name}-weighted-split-paths, none of them empty.
+def document_groups(
+    data: DataConfig, split_name: str, open_dataset: DatasetOpener
+) -> tuple[DocumentGroup, ...]:
+    """The document groups of the split 'train', 'valid' or 'test'.
 
-    Raises ConfigError for damaged data and for documents that are wanted of a dataset that has too few.
+    With --data-path and --split this is one group with the name of the split; it may be empty. With
+    --{split_name}-weighted-split-paths these are the groups of that flag. Raises ConfigError for damaged data
+    and for a component without documents.
     """
     if data.train_weighted_split_paths:
         option = groups_option(data, split_name)
@@ -69,59 +84,58 @@ def document_groups(data: DataConfig, split_name: str, open_dataset: Opener) -> 
 
 
 def _weighted_group(
-    name: str, paths: tuple[WeightedPath, ...], option: str, open_dataset: Opener
+    name: str, paths: tuple[WeightedPath, ...], option: str, open_dataset: DatasetOpener
 ) -> DocumentGroup:
     components = []
     for path in paths:
         dataset = open_dataset(path.prefix, option)
-        # Rounded as Megatron does; ranges that meet share the bound.
+        # Rounded as in Megatron. Adjacent ranges share the bound.
         documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
         if not documents:
             raise ConfigError(
-                f"{option}: {path.start:g}:{path.end:g} of the {len(dataset):,} documents of {path.prefix}, "
-                f"in the group '{name}', is none of them: widen the range, or leave it out"
+                f"{option}: the range {path.start:g}:{path.end:g} of {path.prefix} in the group '{name}' "
+                f"contains none of its {len(dataset):,} documents: widen the range, or leave it out"
             )
-        # Groups share index files where they read the same documents, whatever they are called.
+        # Groups that read the same documents share index files.
         index_name = f"documents{documents.start}-{documents.stop}"
         components.append(Component(dataset, documents, index_name))
     weights = integer_weights([path.weight for path in paths])
     return DocumentGroup(name, tuple(components), weights, [[path.start, path.end] for path in paths])
 
 
-def _split_group(data: DataConfig, split_name: str, open_dataset: Opener) -> DocumentGroup:
+def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener) -> DocumentGroup:
     paths = parse_data_path(data.data_path)
-    place = SPLIT_NAMES.index(split_name)
+    split_index = SPLIT_NAMES.index(split_name)
     components = []
     for path in paths:
         dataset = open_dataset(path.prefix, "--data-path")
-        documents = split_documents(data.split, len(dataset))[place]
+        documents = split_documents(data.split, len(dataset))[split_index]
         components.append(Component(dataset, range(0) if documents is None else documents))
     weights = integer_weights([path.weight for path in paths])
     group = DocumentGroup(split_name, tuple(components), weights, list(parse_split(data.split)))
     for component in group.components:
         if not component.documents and not group.is_empty:
             raise ConfigError(
-                f"--split {data.split} leaves none of the {len(component.dataset):,} documents of "
-                f"{component.dataset.source} to the {split_name} split, where the blend reads it too: change "
-                "--split, leave the prefix out, or say with --train-weighted-split-paths what reads what"
+                f"--split {data.split} assigns none of the {len(component.dataset):,} documents of "
+                f"{component.dataset.source} to the {split_name} split, but the blend needs some: change "
+                "--split, drop the prefix, or set the documents with --train-weighted-split-paths"
             )
     return group
 
 
 def split_documents(split: str, num_documents: int) -> tuple[range | None, range | None, range | None]:
-    """The documents of train, valid and test, each a range of [0, num_documents); None for a split that has
-    none.
+    """The documents of train, valid and test, each a range within [0, num_documents); None if it is empty.
 
-    The bounds are Megatron's: each share is rounded to the nearest whole document (half to even), and the
-    excess or lack of the three is taken from every upper bound. A split of weight 0 is None even where
-    rounding would leave a document in it.
+    The bounds are Megatron's: each share is rounded to an integer (half to even); then the difference of
+    their sum from `num_documents` is subtracted from every upper bound. A split of weight 0 is None even if
+    rounding would assign a document to it.
     """
     fractions = parse_split(split)
     bounds = [0]
     for fraction in fractions:
         bounds.append(bounds[-1] + int(round(fraction * float(num_documents))))
     excess = bounds[-1] - num_documents
-    # With few documents Megatron's correction can fall below 0, which names no document.
+    # With few documents Megatron's correction can give negative bounds.
     bounds = [0] + [max(bound - excess, 0) for bound in bounds[1:]]
     train, valid, test = (
         range(start, end) if fraction > 0 and end > start else None

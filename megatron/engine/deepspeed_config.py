@@ -103,7 +103,7 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     path = config.training.deepspeed_config
     if path is None:
         return DeepSpeedSettings(config, ())
-    if _is_left_out(config):
+    if _file_is_absent(config):
         return DeepSpeedSettings(config, (f"there is no --deepspeed_config {path}: it was not checked",))
     settings = _load(path)
     _refuse_unsupported(settings)
@@ -127,8 +127,8 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     replaced = [key for key, value in zero.items() if key != "stage" and not _unset(value)]
     if replaced:
         notes.append(
-            f"the DeepSpeed config's zero_optimization is deprecated and ignored: --zero-stage decides, and "
-            f"this repo's optimizer takes the place of DeepSpeed's ({', '.join(replaced)})"
+            f"the DeepSpeed config's zero_optimization ({', '.join(replaced)}) is deprecated and ignored: "
+            "--zero-stage decides, and this repository's optimizer replaces DeepSpeed's"
         )
     for name, value in _passed_on(settings).items():
         if not _is_off(value):
@@ -144,17 +144,17 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
 def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     """The configuration that DeepSpeed gets, for steps of `global_batch_size` samples.
 
-    It includes the monitoring keys of the user's file. With --rampup-batch-size the size is that of the next
-    step.
+    It includes the monitoring keys of the user's file. `global_batch_size` is that of the next step: with
+    --rampup-batch-size it changes during the run.
     """
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
-    settings = {} if path is None or _is_left_out(config) else _load(path)
+    settings = {} if path is None or _file_is_absent(config) else _load(path)
     # With 1F1B each tensor-parallel rank sends its part of a replicated activation. DualPipeV does not
     # support that, and with --sequence-parallel the activation is sharded already.
-    whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+    unpartitioned = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
     parallel = config.parallel
-    pipeline = whole if parallel.pipeline_schedule == "dualpipev" or parallel.sequence_parallel else {}
+    pipeline = unpartitioned if parallel.schedule.stages_per_rank > 1 or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
         # This timer synchronizes with the device in every forward pass, and nothing reads it.
@@ -172,8 +172,8 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     }
 
 
-def _is_left_out(config: Config) -> bool:
-    """Whether the file may be missing: a dry run may come before the script that writes the file."""
+def _file_is_absent(config: Config) -> bool:
+    """Whether the file does not exist yet, which only a dry run allows: a job script may write it later."""
     path = config.training.deepspeed_config
     return config.training.dry_run and path is not None and not Path(path).exists()
 
@@ -258,7 +258,7 @@ def _check_passed_on(settings: Mapping[str, Any]) -> None:
         if _PASSED_ON[name] is dict:
             _section(settings, name)
         elif not isinstance(value, bool):
-            raise ConfigError(f"the DeepSpeed config's {name} is {_shown(value)}: expected true or false")
+            raise ConfigError(f"the DeepSpeed config's {name} is {json.dumps(value)}: expected true or false")
     for name, value in _section(settings, "checkpoint").items():
         if name not in _CHECKPOINT_KEYS and not _is_off(value):
             raise ConfigError(
@@ -309,8 +309,8 @@ def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
     for key, in_file, flag, value in pairs:
         if not _unset(in_file) and in_file != value:
             raise ConfigError(
-                f"the DeepSpeed config's {key} is {_shown(in_file)} but {flag} is {_shown(value)}: change "
-                "one of them, or remove the key from the file"
+                f"the DeepSpeed config's {key} is {json.dumps(in_file)} but {flag} is {json.dumps(value)}: "
+                "change one of them, or remove the key from the file"
             )
 
 
@@ -321,7 +321,7 @@ def _take_loss_scale(
     in_file = {key: fp16[key] for key in _FP16_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"the DeepSpeed config's fp16.{key} is {_shown(value)}: expected a number")
+            raise ConfigError(f"the DeepSpeed config's fp16.{key} is {json.dumps(value)}: expected a number")
     power = in_file.get("initial_scale_power", 0)
     if not 0 <= power <= _LARGEST_SCALE_POWER:
         raise ConfigError(
@@ -356,7 +356,3 @@ def _loss_scale_words(name: str, value: float | None) -> str:
 
 def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in _PASSED_ON if not _unset(settings.get(key))}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (bool, str)) else f"{value}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,11 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.checks.batch import check_batch_size
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
+from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import PatchedDualPipeVEngine, PatchedPipelineEngine
 from megatron.model.gpt_model import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
@@ -34,10 +35,9 @@ class GPTEngine(PatchedPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tp_group = tp_group
-        # On rank 0, the `RunIdentity` (checkpoint.lineage.identity) for the next checkpoint; None at first.
-        self.checkpoint_identity: Any = None
         # Per stage of this rank (dualpipev has two): the samples of the micro-batches not yet run.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
+        self._heartbeat: Callable[[], None] = _no_heartbeat
         # Sequence length of the stages' communication buffers.
         self._seq_length = config.model.seq_length
         optimizer = config.optimizer
@@ -46,7 +46,7 @@ class GPTEngine(PatchedPipelineEngine):
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
             self._zero_units(model),
-            config.model.matrix_rate_factor,
+            config.model.matrix_lr_mult,
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -60,8 +60,7 @@ class GPTEngine(PatchedPipelineEngine):
         )
 
     def _zero_units(self, model: GPTModelPipe) -> dict[str, nn.Module]:
-        """The layers whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded over the data-parallel
-        ranks."""
+        """The layers whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded over data-parallel ranks."""
         sharded = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
         return model.transformer_layers() if sharded else {}
 
@@ -74,10 +73,10 @@ class GPTEngine(PatchedPipelineEngine):
             dp_rank=layout.dp_rank,
             model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
             description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
-            f"tensor rank {layout.tp_rank}, data rank {layout.dp_rank})",
+            f"TP rank {layout.tp_rank}, DP rank {layout.dp_rank})",
         )
         tied = self.module.get_tied_weights_and_groups()
-        wrapped = MixedPrecisionOptimizer(
+        return MixedPrecisionOptimizer(
             optimizer,
             {parameter: name for name, parameter in self.module.named_parameters()},
             groups,
@@ -86,37 +85,41 @@ class GPTEngine(PatchedPipelineEngine):
             LossScaler(self.run_config.precision),
             ZeroConfig(parallel.zero_stage, self._zero_units(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
+            averages_replicated=self.run_config.stability.sync_tp_duplicated_parameters,
         )
-        wrapped.averages_replicated = self.run_config.stability.sync_tp_duplicated_parameters
-        return wrapped
 
     def train_step(
         self,
         micro_batches: Iterator[MicroBatch],
         consumed_samples: int,
         global_batch_size: int,
-        rate: float,
+        lr: float,
         *,
         seq_length: int | None = None,
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float, float], bool] | None = None,
+        heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Trains one step on the global batch that follows `consumed_samples`; returns the mean loss on the
-        device.
+        """Trains one step on the global batch after `consumed_samples`; returns the mean loss on the device.
 
-        seq_length: tokens per sample of `micro_batches`, by default --seq-length. skips_non_finite: see
-        `MixedPrecisionOptimizer`. skip_update_fn: given the mean loss and the grad norm, equal on all
-        ranks, returns whether to skip the update. Raises NonFiniteError on all ranks, before the update.
+        lr: learning rate of the step. seq_length: tokens per sample of `micro_batches`, by default
+        --seq-length. skips_non_finite: see `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the
+        mean loss and the grad norm, equal on all ranks, returns whether to skip the update. heartbeat: called
+        for every micro-batch. Raises NonFiniteError on all ranks, before the update, and ConfigError for a
+        batch size that the layout does not support.
         """
+        self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(seq_length or self.run_config.model.seq_length)
-        self.optimizer.skips_non_finite = skips_non_finite
-        self.optimizer.skip_update_fn = skip_update_fn and (
-            lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))
+        self.optimizer.begin_step(
+            skips_non_finite,
+            skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
         )
         if global_batch_size != self.train_batch_size():
+            # A rollback may lead back to a step of the ramp-up that this run did not start with.
+            check_batch_size(self.run_config, global_batch_size)
             self.set_train_batch_size(global_batch_size)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["lr_mult"]
+            group["lr"] = lr * group["lr_mult"]
         samples = micro_batch_samples(
             consumed_samples,
             self.micro_batch_size,
@@ -126,12 +129,20 @@ class GPTEngine(PatchedPipelineEngine):
         )
         in_order = [tuple(row) for row in samples.tolist()]
         self._samples_to_come = [iter(in_order), iter(in_order)]
-        loss = self.train_batch(micro_batches)
+        with profiler_range(TRAIN_STEP):
+            loss = self.train_batch(micro_batches)
         self._free_pipe_buffers()
         return loss
 
-    def evaluate(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Tensor:
-        """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank."""
+    def evaluate(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        num_micro_batches: int,
+        heartbeat: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat: called for
+        every micro-batch."""
+        self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(self.run_config.model.seq_length)
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._free_pipe_buffers()
@@ -155,9 +166,11 @@ class GPTEngine(PatchedPipelineEngine):
         return loss, norm
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        """Writes the layer files; DeepSpeed calls it while it saves. With ZeRO-3 the weights are all-gathered
-        one layer at a time. The first replica writes; with DeepSpeed's parallel_write the replicas take
-        turns."""
+        """Writes the layer files; called by DeepSpeed's `save_checkpoint`.
+
+        With ZeRO-3 the weights are all-gathered one layer at a time. The first replica writes; with
+        DeepSpeed's parallel_write the replicas take turns.
+        """
         if not self.optimizer.shards_weights:
             return super().module_state_dict(exclude_frozen_parameters)
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
@@ -182,26 +195,30 @@ class GPTEngine(PatchedPipelineEngine):
         return send(tokens), tuple(send(x) for x in labels_and_mask)
 
     def _free_pipe_buffers(self) -> None:
-        """Frees the buffers of the last micro-batches, which include logits. DeepSpeed would keep them until
-        the next step, and through autograd hooks, which Python's garbage collector cannot follow, the engine
-        forever."""
+        """Frees the activations of the last micro-batches, which include logits.
+
+        DeepSpeed keeps them until the next step. They also refer to the engine through autograd hooks, which
+        Python's garbage collector cannot follow, so the engine would never be freed.
+        """
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()
 
     def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
-        if self.module.training:
-            # Every schedule runs the forward passes of a stage in the order of the samples.
-            self.module.dropout_rng.samples = next(self._samples_to_come[phase])
+        self._heartbeat()
+        # Every schedule runs the forward passes of a stage in the order of the samples.
+        samples = next(self._samples_to_come[phase]) if self.module.training else ()
         logits_wanted = self.eval_return_logits or not self._compute_loss
-        with nullcontext() if logits_wanted else self.module.fused_head_loss():
+        head_loss = nullcontext() if logits_wanted else self.module.fused_head_loss()
+        with self.module.dropout_rng.use_samples(samples), head_loss:
             super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+
+
+def _no_heartbeat() -> None:
+    """For callers without a watchdog."""
 
 
 class GPTDualPipeVEngine(GPTEngine, PatchedDualPipeVEngine):
     """The engine for `GPTModelDualPipeV`, which has two stages per rank."""
 
     has_two_stages = True
-
-
-ENGINES = {"1f1b": GPTEngine, "dualpipev": GPTDualPipeVEngine}

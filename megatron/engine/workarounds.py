@@ -10,16 +10,15 @@ tests/distributed/test_optimizer.py unless another file is named.
    weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and those of 1.
 3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 by default; with ZeRO-0, fp32 accumulation
    is refused ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
-4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): its gradients are reduced by
-   hooks that make other calls on other stages:
+4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): it has fewer parameter groups, so
+   it makes fewer collective calls for the grad norm than other stages (docs/upstream has a patch):
    test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
 5. fp16 is refused on a CPU ("not supported on your device"), though PyTorch computes it:
    tests/distributed/test_layout_parity.py, test_bf16_and_fp16_follow_the_fp32_loss.
    1 to 5: DeepSpeed is configured for fp32 without clipping, and `MixedPrecisionOptimizer` replaces its
    optimizer wrappers.
 6. `PipelineEngine` looks up the method of a schedule instruction in a table of its own class, so overrides
-have
-   no effect: the table is rebuilt here. tests/distributed/test_workarounds.py
+   have no effect: the table is rebuilt here. tests/distributed/test_workarounds.py
 7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
    tests/distributed/test_workarounds.py
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
@@ -34,25 +33,44 @@ have
 11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
    (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
-turns it
-   off. tests/unit/config/test_deepspeed_config.py
+   turns it off. tests/unit/config/test_deepspeed_config.py
 13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
    two stages sum them in buffers of different lengths, in different orders, and with 3 replicas or more the
    copies diverge. Here the stages are summed last. tests/distributed/test_tied_copies.py
 14. torch 2.13 on CPUs: the first `torch.exp` of a process, if several threads run it, has relative errors of
    1e-4 in half of its rows, in a few of 100 processes: the threads race to initialize MKL's vector math.
    Seen with `exp`; the other functions of that library that models use are initialized with it.
+   `mpu/vector_math.py` does it when a model is built. tests/distributed/test_workarounds.py
+15. The groups that DeepSpeed creates (data, tensor, pipeline) do not inherit the timeout of the default
+   group: with NCCL a collective that waits for more than 600 s, as in a long step or save, ends the process.
    tests/distributed/test_workarounds.py
+16. `PartitionedTensor.to_meta` makes the table of a partition for every micro-batch, twice on stages in the
+   middle, and copies it to the device: the host waits for the device each time. Here the table of a shape
+   is made once. `from_meta` places the full tensor on the device that was current when DeepSpeed was
+   imported; here it is the device of the part. tests/distributed/test_partitioned_activations.py
+17. Before the backward pass of a stage, `PipelineEngine` all-gathers the stage's output, though autograd
+   reads only its shape. Here it gets a tensor of this shape without memory.
+   tests/distributed/test_partitioned_activations.py
+18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
+   waits once per step. Here it is made on the device.
+   tests/distributed/test_partitioned_activations.py
 """
 
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import deepspeed.ops
+import deepspeed.runtime.pipe.engine as pipe_engine
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
+from deepspeed.runtime.utils import PartitionedTensor
+from torch.distributed import distributed_c10d
 
+from megatron.engine.profiler_ranges import in_profiler_range
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -63,12 +81,33 @@ def disable_shm_comm_jit() -> None:
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
 
-def initialize_vector_math() -> None:
-    """Entry 14. One element is computed by one thread. To be called before anything else computes; a second
-    call costs some microseconds."""
-    one = torch.ones(1, device="cpu")
-    for function in (torch.exp, torch.log, torch.sin, torch.cos, torch.tanh, torch.erf):
-        function(one)
+def set_default_group_timeout(timeout: timedelta) -> None:
+    """Entry 15. Call it before the process group is created."""
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+class _CachedPartitionedTensor(PartitionedTensor):
+    """Entry 16."""
+
+    @classmethod
+    def from_meta(
+        cls, meta: torch.Tensor, local_part: torch.Tensor, group: dist.ProcessGroup
+    ) -> PartitionedTensor:
+        return super().from_meta(meta, local_part, group, device=local_part.device)
+
+    def to_meta(self) -> torch.Tensor:
+        table = (len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition)
+        return _partition_table(table, torch.device(self.orig_device))
+
+
+@lru_cache(maxsize=16)
+def _partition_table(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The table on the device. Nothing writes to it: it is sent, and received into other tensors."""
+    return torch.tensor(table, dtype=torch.int64).to(device)
+
+
+pipe_engine.PartitionedTensor = _CachedPartitionedTensor
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -80,7 +119,10 @@ class PatchedPipelineEngine(PipelineEngine):
         table: dict = {}
         for base in reversed(cls.__mro__):
             table |= base.__dict__.get("_INSTRUCTION_MAP", {})
-        cls._INSTRUCTION_MAP = {kind: getattr(cls, method.__name__) for kind, method in table.items()}
+        cls._INSTRUCTION_MAP = {
+            kind: in_profiler_range(kind.__name__, getattr(cls, method.__name__))
+            for kind, method in table.items()
+        }
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         """Wraps the plain optimizer. The engine's module and process groups exist when this is called."""
@@ -111,7 +153,34 @@ class PatchedPipelineEngine(PipelineEngine):
         # Only the last stage has a loss to scale; the others receive gradients that are scaled already.
         if self.is_last_stage():
             self.loss = self.loss * self.optimizer.scaler.scale
-        super()._exec_backward_pass(buffer_id)
+        partitioned = self.is_pipe_partitioned
+        if partitioned and not self.is_last_stage():
+            self._restore_output_shape(buffer_id)
+            self.is_pipe_partitioned = False  # super() would all-gather the output
+        try:
+            super()._exec_backward_pass(buffer_id)
+        finally:
+            self.is_pipe_partitioned = partitioned
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """Entry 18."""
+        if self.is_last_stage():
+            return super()._aggregate_total_loss()
+        losses = torch.zeros(2, device=self.device)
+        source, stages = self._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
+        dist.broadcast(losses, src=source, group=stages)
+        self.dp_group_loss, step_loss = losses.clone().unbind()
+        return step_loss
+
+    def _restore_output_shape(self, buffer_id: int) -> None:
+        """Entry 17: the stage's output, whose data was freed when it was partitioned, gets its shape back."""
+        table, part, *others = self.pipe_buffers["outputs"][buffer_id]
+        if self.pipe_partition_output_meta_cache is None:
+            self.pipe_partition_output_meta_cache = table.to("cpu")
+        dimensions, *numbers = self.pipe_partition_output_meta_cache.tolist()
+        output = self.pipe_buffers["output_tensors"][buffer_id]
+        output.data = part.new_zeros(()).expand(numbers[:dimensions])
+        self.pipe_buffers["outputs"][buffer_id] = (output, *others)
 
 
 class PatchedDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):

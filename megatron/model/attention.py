@@ -62,7 +62,7 @@ class ParallelSelfAttention(nn.Module):
             3 * width,
             tp_group,
             init_std=config.matrix_init_std,
-            lr_mult=config.matrix_rate_factor,
+            lr_mult=config.matrix_lr_mult,
             sequence_parallel=sequence_parallel,
         )
         self.dense = RowParallelLinear(
@@ -70,7 +70,7 @@ class ParallelSelfAttention(nn.Module):
             config.hidden_size,
             tp_group,
             init_std=output_init_std,
-            lr_mult=config.matrix_rate_factor,
+            lr_mult=config.matrix_lr_mult,
             sequence_parallel=sequence_parallel,
         )
 
@@ -109,9 +109,8 @@ class ParallelSelfAttention(nn.Module):
         return checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
 
     def _attend_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Unfused attention, used if dropout is on. The dropout of a fused kernel depends on the rank and on
-        the kernel, so the loss would depend on the layout. This one depends on sample, head and position
-        only."""
+        """Unfused attention, used with dropout. The dropout of a fused kernel depends on the rank and on the
+        kernel, so the loss would depend on the layout. This dropout depends on sample, head and position."""
         seq = query.shape[2]
         scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
         if bias is None:

@@ -14,8 +14,7 @@ from megatron.mpu.random import dropout
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions: a table [max_positions, hidden], replicated over the tensor-parallel
-    ranks."""
+    """Learned absolute positions: a table [max_positions, hidden], replicated over tensor-parallel ranks."""
 
     def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
         super().__init__()
@@ -102,8 +101,7 @@ class EmbeddingPipe(nn.Module):
         return (hidden, document_ids) if self.passes_document_ids else hidden
 
     def apply_logits_multiplier(self, hidden: Tensor) -> Tensor:
-        """The head's input times the muP factor of the logits. Scaling the input is cheaper than the
-        logits."""
+        """The head's input times the muP factor of the logits: cheaper than scaling the logits."""
         return hidden if self.logits_multiplier == 1.0 else hidden * self.logits_multiplier
 
 

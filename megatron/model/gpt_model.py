@@ -40,7 +40,6 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
-from megatron.engine.workarounds import initialize_vector_math
 from megatron.model.embedding import EmbeddingPipe, lm_head
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.recompute import ActivationCheckpointing
@@ -50,6 +49,7 @@ from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
+from megatron.mpu.vector_math import initialize_vector_math
 from megatron.pipeline.methods import embedding_and_head
 
 FIRST_TRANSFORMER_LAYER = 3
@@ -59,8 +59,7 @@ PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.
 
 
 def _to_float16(tokens: Tensor) -> Tensor:
-    """Layer 0: the identity, since token ids stay integers. It exists to keep the indices of all other
-    layers."""
+    """Layer 0: the identity, since token ids stay integers. It keeps the indices of all other layers."""
     return tokens
 
 
@@ -166,11 +165,10 @@ def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
     return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
 
 
-def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], whole: bool = False) -> list[int]:
+def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bool = False) -> list[int]:
     """Parameters per layer, of one tensor-parallel rank or (`whole`) of the whole model.
 
-    Transformer layers are identical, so each distinct class is built once, on the meta device: no memory is
-    allocated.
+    Transformer layers are identical, so each distinct class is built once, on the meta device without memory.
     """
     counts: dict[tuple, int] = {}
 
@@ -181,7 +179,7 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], whole: bool =
         if key not in counts:
             with torch.device("meta"):
                 parameters = layer.build().parameters()
-            counts[key] = sum(prod(spec_of(p).global_shape) if whole else p.numel() for p in parameters)
+            counts[key] = sum(prod(spec_of(p).global_shape) if unsharded else p.numel() for p in parameters)
         return counts[key]
 
     return [count(layer) for layer in layers]
@@ -203,7 +201,9 @@ class GPTModelPipe(PipelineModule):
         vocab_size: int,
         eod: int | None,
         bounds: Sequence[int],
+        initialize: Callable[[nn.Module, int, TPGroup], None] = initialize_parameters,
     ) -> None:
+        """`initialize`: fills the parameters; another function is given only where they have no values."""
         self.config = config
         self.stage_bounds = list(bounds)
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
@@ -217,7 +217,7 @@ class GPTModelPipe(PipelineModule):
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its stage map here
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
         self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
-        initialize_parameters(self, training.seed, tp_group)
+        initialize(self, training.seed, tp_group)
         self.to(PARAMETER_DTYPES[config.precision.name])
         if training.compile:
             for layer in self.modules():
@@ -225,8 +225,7 @@ class GPTModelPipe(PipelineModule):
                     layer.compile(dynamic=False)  # in place: its parameters keep their names
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """This rank's transformer layers; the key is the first part of their parameters' names, the layer
-        index."""
+        """This rank's transformer layers by layer index, the first part of their parameters' names."""
         layers = self.forward_funcs
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
@@ -287,12 +286,11 @@ class GPTModelPipe(PipelineModule):
             super()._synchronize_tied_weights()
 
     def forward(self, inputs: LayerIO) -> LayerIO:
-        """Runs this stage's layers. The last stage returns logits or, with `fused_head_loss`, the head's
-        input. With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are
-        recomputed.
+        """Runs this stage's layers. The last stage returns logits (with `fused_head_loss` the head's input).
 
-        DeepSpeed's implementation counts its groups from the stage's first function, and does not recompute a
-        group that holds anything other than transformer layers.
+        With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are recomputed.
+        Overrides DeepSpeed's `forward`, which counts its groups from the stage's first function, and does not
+        recompute a group that holds anything other than transformer layers.
         """
         functions = self.functions_before_loss()
         position = 0
@@ -325,9 +323,6 @@ class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
     Rank r holds stages r and 2 * ranks - 1 - r of `bounds`. So rank 0 holds both the embedding and the head,
     and they are one module.
     """
-
-
-GPT_MODELS = {"1f1b": GPTModelPipe, "dualpipev": GPTModelDualPipeV}
 
 
 def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:

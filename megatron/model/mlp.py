@@ -47,7 +47,7 @@ class ParallelMLP(nn.Module):
             parts * config.ffn_hidden_size,
             tp_group,
             init_std=config.matrix_init_std,
-            lr_mult=config.matrix_rate_factor,
+            lr_mult=config.matrix_lr_mult,
             num_fused_parts=parts,
             sequence_parallel=sequence_parallel,
         )
@@ -56,7 +56,7 @@ class ParallelMLP(nn.Module):
             config.hidden_size,
             tp_group,
             init_std=output_init_std,
-            lr_mult=config.matrix_rate_factor,
+            lr_mult=config.matrix_lr_mult,
             sequence_parallel=sequence_parallel,
         )
 

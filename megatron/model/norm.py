@@ -1,4 +1,4 @@
-"""Layer norm. It accepts an fp32 residual stream with 16-bit parameters (--fp32-residual-connection)."""
+"""Layer norm. With --fp32-residual-connection its input is fp32 while its parameters are 16-bit."""
 
 import torch
 import torch.nn.functional as F

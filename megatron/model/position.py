@@ -55,8 +55,7 @@ class AttentionMasks:
     """
 
     def __init__(self, alibi_slopes: list[float] | None, within_documents: bool) -> None:
-        """`alibi_slopes`: of this rank's heads, or None. `within_documents`: tokens attend to their document
-        only."""
+        """alibi_slopes: of this rank's heads. within_documents: tokens attend to their own document only."""
         self.slopes = alibi_slopes
         self.within_documents = within_documents
         self._cache: dict[tuple, Tensor] = {}
@@ -117,8 +116,7 @@ class RotaryEmbedding:
         self._cache: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotates query and key, [seq, batch, heads, head_dim]. positions: [batch, seq]; None is 0, 1, 2,
-        ..."""
+        """Rotates query and key [seq, batch, heads, head_dim]. positions: [batch, seq]; None for 0, 1, ..."""
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
 

@@ -1,5 +1,4 @@
-"""Activation checkpointing: activations are recomputed in the backward pass instead of kept (arXiv
-1604.06174)."""
+"""Activation checkpointing: activations are recomputed in the backward pass, not kept (arXiv 1604.06174)."""
 
 from collections.abc import Callable
 
@@ -27,8 +26,7 @@ class ActivationCheckpointing:
     def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
         self.dropout_rng = dropout_rng
         partition = training.partition_activations and tp_group.size > 1
-        # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py, entry
-        # 11).
+        # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py, 11).
         move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
         self._checkpoint: Callable = _checkpoint
         if partition or move:

@@ -1,5 +1,4 @@
-"""The whole GPT in one process, without DeepSpeed's engine: for generation and for tools that inspect a
-model."""
+"""The whole GPT in one process, without DeepSpeed's engine, for generation and for tools."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ class GPTModel(nn.Module):
     """Runs the layers of `pipeline_layers` in order. Parameter names are those of `GPTModelPipe`.
 
     It needs no process group. Its parameters are fp32 and uninitialized until weights are loaded, for example
-    with `megatron.checkpoint.weights.load_full_weights`. Layer norms are PyTorch's, not apex's.
+    with a checkpoint's `StateReader.load_weights`. Layer norms are PyTorch's, not apex's.
     """
 
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
@@ -44,8 +43,7 @@ class GPTModel(nn.Module):
                 self._steps.append(layer)
 
     def _tied_step(self, layer: TiedLayerSpec) -> Callable:
-        """The first layer of a key builds the module. Later layers share it, each with its own forward
-        function."""
+        """The first layer of a key builds the module; later ones share it, with another forward function."""
         if layer.key not in self.tied_modules:
             self.tied_modules[layer.key] = layer.build()
         module = self.tied_modules[layer.key]

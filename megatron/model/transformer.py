@@ -1,5 +1,4 @@
-"""The transformer layer: attention and MLP, each with a norm before it and a residual connection around
-it."""
+"""The transformer layer: attention and MLP, each after a norm and inside a residual connection."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,9 +72,10 @@ class LayerContext:
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Pre-norm transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden]; with
-    --sequence-parallel this rank's shard [seq / TP, batch, hidden]. document_ids, if any, are passed on
-    unchanged.
+    """Pre-norm transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden].
+
+    With --sequence-parallel hidden is this rank's shard [seq / TP, batch, hidden]. document_ids, if any, are
+    returned unchanged.
 
         x = x + dropout(attention(norm(x)))
         x = x + dropout(mlp(norm(x)))

@@ -1,2 +1,1 @@
-"""Model parallel utilities: the layout, tensor-parallel parameters, layers, collectives, cross entropy,
-dropout."""
+"""Model-parallel utilities: layout, sharded parameters and layers, collectives, cross entropy, dropout."""

@@ -7,9 +7,9 @@ logits. Only three numbers per token are exchanged, instead of the logits: the l
     loss = m + log(sum) - logit[label]        gradient = softmax - [label] = exp(logit - m) / sum - [label]
 
 The fused function computes the logits of a chunk of tokens, turns them into their gradient in the same
-buffer, and adds the chunk to the gradients of hidden and weight. So the full logits [tokens, V] are never
-stored. The forward pass must know the gradient of the loss for that: it assumes 1 per token, times
-token_weights, and the backward pass rescales.
+buffer, and adds the chunk to the gradients of hidden and weight (as does Liger Kernel, arXiv 2410.10989). So
+the full logits [tokens, V] are never stored. The forward pass must know the gradient of the loss for that: it
+assumes 1 per token, times token_weights, and the backward pass rescales.
 
 Invariant: both functions return the same loss bitwise on all tensor-parallel ranks, and padding columns have
 no influence on the loss and a gradient of zero.
@@ -56,8 +56,7 @@ def vocab_parallel_cross_entropy(
     labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
     vocab_size: size without padding; columns from this number on are ignored and have a gradient of zero.
     overwrite_logits: reuse the memory of fp32 logits for the probabilities, which saves a copy. Allowed only
-    if
-        neither the caller nor the backward pass of the layer before reads the logits afterwards.
+        if neither the caller nor the backward pass of the layer before reads the logits afterwards.
 
     Three numbers per token are exchanged between ranks. The backward pass can run once only.
     """
@@ -83,11 +82,9 @@ def vocab_parallel_linear_cross_entropy(
     vocab_size: size without padding; rows from this number on are ignored and have a gradient of zero.
     token_weights: [...], constant factors of the losses: a mask, or 1 / number of tokens for a mean.
     z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, Z = sum(exp(logits)). This keeps
-    log(Z)
-        close to 0 (arXiv 2204.02311, section 5).
+        log(Z) close to 0 (arXiv 2204.02311, section 5).
     main_grad: fp32, of weight's shape. If given, the backward pass adds the weight's gradient to it in fp32,
-    and
-        autograd gets None.
+        and autograd gets None.
 
     The logits are computed one chunk of tokens at a time. The forward pass computes the gradients of the sum
     of the result; the backward pass scales them. That is three matrix products in all. The gradients are

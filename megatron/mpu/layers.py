@@ -61,8 +61,7 @@ class ColumnParallelLinear(nn.Module):
 
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
-    sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered along the
-    sequence.
+    sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ def _column_linear_over_ranks(
 
 @torch.compiler.disable
 def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
-    """The sum of each rank's `y`, which nothing else may use; of a cut sequence this rank's part of it."""
+    """Sum of `y` over the ranks; with sequence_parallel this rank's shard of it. Nothing else may use `y`."""
     return (
         reduce_scatter_to_sequence_region(y, tp_group)
         if sequence_parallel
@@ -178,8 +177,7 @@ def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) 
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear. Its backward pass overlaps the all-reduce of the input's gradient with the weight's
-    gradient."""
+    """F.linear. The backward pass computes the weight's gradient during the all-reduce of the input's."""
 
     @staticmethod
     def forward(

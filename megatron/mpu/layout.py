@@ -89,8 +89,7 @@ class ParallelLayout:
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:
         """The same layout as DeepSpeed's topology, with the axes pipe, data, model (model fastest)."""
-        # Imported on use: importing DeepSpeed takes seconds, and commands that only check flags do not need
-        # it.
+        # Imported on use: this takes seconds, and commands that only check flags do not need DeepSpeed.
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         return PipeModelDataParallelTopology(num_pp=self.pp_size, num_mp=self.tp_size, num_dp=self.dp_size)
@@ -99,7 +98,7 @@ class ParallelLayout:
         """Creates all tensor-parallel process groups and returns this rank's.
 
         Collective: every rank of the job must call it, since torch requires all ranks to create a group. The
-        default process group must exist, unless the tensor degree is 1.
+        default process group must exist, unless the TP degree is 1.
         """
         if self.tp_size == 1:
             return TPGroup()

@@ -26,15 +26,14 @@ def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) 
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Reduce-scatter: [seq, ...] per rank -> this rank's [seq / size, ...] of the sum. Backward:
-    all-gather."""
+    """Reduce-scatter: [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
 def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
     """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
-    whole = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=tp_group.group, async_op=True)
+    full = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
+    return full, dist.all_gather_into_tensor(full, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -103,6 +102,6 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole, pending = all_gather_sequence(grad, ctx.tp_group)
+        full, pending = all_gather_sequence(grad, ctx.tp_group)
         pending.wait()
-        return whole, None
+        return full, None

@@ -27,7 +27,7 @@ class ParameterSpec:
 
     global_shape: shape of the full parameter, over all tensor-parallel ranks.
     shard_dim: the dimension that is sharded over the tensor-parallel ranks; None: replicated.
-    num_fused_parts: number of equal parts along shard_dim, each of which is sharded (2 for a gated MLP).
+    num_fused_parts: number of equal parts along shard_dim; each part is sharded (2 for a gated MLP).
     init_std: standard deviation of the normal initialization; None: constant init_value.
     num_valid_rows: rows from this number on are padding, initialized to zero.
     weight_decay: whether the optimizer applies weight decay.
@@ -85,7 +85,7 @@ def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:
 def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """The full parameter from the shards of all tensor-parallel ranks, in rank order.
 
-    For a replicated parameter it returns the first copy; the caller checks whether the copies agree.
+    For a replicated parameter it returns the first replica; the caller checks whether the replicas are equal.
     """
     if spec.shard_dim is None or len(shards) == 1:
         return shards[0]
@@ -110,7 +110,7 @@ def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
 
     Over the tensor and pipeline ranks of one replica, each parameter has exactly one owner per element:
     sharded parameters count on every rank, replicated ones on tensor-parallel rank 0, tied ones on the first
-    stage that holds them. (DeepSpeed sets `ds_pipe_replicated` on the copies of the other stages.)
+    stage that holds them. (DeepSpeed sets `ds_pipe_replicated` on the replicas of the other stages.)
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -118,8 +118,7 @@ def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
 
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
-    """Marks a replicated parameter whose gradient is partial on each tensor-parallel rank: they must be
-    summed."""
+    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial, to be summed."""
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 
@@ -131,8 +130,7 @@ def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
 def initialize_parameters(module: nn.Module, seed: int, tp_group: TPGroup) -> None:
     """Initializes every parameter of `module` in place. The values depend on the seed and the full name only.
 
-    They are generated on the CPU in fp32 and rounded to the parameter's dtype, so they are equal on every
-    device.
+    They are generated on the CPU in fp32 and rounded to the parameter's dtype: equal on every device.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -32,13 +32,13 @@ _ELEMENTS_PER_PIECE = 1 << 17
 class DropoutRNG:
     """The seed of a run's dropout, and the global sample numbers of the current micro-batch.
 
-    The engine sets `samples` before each forward pass. Recomputation in the backward pass restores the
-    samples of the forward pass with `use_samples`.
+    The engine sets `samples` for each forward pass with `use_samples`. Recomputation in the backward pass
+    restores those of the forward pass.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, samples: Sequence[int] = ()) -> None:
         self.seed = seed
-        self.samples: tuple[int, ...] = ()
+        self.samples = tuple(samples)
 
     @contextmanager
     def use_samples(self, samples: Sequence[int]) -> Iterator[None]:

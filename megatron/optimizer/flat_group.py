@@ -16,9 +16,9 @@ of the fp32 master weights. The ZeRO stage decides which full buffers are alloca
               all-gathered before each
 
 Invariant: parameters and their `main_grad` are views of the full buffers at all times. A full buffer is freed
-by resizing its storage to zero. The views, and the tensors that autograd saved for the backward pass, become
-valid again as soon as the storage is allocated and filled again. `megatron.optimizer.sharded_units` decides
-when.
+by resizing its storage to zero. Views of it stay valid objects, and so do tensors that autograd saved for the
+backward pass: they have their contents again once the storage is allocated and filled again. The hooks in
+`megatron.optimizer.sharded_units` do this around each layer.
 """
 
 import math
@@ -33,7 +33,7 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_momen
 
 # A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
 # With other lengths PyTorch's fused optimizers compute the last elements one by one, with different rounding.
-# The two copies of a tied weight lie at different offsets of their buffers, so they would diverge.
+# The two replicas of a tied weight lie at different offsets of their buffers, so they would diverge.
 ALIGNMENT = 16
 # An fp32 sum of squares over a large tensor is inaccurate (relative error 4e-3 for 50 M elements on a CPU).
 # So squares are summed in fp32 within chunks of this many elements, and in fp64 over the chunks.
@@ -90,7 +90,7 @@ class FlatGroup:
             torch.zeros_like(self.gradients[own]) if shards_gradients else self.gradients[own]
         )
         # Per parameter, the norm of this rank's gradients before they were reduce-scattered: for the
-        # diagnosis of a gradient that is not finite.
+        # diagnosis of a non-finite gradient.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host
@@ -199,9 +199,10 @@ class FlatGroup:
         return [accurate_norm(self.local_grad(parameter)) for parameter in self.parameters]
 
     def unreduced_grad_norms(self) -> list[Tensor]:
-        """For each parameter the norm (fp64) of the gradient that this rank has computed, before any
-        reduction. It is finite only if every element is. Call it before the gradients are reduced over the
-        replicas."""
+        """The norm (fp64) of each parameter's gradient as computed on this rank, finite if all elements are.
+
+        Call it before the gradients are reduced over the data-parallel ranks.
+        """
         return list(self.reduced_grad_norms) if self.shards_gradients else self.local_grad_norms()
 
     def set_master_grad(self, factor: float) -> None:

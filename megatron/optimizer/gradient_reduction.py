@@ -1,4 +1,4 @@
-"""Reduction of the gradients over ranks. Afterwards all copies of a parameter have bitwise equal gradients.
+"""Reduction of the gradients over ranks. Afterwards all replicas of a parameter have bitwise equal gradients.
 
 Assumption about the communication backend: all members of a process group receive the same bits from an
 all-reduce. Nothing more is assumed: two groups, or buffers of different lengths, may sum in different orders
@@ -7,8 +7,8 @@ and round differently. The steps, in this order:
 1. Sequence-parallel gradients: each tensor-parallel rank has a partial gradient; they are summed over TP.
 2. Each flat buffer is summed over the data-parallel group. The result is bitwise equal on its members, the
    replicas of one stage and one tensor-parallel rank.
-3. The two copies of a tied parameter are added over their two stages: a + b has the same bits in both orders.
-   This must come after step 2, since the buffers of the two stages have different lengths.
+3. The two replicas of a tied parameter are added over their two stages: a + b has the same bits in both
+   orders. This must come after step 2, since the buffers of the two stages have different lengths.
 4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
 """
 
@@ -33,8 +33,8 @@ class GradientReduction:
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         tp_group: TPGroup,
     ) -> None:
-        """`dp_group`: None if there is one replica. `tied`: parameters with a copy on another stage, and the
-        process group of the two stages. ValueError for a parameter on more than two stages."""
+        """`dp_group`: None if the data-parallel size is 1. `tied`: parameters with a replica on another
+        stage, and the process group of the two stages. ValueError for a parameter on more than two stages."""
         self._flats, self._dp_group, self._tied, self._tp_group = list(flats), dp_group, list(tied), tp_group
         for parameter, stages in self._tied:
             if dist.get_world_size(stages) != 2:
@@ -62,11 +62,11 @@ class GradientReduction:
                     dist.all_reduce(flat.gradients, group=self._dp_group)
         for parameter, stages in self._tied:
             dist.all_reduce(parameter.main_grad, group=stages)
-        copies = [flat.local_grad(parameter) for flat, parameter in self._replicated]
+        replicas = [flat.local_grad(parameter) for flat, parameter in self._replicated]
         if self._tp_group.rank != 0:
-            for copy in copies:
-                copy.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks
-        self._all_reduce_packed(copies)
+            for replica in replicas:
+                replica.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks
+        self._all_reduce_packed(replicas)
 
     def _all_reduce_packed(self, parts: Sequence[Tensor]) -> None:
         """All-reduces many short vectors as one message. `parts` have the same lengths on all TP ranks."""

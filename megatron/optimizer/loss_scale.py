@@ -6,9 +6,9 @@ from megatron.config import PrecisionConfig
 class LossScaler:
     """`scale` multiplies the loss, so that small gradients stay representable; 1.0 without fp16.
 
-    A dynamic scale is halved at the `hysteresis`-th overflow and at each further one, but not below
-    `min_loss_scale`. It is doubled after `loss_scale_window` steps without an overflow, which also resets the
-    overflow count.
+    A dynamic scale is halved at the `hysteresis`-th overflow and at each later one, but not below
+    `min_loss_scale`. After `loss_scale_window` steps without overflow it is doubled, and the overflow count
+    is reset.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:

@@ -5,7 +5,7 @@ the gradient norm and take the first step differently (see `megatron.engine.work
 would depend on its layout. This module replaces them with one code path:
 
 - gradients accumulate in one flat fp32 buffer per parameter group, for any precision of the parameters;
-- they are summed over ranks in fp32, so that all copies of a parameter stay equal (`gradient_reduction`);
+- they are summed over ranks in fp32, so that all replicas of a parameter stay equal (`gradient_reduction`);
 - the gradient norm counts each parameter of the model once;
 - master weights and optimizer state are sharded over the data-parallel ranks (ZeRO-1) or replicated (ZeRO-0).
   ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`sharded_units`).
@@ -38,6 +38,7 @@ from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit
+from megatron.text_table import first_few
 
 # Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
 # for this TP rank's shard: master weights (flat, fp32), moments by name (flat, fp32; may be read lazily), and
@@ -46,7 +47,7 @@ SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, 
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient is not finite. Raised on every rank, before the weights are updated."""
+    """The loss or a gradient is non-finite. Raised on every rank, before the weights are updated."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class OptimizerProcessGroups:
     dp_size: int
     dp_rank: int
     model: dist.ProcessGroup | None
-    """All stages and tensor ranks of one data-parallel replica."""
+    """All stages and TP ranks of one data-parallel replica."""
     description: str
-    """This rank's coordinates, for error messages: rank, stage, tensor rank, data rank."""
+    """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
 
 
 @dataclass(frozen=True)
@@ -104,33 +105,30 @@ class MixedPrecisionOptimizer:
         scaler: LossScaler,
         zero: ZeroConfig,
         clip_grad: float,
+        averages_replicated: bool = False,
     ) -> None:
-        """`names`: global name of each parameter. `tied`: parameters with a copy on another stage, and the
-        process group of these stages. `clip_grad`: largest global gradient norm; 0 for no clipping."""
+        """`names`: global name of each parameter. `tied`: parameters with a replica on another stage, and the
+        process group of these stages. `clip_grad`: largest global gradient norm; 0 for no clipping.
+        `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step."""
         self.optimizer = optimizer
         self.names = names
         self.groups = groups
         self.tp_group = tp_group
         self.scaler = scaler
         self.clip_grad = clip_grad
+        self.averages_replicated = averages_replicated
         self.partition_count = groups.dp_size if zero.zero_stage >= 1 else 1
         if zero.zero_stage >= 1:
-            # DeepSpeed's engine looks for this attribute: if it exists, every data-parallel rank saves its
-            # state.
+            # DeepSpeed's engine checks for this attribute: with it, every data-parallel rank saves its state.
             self.dp_process_group = groups.data
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
-        self.overflow = False
+        self.found_nonfinite = False
         self.grad_norm = 0.0
-        # Whether a step with a non-finite gradient is skipped; None: only if the loss scale can be lowered.
-        self.skips_non_finite: bool | None = None
-        # Which gradients were not finite in the last step, if that step was not skipped for the loss scale.
+        # Which gradients were non-finite in the last step, if that step was not skipped for the loss scale.
         self.diagnosis = ""
-        # Called with the grad norm before the update; returns, equally on all ranks, whether to skip it.
-        self.skip_update_fn: Callable[[float], bool] | None = None
-        self.update_skipped = False
-        # Whether parameters replicated over tensor-parallel ranks are averaged after each step.
-        self.averages_replicated = False
+        self.skipped_by_fn = False
+        self.begin_step()
         self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
 
@@ -178,6 +176,11 @@ class MixedPrecisionOptimizer:
         """The model's parameters per group. DeepSpeed records their shapes under this name."""
         return [flat.parameters for flat in self.flat]
 
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient of the last step was non-finite, by the name that DeepSpeed reads."""
+        return self.found_nonfinite
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Does nothing: gradients always accumulate until `reduce_gradients`."""
 
@@ -187,6 +190,20 @@ class MixedPrecisionOptimizer:
             flat.zero_gradients()
 
     # --- the step ---
+
+    def begin_step(
+        self,
+        skips_non_finite: bool | None = None,
+        skip_update_fn: Callable[[float], bool] | None = None,
+    ) -> None:
+        """Sets the options of the next steps.
+
+        skips_non_finite: whether a step with a non-finite gradient is skipped; None: only if the loss scale
+        can be lowered. skip_update_fn: called with the grad norm before the update; returns, equally on all
+        ranks, whether to skip it.
+        """
+        self._skips_non_finite = skips_non_finite
+        self._skip_update_fn = skip_update_fn
 
     def register_loss(self, loss: Tensor) -> None:
         """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
@@ -200,7 +217,7 @@ class MixedPrecisionOptimizer:
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
-        The norms before the reduction are kept, to name the rank of a gradient that is not finite."""
+        The norms before the reduction are kept, to name the rank of a non-finite gradient."""
         self._norms_before_reduction = self._stacked(
             [n for flat in self.flat for n in flat.unreduced_grad_norms()]
         )
@@ -211,27 +228,29 @@ class MixedPrecisionOptimizer:
         """Clips the gradient, updates the master weights and all-gathers the model's weights. A `skipped`
         step changes only the loss scale.
 
-        Sets `grad_norm` (of the mean loss, before clipping; inf after an overflow), `overflow` and
-        `update_skipped`. Raises NonFiniteError on all ranks if a gradient is not finite and the step must not
-        be skipped.
+        Sets `grad_norm` (of the mean loss, before clipping; inf if a gradient is non-finite),
+        `found_nonfinite` and `skipped_by_fn`. Raises NonFiniteError on all ranks if a gradient is non-finite,
+        unless `begin_step` or the loss scale allow to skip the step.
         """
-        # Gradients are sums over data-parallel ranks, of the scaled loss: the factor gives those of the mean
-        # loss.
+        # The gradients are sums over data-parallel ranks, of the scaled loss. Times this factor they are the
+        # gradients of the mean loss.
         factor = 1.0 / (self.scaler.scale * self.groups.dp_size)
         self.grad_norm = self._global_norm() * factor
-        self.overflow = not math.isfinite(self.grad_norm)
+        self.found_nonfinite = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
-        if self.overflow:
+        if self.found_nonfinite:
             scale_helps = self.scaler.can_shrink
-            skips = scale_helps if self.skips_non_finite is None else self.skips_non_finite
+            skips = scale_helps if self._skips_non_finite is None else self._skips_non_finite
             if not (skips and scale_helps):
                 self.diagnosis = self._diagnosis()
             if not skips:
                 raise NonFiniteError(self.diagnosis)
         if self.scaler.dynamic:
-            self.scaler.update(self.overflow)
-        self.update_skipped = (
-            not self.overflow and self.skip_update_fn is not None and self.skip_update_fn(self.grad_norm)
+            self.scaler.update(self.found_nonfinite)
+        self.skipped_by_fn = (
+            not self.found_nonfinite
+            and self._skip_update_fn is not None
+            and self._skip_update_fn(self.grad_norm)
         )
         if self.skipped:
             return
@@ -249,7 +268,7 @@ class MixedPrecisionOptimizer:
     @property
     def skipped(self) -> bool:
         """Whether the last step did not update the weights."""
-        return self.overflow or self.update_skipped
+        return self.found_nonfinite or self.skipped_by_fn
 
     def _all_gather_params(self) -> None:
         """Copies this rank's master weights into the model and all-gathers the other partitions. Weights that
@@ -287,7 +306,7 @@ class MixedPrecisionOptimizer:
             shard_squares = squares * self._sharded
             dist.all_reduce(shard_squares, group=self.groups.data)
             squares = torch.where(self._sharded, shard_squares, squares)
-        # Copies that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
+        # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
@@ -301,11 +320,10 @@ class MixedPrecisionOptimizer:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
-        """Names the ranks and parameters with a non-finite gradient; the same text on every rank.
-        Collective."""
+        """The ranks and parameters with a non-finite gradient, as one text for all ranks. Collective."""
         finite = self._norms_before_reduction.isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
-        report = f"{self.groups.description}: {bad[0]} (and {len(bad) - 1} more)" if bad else None
+        report = f"{self.groups.description}: {first_few(bad, limit=1)}" if bad else None
         if report and self._loss is not None and not self._loss.isfinite():
             report += f", with a loss of {self._loss.item()}"
         reports = [report]
@@ -315,7 +333,8 @@ class MixedPrecisionOptimizer:
         culprits = [r for r in reports if r]
         where = "; ".join(culprits[:4]) or "in the sum over ranks only, which overflowed fp32"
         more = f"; and on {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
-        return f"the gradient is not finite, the step was not taken. First bad parameter: {where}{more}"
+        first = f"first non-finite parameter: {where}{more}"
+        return f"the gradient is non-finite, the step was not taken; {first}"
 
     # --- moments ---
 
@@ -363,8 +382,7 @@ class MixedPrecisionOptimizer:
         )
 
     def state_dict(self) -> dict:
-        """Moments and fp32 master weights of this rank's partitions, and the offset of each parameter in
-        them."""
+        """Moments and fp32 master weights of this rank's partitions, and each parameter's offset in them."""
         base = self.optimizer.state_dict()
         mappings, masters = [], []
         for index, flat in enumerate(self.flat):
@@ -414,7 +432,7 @@ class MixedPrecisionOptimizer:
             raise RuntimeError(f"{key} of {self.names[parameter]} was not quantized to within one step")
 
     def _load_others(self, flat: FlatGroup, index: int, name: str, others: dict[str, Any]) -> None:
-        """Restores the state that a group has once, which is the step, to where the optimizer reads it."""
+        """Restores the state that all parameters of a group share: the step, where the optimizer reads it."""
         group = self.param_groups[index]
         kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
         # A fused kernel reads the step on the device, other implementations on the CPU.

@@ -38,16 +38,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up from 0 to max_rate, then decay to min_rate at decay_length; min_rate from there on.
+    """Linear warm-up from 0 to max_lr, then decay to min_lr at decay_length; min_lr from there on.
 
     warmup: length of the warm-up, in warmup_unit.
-    decay_start, decay_length: start (the end of the warm-up) and end of the decay, both counted from the
-    start of
-        training, in decay_unit. With style 'constant' the learning rate stays at max_rate.
+    decay_start: start of the decay (the end of the warm-up), counted from the start of training, in
+        decay_unit.
+    decay_length: end of the decay, counted in the same way.
+    style: a name in LR_DECAY_STYLES; with 'constant' the learning rate stays at max_lr.
     """
 
-    max_rate: float
-    min_rate: float
+    max_lr: float
+    min_lr: float
     style: str
     warmup: float
     warmup_unit: Unit
@@ -84,8 +85,8 @@ class LearningRateSchedule:
                 f"--lr-decay-{_flag_end(unit)}"
             )
         return cls(
-            max_rate=float(schedule.lr),
-            min_rate=float(schedule.min_lr),
+            max_lr=float(schedule.lr),
+            min_lr=float(schedule.min_lr),
             style=schedule.lr_decay_style,
             warmup=warmup,
             warmup_unit=warmup_unit,
@@ -94,11 +95,11 @@ class LearningRateSchedule:
             decay_unit=unit,
         )
 
-    def rate(self, progress: Progress) -> float:
+    def lr(self, progress: Progress) -> float:
         """The learning rate of the step that ends at `progress`."""
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
-            return self.max_rate * warmed_up / self.warmup
+            return self.max_lr * warmed_up / self.warmup
         position = progress.count(self.decay_unit)
         if position >= self.decay_length:
             done = 1.0
@@ -107,33 +108,33 @@ class LearningRateSchedule:
             done = 0.0
         else:
             done = (position - self.decay_start) / (self.decay_length - self.decay_start)
-        rate: float = LR_DECAY_STYLES.load(self.style)(self.max_rate, self.min_rate, done)
-        return rate
+        lr: float = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, done)
+        return lr
 
     def describe(self) -> str:
         """One line for the start banner."""
         warmup = f"warm-up over {self.warmup:,.0f} {self.warmup_unit}, then " if self.warmup else ""
         if self.style == "constant":
-            return f"learning rate: {warmup}constant at {self.max_rate:.3E}"
+            return f"learning rate: {warmup}constant at {self.max_lr:.3E}"
         return (
-            f"learning rate: {warmup}{self.style} from {self.max_rate:.3E} to {self.min_rate:.3E} "
+            f"learning rate: {warmup}{self.style} from {self.max_lr:.3E} to {self.min_lr:.3E} "
             f"at {self.decay_length:,} {self.decay_unit}"
         )
 
 
-def constant_rate(max_rate: float, min_rate: float, done: float) -> float:
+def constant_lr(max_lr: float, min_lr: float, done: float) -> float:
     """No decay."""
-    return max_rate
+    return max_lr
 
 
-def linear_decay(max_rate: float, min_rate: float, done: float) -> float:
-    """Linear from max_rate (done = 0) to min_rate (done = 1)."""
-    return min_rate + (1.0 - done) * (max_rate - min_rate)
+def linear_decay(max_lr: float, min_lr: float, done: float) -> float:
+    """Linear from max_lr (done = 0) to min_lr (done = 1)."""
+    return min_lr + (1.0 - done) * (max_lr - min_lr)
 
 
-def cosine_decay(max_rate: float, min_rate: float, done: float) -> float:
-    """Half a cosine from max_rate (done = 0) to min_rate (done = 1)."""
-    return min_rate + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_rate - min_rate)
+def cosine_decay(max_lr: float, min_lr: float, done: float) -> float:
+    """Half a cosine from max_lr (done = 0) to min_lr (done = 1)."""
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_lr - min_lr)
 
 
 def _flag_end(unit: Unit) -> str:

@@ -70,8 +70,8 @@ class ShardedUnit:
         hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
         if hidden.requires_grad:
             hidden.register_hook(self._before_backward)
-        # With --checkpoint-activations the layer is recomputed inside its backward pass, which still needs
-        # them.
+        # With --checkpoint-activations this may be the recomputation within the backward pass, which still
+        # needs the weights.
         if not self._in_backward:
             self._free()
 

@@ -1,7 +1,9 @@
-"""Partitions by dynamic programming, for costs that depend on the stage and for two stages per rank (V
-schedules).
+"""Partitions by dynamic programming, for costs that depend on the stage, and for two stages per rank.
 
-`megatron.pipeline.partition` is the faster solver for one weight per layer and one stage per rank.
+Why there are two solvers: `megatron.pipeline.partition` needs one weight per layer, which makes its greedy
+bounds valid, so it is exact in integers and partitions 10,000 layers in half a second. Memory depends on the
+stage, and the two stages of a rank in a V schedule are not adjacent, so these cases need tables whose cost
+grows with the square (V schedules: the fourth power) of the number of layers.
 """
 
 from __future__ import annotations

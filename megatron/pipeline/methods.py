@@ -21,6 +21,10 @@ from megatron.pipeline.partition import Weight, partition
 EMBEDDING = "EmbeddingPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
+# Limit of the dynamic programs' numbers of steps, 10 to 30 s: 300 to 400 layers with two stages per rank, or
+# 4,000 layers on 64 stages by memory.
+_MAX_STEPS = 1_000_000_000
+
 GIB = 2**30
 MEMORY_UNIT = "GiB"
 TIME_UNITS = ("GFLOP", "ms")
@@ -136,6 +140,8 @@ def _balanced(
 ) -> Partition:
     """Stages with equal sums of the layers' weights. The sums are reported in `unit`, divided by `scale`."""
     weights = _merge_end_functions(weights, layers.names)
+    if shape.is_v_schedule:
+        _check_cost(method, len(weights), len(weights) ** 4 // shape.stages)
     _check_enough(method, layers.names, weights, shape.stages, shape.is_v_schedule)
     bounds = (
         partition_v([weights] * shape.stages) if shape.is_v_schedule else partition(weights, shape.stages)
@@ -159,7 +165,7 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         if not without_weight:
             raise ConfigError(
                 f"--partition-method {method.text}: an alternative before '{alternative.text}' matches all "
-                f"layers that it matches, so it does nothing: drop it, or put it first"
+                f"layers that it matches, so it has no effect: remove it, or put it first"
             )
         for index in without_weight:
             weights[index] = alternative.weight
@@ -185,8 +191,7 @@ def _check_enough(
 
 
 def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
-    """Moves the weights of the functions before the embedding and after the head to the embedding and the
-    head.
+    """Adds the weights of the functions before the embedding and after the head to embedding and head.
 
     The partition then keeps them on the same stage. So stages exchange hidden states only, never token ids or
     logits (logits are sharded over the tensor-parallel ranks).
@@ -198,6 +203,15 @@ def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> lis
     return [0] * first + inner + [0] * (len(names) - 1 - head)
 
 
+def _check_cost(method: PartitionMethod, num_layers: int, steps: int) -> None:
+    """ConfigError if a dynamic program of so many steps, for this number of layers, would take minutes."""
+    if steps > _MAX_STEPS:
+        raise ConfigError(
+            f"--partition-method {method.text} would take too long for a list of {num_layers:,} layers: list "
+            "the stages with stages:, or use time with --pipeline-schedule 1f1b"
+        )
+
+
 def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal estimated memory, including the activations of each stage's in-flight micro-batches."""
     state, kept = (
@@ -206,6 +220,8 @@ def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape)
     costs = [
         [s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.in_flight_micro_batches
     ]
+    size = len(layers.names)
+    _check_cost(method, size, size**4 // shape.stages if shape.is_v_schedule else size**2 * shape.stages)
     _check_enough(method, layers.names, costs[-1], len(costs), shape.is_v_schedule)
     bounds = partition_v(costs) if shape.is_v_schedule else partition_by_stage(costs)
     sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]

@@ -11,17 +11,15 @@ full stage has several layers and weighs exactly the level.
 
 Algorithm:
 
-1. `_level` finds the level, by bisection over greedy partitions (each stage takes as many layers as fit).
+1. `_level` finds the level, by bisection over greedy partitions (each stage takes as many layers as fit):
+   chains-on-chains partitioning, Pinar and Aykanat, J. Parallel Distrib. Comput. 64 (2004), 974-996.
 2. The best partition has as few full stages as possible. `_reach` computes how far j stages, c of them full,
-can
-   extend, greedily, from both ends of the list. Together these give, for every j and c, the interval of
+   can extend, greedily, from both ends of the list. Together these give, for every j and c, the interval of
    positions that a best partition can have after stage j (`_open_positions`).
 3. If the interval after stage j is a single position, it is settled: the list is split there, and each side
-is
-   solved separately with a lower level (`_split`).
+   is solved separately with a lower level (`_split`).
 4. If full stages can be at several equally good places, a dynamic program compares the profiles of the
-remaining
-   stages (`_cheapest_walk`).
+   remaining stages (`_cheapest_walk`).
 
 Invariant: the stages of a piece that are not yet decided all weigh less than the last level.
 
@@ -51,8 +49,7 @@ _Row = dict[int, tuple[int, int]]
 
 
 def partition(weights: Sequence[Weight], num_stages: int) -> list[int]:
-    """Bounds of the most even partition, length num_stages + 1: stage s has layers bounds[s] to bounds[s + 1]
-    - 1.
+    """Bounds of the most even partition: stage s has layers bounds[s] to bounds[s + 1] - 1.
 
     The heaviest stage is as light as possible, then the second heaviest, and so on. Among equally even
     partitions it returns the one with the smallest bounds, so that later stages are heavier. Layers of weight
@@ -68,21 +65,21 @@ def partition(weights: Sequence[Weight], num_stages: int) -> list[int]:
     between heavier layers) the first of these places are used. The parts between them are still partitioned
     as evenly as possible.
 
-    Raises ValueError for a weight that is negative or not finite, and for less than one stage.
+    Raises ValueError for a weight that is negative or non-finite, and for less than one stage.
     """
     if num_stages < 1:
         raise ValueError(f"{num_stages} stages: expected 1 or more")
-    whole = _whole_numbers(weights)
-    if not any(whole):
-        whole = [1] * len(whole)
-    weighted = [index for index, weight in enumerate(whole) if weight]
+    weights_int = _whole_numbers(weights)
+    if not any(weights_int):
+        weights_int = [1] * len(weights_int)
+    weighted = [index for index, weight in enumerate(weights_int) if weight]
     num_empty = max(num_stages - len(weighted), 0)
-    chain = _Chain(list(accumulate((whole[index] for index in weighted), initial=0)))
+    chain = _Chain(list(accumulate((weights_int[index] for index in weighted), initial=0)))
     inner = _even_positions(chain, num_stages - num_empty)
     return (
         [0] * (num_empty + 1)
         + [weighted[position - 1] + 1 for position in inner]
-        + [len(whole)] * bool(whole)
+        + [len(weights_int)] * bool(weights_int)
     )
 
 

@@ -9,12 +9,10 @@ Each step exchanges messages and then computes.
 `DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
 
 - `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
-steady
-  state each micro-batch waits for one transfer in each direction, even if the activation was ready earlier;
+  steady state each micro-batch waits for one transfer in each direction, even if the activation was ready;
 - `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
-overlaps
-  a forward with a backward pass. A pair of passes only shares its message exchanges: the forward pass also
-  waits for the gradient, and its output is sent after the backward pass.
+  overlaps a forward with a backward pass. A pair of passes only shares its message exchanges: the forward
+  pass also waits for the gradient, and its output is sent after the backward pass.
 
 Simplifications: a send does not block, whereas in DeepSpeed it blocks until the receiver takes the message;
 transfers do not share bandwidth and do not slow computation; the step ends with the last backward pass,
@@ -24,12 +22,21 @@ before the gradients are reduced.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import isfinite
 from typing import Literal, NamedTuple
+
+from megatron.config.registries import PIPELINE_SCHEDULES
+from megatron.config.registry import load_object
+
+# Schedules that can be simulated: --pipeline-schedule's, and GPipe for comparison.
+SCHEDULES = {
+    **{name: schedule.implementation for name, schedule in PIPELINE_SCHEDULES.items()},
+    "gpipe": "megatron.pipeline.schedule:gpipe",
+}
 
 Kind = Literal["forward", "backward"]
 
@@ -114,8 +121,7 @@ def simulate_schedule(
     """Simulates the schedule `name`: '1f1b', 'gpipe' or 'dualpipev'.
 
     forward, backward: seconds of a micro-batch's pass per chunk; 'dualpipev' has two chunks per rank.
-    transfer: seconds of a message between chunks c and c + 1, in either direction; one entry less than
-    chunks.
+    transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
 
     Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
     for times or a number of micro-batches that the schedule does not support.
@@ -126,10 +132,12 @@ def simulate_schedule(
     _check_times(forward, backward, transfer)
     if num_micro_batches < 1:
         raise ValueError(f"a pipeline needs at least 1 micro-batch, and has {num_micro_batches}")
-    chunks_per_rank = 2 if name == "dualpipev" else 1
+    chunks_per_rank = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
     if num_chunks % chunks_per_rank:
-        raise ValueError(f"{name} has two chunks per rank, and times were given for {num_chunks} chunks")
-    order = SCHEDULES[name](num_chunks // chunks_per_rank, num_micro_batches)
+        raise ValueError(
+            f"{name} has {chunks_per_rank} chunks per rank, and times were given for {num_chunks} chunks"
+        )
+    order = load_object(SCHEDULES[name])(num_chunks // chunks_per_rank, num_micro_batches)
     return simulate(order, forward, backward, transfer)
 
 
@@ -144,7 +152,7 @@ def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: 
         if not (isfinite(time) and time >= 0):
             raise ValueError(f"a time of {time} seconds was given: expected 0 or more")
     if not any(chain(forward, backward)):
-        raise ValueError("all forward and backward times are 0: nothing takes any time")
+        raise ValueError("all forward and backward times are 0: expected a time above 0")
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Order:
@@ -239,14 +247,6 @@ def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
     return steps.finished()
 
 
-SCHEDULES: dict[str, Callable[[int, int], Order]] = {
-    "1f1b": one_f_one_b,
-    "gpipe": gpipe,
-    "dualpipev": dual_pipe_v,
-}
-"""Schedule name -> function from the numbers of ranks and of micro-batches to the order of work."""
-
-
 def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:
     """The forward and the backward passes through a chunk."""
     numbers = range(num_micro_batches)
@@ -254,8 +254,7 @@ def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]
 
 
 class _Steps:
-    """Builds the steps of a rank from its work. It knows which inputs and outputs are messages to other
-    ranks."""
+    """Builds the steps of a rank from its work, with the messages from and to other ranks."""
 
     def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
         def elsewhere(chunk: int) -> bool:
@@ -315,7 +314,7 @@ def simulate(
     if run.waiting:
         work, rank = next(iter(run.waiting.items()))
         raise ValueError(
-            f"the order of work cannot be run: rank {rank} waits for the input of {work} for ever"
+            f"the order of work cannot be run: rank {rank} waits forever for the input of {work}"
         )
     return Timeline([rank.spans for rank in run.ranks], [rank.peak_in_flight for rank in run.ranks])
 
@@ -393,7 +392,7 @@ class _Run:
         has_input = chunk != (0 if kind == "forward" else last_chunk)
         key = (micro_batch, chunk)
         if (has_input and work not in rank.inputs) or (kind == "backward" and key not in rank.live):
-            raise ValueError(f"the order of work cannot be run: it does {work} before there is its input")
+            raise ValueError(f"the order of work cannot be run: it does {work} before its input has arrived")
         rank.inputs.discard(work)
         if kind == "forward":
             rank.live.add(key)

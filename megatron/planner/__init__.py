@@ -1,1 +1,1 @@
-"""What a run costs, by arithmetic alone: nothing here needs torch or a process group."""
+"""The plan of a run: memory, FLOPs and time of each layer, pipeline stages, the report of a dry run."""

@@ -1,11 +1,11 @@
-"""Floating-point operations of a training step, counted as the Megatron family counts them.
+"""Floating-point operations of a training step, counted with Megatron-LM's formula (arXiv 2104.04473).
 
-Per step: 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), with B samples of s tokens, L layers of hidden size h
-and V (padded) vocabulary entries. f counts passes over the matrices: 1 forward and 2 backward, and 1 more if
-the forward pass is computed again. A gated MLP, with its third matrix, has 32 in place of 24.
+FLOPs per step = 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), for B samples of s tokens, L layers of hidden
+size h, and a padded vocabulary of V tokens. f is the number of passes over the matrices: 3 (1 forward, 2
+backward), or 4 with recomputation of the forward pass. A gated MLP has a third matrix: 32 replaces 24.
 
-The head is never computed again, which the formula allows for with f = 4; with f = 3 it counts a quarter of
-the head too little. It stays as it is, since published numbers are made with it.
+The term of the head assumes 3 passes of 4, since the head is never recomputed. So with f = 3 the formula
+counts only three quarters of the head. It is kept, because published throughputs were computed with it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def iteration_flops(
 ) -> float:
     """Hardware FLOPs of one step over `batch_size` samples, summed over all devices.
 
-    recompute: every layer's activations are computed twice (--checkpoint-activations).
-    recompute_attention: the product of query and key is (--recompute-granularity selective).
+    recompute: the forward pass of every layer is recomputed (--checkpoint-activations).
+    recompute_attention: the attention scores are recomputed (--recompute-granularity selective).
     """
     passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
     coefficient = 32 if gated_mlp else 24
@@ -42,34 +42,53 @@ def iteration_flops(
 
 
 def transformer_layer_flops(config: Config) -> float:
-    """FLOPs of one transformer layer on one rank for a micro-batch, forward, backward and recomputation."""
-    model = config.model
+    """FLOPs of one transformer layer on one rank for one micro-batch: forward, backward, recomputation.
+
+    These are the matrix products that are launched, as the simulation counts them (`megatron.simulation`):
+    the backward pass of a fused attention kernel recomputes the scores, which makes 5 products of 2 forward;
+    unfused attention, which dropout needs, has 4. PyTorch's recomputation stops after the last saved tensor:
+    without hidden dropout the last matrix product of a group of layers is not recomputed.
+    """
+    model, training = config.model, config.training
     tokens = config.batch.micro_batch_size * model.seq_length
     width = model.num_attention_heads * model.kv_channels
     matrices = 4 * width + (3 if model.glu_activation else 2) * model.ffn_hidden_size
-    forward = 2 * tokens * (matrices * model.hidden_size + 2 * model.seq_length * width)
-    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if config.training.recomputes_layers else 0)
-    scores = 2 * tokens * model.seq_length * width if recomputes_scores(config) else 0
-    return (passes * forward + scores) / config.parallel.tensor_model_parallel_size
+    scores = 2 * tokens * model.seq_length * width
+    forward = 2 * tokens * matrices * model.hidden_size + 2 * scores
+    total = _FORWARD_AND_BACKWARD * forward
+    if model.attention_dropout == 0 or recomputes_scores(config):
+        total += scores
+    if training.recomputes_layers:
+        total += _RECOMPUTED_FORWARD * forward
+        if model.hidden_dropout == 0 and not _recomputes_in_deepspeed(config):
+            last_product = 2 * tokens * model.ffn_hidden_size * model.hidden_size
+            total -= last_product / training.checkpoint_num_layers
+    return total / config.parallel.tensor_model_parallel_size
+
+
+def _recomputes_in_deepspeed(config: Config) -> bool:
+    """Whether DeepSpeed's recomputation is used, which recomputes a group of layers to its end."""
+    training, tp_size = config.training, config.parallel.tensor_model_parallel_size
+    return training.checkpoint_in_cpu or (training.partition_activations and tp_size > 1)
 
 
 def recomputes_scores(config: Config) -> bool:
-    """Attention's scores are made twice: there are none to keep where attention has no dropout."""
+    """Whether the attention scores are recomputed. Without attention dropout they are never stored."""
     return config.training.recomputes_attention and config.model.attention_dropout > 0
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:
-    """FLOPs of the LM head on one rank for a micro-batch, forward and backward."""
+    """FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
     tokens = config.batch.micro_batch_size * config.model.seq_length
     forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
     return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 
 
 def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:
-    """TFLOP/s of each of `world_size` devices that together do `flops` in `seconds`."""
+    """TFLOP/s per device if `world_size` devices together compute `flops` in `seconds`."""
     return flops / (seconds * world_size * 1e12)
 
 
 def pipeline_efficiency(num_micro_batches: int, num_stages: int) -> float:
-    """Share of a step in which a pipeline of equal stages is busy: m / (m + p - 1)."""
+    """Fraction of a step in which p equal stages are busy with m micro-batches: m / (m + p - 1)."""
     return num_micro_batches / (num_micro_batches + num_stages - 1)

@@ -1,7 +1,8 @@
-"""`--partition-method profile`: how long each kind of layer takes, measured with the run's own shapes.
+"""`--partition-method profile`: the measured time of each kind of layer, with the shapes of the run.
 
-The tensor-parallel group of the first stage and first replica measures; everyone gets its figures, so all
-ranks cut alike. `--partition-profile FILE` keeps them: equal runs need not measure, and a dry run can cut.
+The tensor-parallel group of the first stage and first replica measures. The times are broadcast, so that all
+ranks compute the same partition. `--partition-profile FILE` stores them: later runs with the same shapes read
+the file and do not measure, and a dry run can compute the partition.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.checkpoint.integrity.manifest import write_atomically
 from megatron.config import Config, ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
+from megatron.files import write_json
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
@@ -37,7 +38,7 @@ WARM_UP, REPEATS = 2, 7
 
 
 def needs_profiling(config: Config) -> bool:
-    """The layers' times are found once the processes have met: rank 0 reads or all measure."""
+    """Whether `find_layer_times` must be called, which needs process groups. (A dry run reads a file.)"""
     method = parse_partition_method(config.parallel.partition_method)
     return method.kind == "profile" and not config.training.dry_run
 
@@ -45,8 +46,10 @@ def needs_profiling(config: Config) -> bool:
 def find_layer_times(
     config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int, eod: int | None
 ) -> dict[str, float]:
-    """Seconds per kind of layer, the same on all ranks: from --partition-profile if rank 0 finds it, else
-    measured and written there. Collective."""
+    """Seconds per kind of layer (`stages.layer_kinds`), the same on all ranks. Collective.
+
+    Read from --partition-profile if the file exists on rank 0; otherwise measured, and written to it.
+    """
     found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     if found[0] is not None:
@@ -58,12 +61,12 @@ def find_layer_times(
     path = config.parallel.partition_profile
     if path is not None and layout.rank == 0:
         profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
-        write_atomically(Path(path), json.dumps(profile, indent=2) + "\n")
+        write_json(Path(path), profile)
     return measured[0]
 
 
 def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
-    """Seconds per kind of layer from --partition-profile; None without one.
+    """Seconds per kind of layer from --partition-profile; None if there is no such file.
 
     Raises ConfigError for a damaged file, and for one that was measured with other shapes.
     """
@@ -75,15 +78,16 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
         measured_for = dict(profile["measured_for"])
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
-            raise ValueError("a time is no number of at least 0")
+            raise ValueError("expected times of 0 seconds or more")
         if not any(seconds.values()):
             raise ValueError("all times are 0")
         now = _shapes(config, vocab_size)
         if missing := now.keys() - measured_for.keys():
-            raise ValueError(f"it does not tell its {', '.join(sorted(missing))}")
+            raise ValueError(f"the settings {', '.join(sorted(missing))} are missing in it")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--partition-profile {path} cannot be read ({error}): delete it, and the next run writes it anew"
+            f"--partition-profile {path} cannot be read ({error}): delete the file, the next run measures "
+            "and writes it"
         ) from error
     if config.training.dry_run:
         del now["device"]  # a laptop plans for the cluster
@@ -94,21 +98,21 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
     ]
     if differing:
         raise ConfigError(
-            f"--partition-profile {path} was measured for another run ({'; '.join(differing)}): give another "
-            "file name, and the run measures"
+            f"--partition-profile {path} was measured with other settings ({'; '.join(differing)}): set "
+            "another file name, to which the run writes its own measurement"
         )
     return seconds
 
 
 def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
-    """What the times depend on: not the numbers of layers and stages."""
+    """The settings that the times depend on. The numbers of layers and stages are not among them."""
     settings = config.to_dict()
     tensor_size = config.parallel.tensor_model_parallel_size
-    elsewhere = ("num_layers", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")
-    no_matter = ("layernorm_epsilon", "init_method_std", "max_position_embeddings")
+    without_effect = ("num_layers", "layernorm_epsilon", "init_method_std", "max_position_embeddings")
+    vocabulary = ("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")  # padded_vocab_size
     device = get_accelerator().device_name()
     return {
-        **{key: value for key, value in settings["model"].items() if key not in elsewhere + no_matter},
+        **{key: value for key, value in settings["model"].items() if key not in without_effect + vocabulary},
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,
         "use_apex": config.optimizer.use_apex,
@@ -127,23 +131,22 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None) -> dict[str, float]:
-    stream = DropoutRNG(config.training.seed)
-    stream.samples = tuple(range(config.batch.micro_batch_size))
-    context = LayerContext(config, tp_group, stream)
+    dropout_rng = DropoutRNG(config.training.seed, range(config.batch.micro_batch_size))
+    context = LayerContext(config, tp_group, dropout_rng)
     layers = pipeline_layers(context, vocab_size, eod)
     device = torch.device(get_accelerator().current_device_name())
     shape = (config.batch.micro_batch_size, config.model.seq_length)
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
-    payload: Any = tokens
+    layer_io: Any = tokens
     loss, labels = CrossEntropy(tp_group, vocab_size), (tokens, torch.ones(shape, device=device))
     head = f"{EMBEDDING}@last"
     fused = config.training.loss_implementation == "fused"
     for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
         if kind in seconds:
-            continue  # alike in shape: what it would pass on is like what it was given
+            continue  # measured already; its output has the shape of its input
         if fused and head in seconds:
-            seconds[kind] = 0.0  # the step that is head and loss does its work
+            seconds[kind] = 0.0  # part of the fused head and loss, which is measured as one
             continue
         if fused and kind == head:
             function = _build(
@@ -153,18 +156,18 @@ def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None
             function = _build(layer, config, device)
         if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:
             function = _recomputed(function)
-        seconds[kind], payload = _time(function, payload)
+        seconds[kind], layer_io = _time(function, layer_io)
     if not fused:
-        seconds[head] += _time(lambda logits: loss(logits, labels), payload)[0]
+        seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
     return seconds
 
 
 def _build(
     layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
 ) -> Callable:
-    """The layer with small random weights; an exact start would take time and change nothing.
+    """The layer as a function, with random weights: the exact initialization does not change the time.
 
-    forward: what is done with the layer's module and its input, if not what the layer says.
+    forward: function of the layer's module and its input that replaces the layer's own forward pass.
     """
     if not isinstance(layer, LayerSpec):
         return layer
@@ -176,18 +179,18 @@ def _build(
         module.compile(dynamic=False)
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn
-    return (lambda payload: forward(module, payload)) if forward else module
+    return (lambda layer_io: forward(module, layer_io)) if forward else module
 
 
 def _recomputed(function: Callable) -> Callable:
-    return lambda payload: checkpoint(function, payload, use_reentrant=False, preserve_rng_state=False)
+    return lambda layer_io: checkpoint(function, layer_io, use_reentrant=False, preserve_rng_state=False)
 
 
-def _time(function: Callable, payload: Any) -> tuple[float, Any]:
-    """Median seconds of a forward and backward pass, and the output, cut off from the graph."""
+def _time(function: Callable, layer_io: Any) -> tuple[float, Any]:
+    """Median seconds of a forward and backward pass, and the detached output."""
     times = []
     for turn in range(WARM_UP + REPEATS):
-        inputs = _detached(payload)
+        inputs = _detached(layer_io)
         get_accelerator().synchronize()
         start = time.perf_counter()
         outputs = function(inputs)
@@ -200,7 +203,7 @@ def _time(function: Callable, payload: Any) -> tuple[float, Any]:
     return statistics.median(times), _detached(outputs)
 
 
-def _detached(payload: Any) -> Any:
-    if isinstance(payload, tuple):
-        return tuple(_detached(part) for part in payload)
-    return payload.detach().requires_grad_(payload.is_floating_point())
+def _detached(layer_io: Any) -> Any:
+    if isinstance(layer_io, tuple):
+        return tuple(_detached(part) for part in layer_io)
+    return layer_io.detach().requires_grad_(layer_io.is_floating_point())

@@ -1,20 +1,23 @@
-"""Bytes that a pipeline layer takes on one rank: its state, and what it keeps of a micro-batch.
+"""Memory of a pipeline layer on one rank, in bytes: parameters and optimizer state, and activations.
 
-Activations follow Korthikanti et al. (2022), "Reducing Activation Recomputation in Large Transformer Models",
-equation 1: of s x b tokens of h values, t-fold tensor parallel, a layer keeps
+Activations follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198),
+equation 1. For a micro-batch of b samples of s tokens, hidden size h and tensor-parallel degree t, a
+transformer layer keeps for its backward pass
 
-    2 sbh                   the inputs of the two norms
-    2 sbh                   the inputs of the two column-parallel matrices
-    4 sbh / t               q, k, v and the context
-    2 (ffn / h) sbh / t     before and after the activation; 4 with a gate
+    2 sbh                   inputs of the two norms
+    2 sbh                   inputs of the two column-parallel matrices
+    4 sbh / t               query, key, value and the attention output
+    2 (ffn / h) sbh / t     input and output of the activation; 4 for a gated MLP
 
-values of the run's precision, and a byte per value of the two masks of --hidden-dropout. With
---sequence-parallel all of it is cut over the t tensor ranks (equation 4 there). PyTorch's fused
-attention stores no scores; with --attention-dropout attention is spelt out, and keeps for each of the
-a s^2 b / t scores of a heads its softmax in fp32, what dropout leaves of it in the run's precision, and a
-byte of mask, unless these are recomputed (--recompute-granularity selective). Recomputed as a whole
-(--checkpoint-activations), a layer keeps its input, with --partition-activations a part of it, and with
---checkpoint-in-cpu nothing on the device; what is made again is not counted.
+elements in the run's precision, and with --hidden-dropout 2 sbh bytes of dropout masks. With
+--sequence-parallel all terms are divided by t (equation 4 of the paper).
+
+Attention: PyTorch's fused kernel stores no scores. With --attention-dropout attention is not fused. For a
+heads it then keeps a s^2 b / t scores: each as softmax output in fp32, as dropout output in the run's
+precision, and one byte of mask. --recompute-granularity selective recomputes them instead.
+
+With --checkpoint-activations a layer keeps only its input: 1 / t of it with --partition-activations, nothing
+on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -22,34 +25,37 @@ from __future__ import annotations
 from megatron.config import Config
 
 FP32 = 4
-# Of a moment with --use-bnb-optimizer: a byte, and an fp32 scale per 256 of them.
+# Bytes per element of a moment with --use-bnb-optimizer: one byte, and an fp32 scale per 256 elements.
 EIGHT_BIT = 1 + FP32 / 256
 
 
 def state_bytes_per_parameter(
     config: Config, moment_bytes: float = FP32, in_transformer_layer: bool = False
 ) -> float:
-    """On the device, between steps: weight, gradient (fp32 always), fp32 master copy and moments.
+    """Bytes per parameter on the device between steps: weight, fp32 gradient, fp32 master weight, moments.
 
-    ZeRO-1 shares the last two over the replicas, ZeRO-2 a transformer layer's gradients, ZeRO-3 its weights;
-    --cpu-offload has the last two elsewhere. While ZeRO-2 and 3 work on a layer, its whole comes on top.
-    moment_bytes: of each moment, per element."""
+    ZeRO-1 shards master weights and moments over the data-parallel ranks, ZeRO-2 also the gradients of
+    transformer layers, ZeRO-3 also their weights. --cpu-offload keeps master weights and moments in host
+    memory. Not counted: the full gradients (ZeRO-2) and weights (ZeRO-3) of the layer being computed.
+
+    moment_bytes: bytes per element of each moment.
+    """
     parallel = config.parallel
     weight = _parameter_bytes(config)
     moments = {"sgd": 1}.get(config.optimizer.optimizer, 2) * moment_bytes
     master = 0 if weight == FP32 else FP32
     state = 0 if parallel.cpu_offload else master + moments
 
-    def shared_by(from_stage: int) -> int:
+    def shards(from_stage: int) -> int:
         return parallel.data_parallel_size if parallel.zero_stage >= from_stage else 1
 
     if not in_transformer_layer:
-        return weight + FP32 + state / shared_by(1)
-    return weight / shared_by(3) + FP32 / shared_by(2) + state / shared_by(1)
+        return weight + FP32 + state / shards(1)
+    return weight / shards(3) + FP32 / shards(2) + state / shards(1)
 
 
 def transformer_layer_activation_bytes(config: Config) -> float:
-    """What one transformer layer keeps of a micro-batch."""
+    """Activations of one transformer layer that are kept for the backward pass of a micro-batch."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     values = _hidden_values(config)
     if config.parallel.sequence_parallel:
@@ -58,12 +64,12 @@ def transformer_layer_activation_bytes(config: Config) -> float:
     if training.recomputes_layers:
         if training.checkpoint_in_cpu:
             return 0.0
-        shared_by = tensor if training.partition_activations else 1
-        return values * _residual_bytes(config) / shared_by / training.checkpoint_num_layers
+        shards = tensor if training.partition_activations else 1
+        return values * _residual_bytes(config) / shards / training.checkpoint_num_layers
     matrices = (4 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
-    # Of a cut sequence, `values` is the part of it that a rank holds; the matrices' outputs are whole.
-    shared_by = 1 if config.parallel.sequence_parallel else tensor
-    kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / shared_by) * _parameter_bytes(config)
+    # With --sequence-parallel `values` is divided by the tensor-parallel size already.
+    shards = 1 if config.parallel.sequence_parallel else tensor
+    kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / shards) * _parameter_bytes(config)
     kept += 2 if model.hidden_dropout > 0 else 0
     scores = config.batch.micro_batch_size * model.num_attention_heads / tensor * model.seq_length**2
     keeps_scores = model.attention_dropout > 0 and not training.recomputes_attention
@@ -72,19 +78,22 @@ def transformer_layer_activation_bytes(config: Config) -> float:
 
 
 def embedding_activation_bytes(config: Config) -> float:
-    """Token ids, and the input of the embedding's norm if it has one."""
+    """Activations of the embedding: token ids, and with --embed-layernorm the input of its norm."""
     norm = _parameter_bytes(config) if config.model.embed_layernorm else 0
     return _hidden_values(config) * norm + config.batch.micro_batch_size * config.model.seq_length * 8
 
 
 def norm_activation_bytes(config: Config) -> float:
-    """The input of the final norm."""
+    """Activations of the final norm: its input."""
     return _hidden_values(config) * _residual_bytes(config)
 
 
 def head_activation_bytes(config: Config, padded_vocab: int) -> float:
-    """The head's input, and: of the fused loss that input's gradient and, in fp32, the weight's, both made in
-    the forward pass; of the plain loss the logits in fp32."""
+    """Activations of the LM head and the loss on one rank.
+
+    The head's input; with --loss-implementation plain also the fp32 logits. The fused loss computes gradients
+    in the forward pass and keeps them instead: that of the input, and in fp32 that of the weight.
+    """
     model, rows = config.model, padded_vocab / config.parallel.tensor_model_parallel_size
     hidden = _hidden_values(config) * _parameter_bytes(config)
     if config.training.loss_implementation == "fused":

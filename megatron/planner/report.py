@@ -1,4 +1,4 @@
-"""The banner of a run, and all that `--dry-run` prints: layout, batch arithmetic, stage map."""
+"""The report of the plan, printed by a run at its start and by `--dry-run`: layout, batches, stage map."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,12 +12,15 @@ from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan, micro_batches_per_step
 from megatron.text_table import format_table
 
+# Stages x micro-batches of the largest simulated step, which takes about 5 s.
+_MAX_SIMULATED = 250_000
+
 
 def run_report(
     config: Config, plan: StagePlan, vocab_size: int, notes: Sequence[str], learning_rate: str
 ) -> str:
-    """The text printed once at the start of a run. `notes`: flags and files that need a word;
-    `learning_rate`: the schedule in words."""
+    """The text that is printed once at the start. notes: one sentence each. learning_rate: a description of
+    the schedule."""
     parts = [
         "\n".join(f"note: {note}" for note in notes),
         _model_lines(config, plan, vocab_size),
@@ -43,10 +46,10 @@ def _layout_lines(config: Config) -> str:
     data = parallel.data_parallel_size
     micro_batches = micro_batches_per_step(config)
     lines = [
-        f"layout     {parallel.world_size} processes = tensor {tensor} x pipeline {stages} x data {data}, "
+        f"layout     {parallel.world_size} processes = TP {tensor} x PP {stages} x DP {data}, "
         f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
-        f"x {micro_batches} accumulation steps x data {data}",
+        f"x {micro_batches} accumulation steps x DP {data}",
         _pipeline_line(parallel.pipeline_schedule, micro_batches, stages),
     ]
     if batch.rampup_batch_size:
@@ -56,19 +59,23 @@ def _layout_lines(config: Config) -> str:
 
 
 def _pipeline_line(schedule: str, micro_batches: int, ranks: int) -> str:
-    """How busy a pipeline of equal stages is."""
+    """The efficiency of the pipeline if all stages take equally long."""
     if schedule == "1f1b":
         share = pipeline_efficiency(micro_batches, ranks)
         return f"pipeline   efficiency m/(m+p-1) = {micro_batches}/({micro_batches}+{ranks}-1) = {share:.3f}"
     stages = 2 * ranks
+    if stages * micro_batches > _MAX_SIMULATED:
+        return f"pipeline   {schedule}, {micro_batches} micro-batches (too many to simulate the efficiency)"
     equal = simulate_schedule(schedule, [1] * stages, [2] * stages, [0] * (stages - 1), micro_batches)
     share = 1 - sum(equal.bubble_shares) / ranks
     return f"pipeline   {schedule}, efficiency {share:.3f} with {micro_batches} micro-batches, simulated"
 
 
 def stage_map(plan: StagePlan) -> str:
-    """A table of the stages: layer indices, weight and its share of the mean, parameters, content; then the
-    heaviest stage (with dualpipev: rank) and what it costs."""
+    """A table with a row per stage, and a line on the heaviest stage (with dualpipev: rank).
+
+    Columns: indices in the layer list, weight, weight relative to the mean, parameters of one rank, layers.
+    """
     header = [
         "stage",
         "layers",
@@ -90,12 +97,12 @@ def stage_map(plan: StagePlan) -> str:
 
 
 def heaviest_line(plan: StagePlan) -> str:
-    """Names the heaviest stage, and the loss of efficiency that it predicts: the others wait for it."""
+    """Names the heaviest stage, and the efficiency that is lost while the other stages wait for it."""
     weights = plan.rank_weights()
     what = "rank" if plan.is_v_schedule else "stage"
     mean, heaviest = sum(weights) / len(weights), max(weights)
     if not heaviest:
-        return f"heaviest   none: the layers weigh nothing by --partition-method {plan.method}"
+        return f"heaviest   none: all layers have weight 0 by --partition-method {plan.method}"
     ratio = heaviest / mean
     consequence = (
         f"it needs {100 * (ratio - 1):.1f} % more than the mean"
@@ -109,11 +116,13 @@ def heaviest_line(plan: StagePlan) -> str:
 
 
 def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
-    """How busy the ranks are with stages that weigh what they weigh, where that is time or work."""
+    """The simulated efficiency with the weights of these stages, if the weights are times or FLOPs."""
     if plan.partition.unit not in TIME_UNITS or not any(plan.partition.weights):
         return []
     micro_batches = micro_batches_per_step(config)
-    # A backward pass is twice a forward pass.
+    if len(plan.partition.weights) * micro_batches > _MAX_SIMULATED:
+        return []
+    # A backward pass takes twice as long as a forward pass.
     forward = [weight / 3 for weight in plan.partition.weights]
     backward = [2 * weight for weight in forward]
     transfer = [0.0] * (len(forward) - 1)
@@ -127,10 +136,7 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
 
 
 def _content(plan: StagePlan, stage: int) -> str:
-    first, last = plan.bounds[stage], plan.bounds[stage + 1]
-    runs = groupby(plan.names[first:last])
-    return ", ".join(_counted(name, len(list(run))) for name, run in runs) or "nothing"
-
-
-def _counted(name: str, count: int) -> str:
-    return name if count == 1 else f"{count} x {name}"
+    """The layers of a stage, such as 'embedding, 5 x transformer layer'. Functions are not shown."""
+    titles = plan.layer_titles()[plan.bounds[stage] : plan.bounds[stage + 1]]
+    counts = [(title, len(list(run))) for title, run in groupby(title for title in titles if title)]
+    return ", ".join(title if count == 1 else f"{count} x {title}" for title, count in counts) or "nothing"

@@ -1,4 +1,4 @@
-"""What each pipeline stage will hold, found without allocating a parameter or making a process group."""
+"""The layers of each pipeline stage, computed without parameters in memory and without process groups."""
 
 from dataclasses import dataclass
 
@@ -23,17 +23,18 @@ from megatron.planner import flops, memory
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The list of layers and where it is cut: stage s holds layers bounds[s] to bounds[s + 1] - 1."""
+    """The layer list and its partition: stage s holds layers bounds[s] to bounds[s + 1] - 1."""
 
     method: str
     names: list[str]
+    """Class or function name of each layer."""
     parameters: list[int]
-    """Per layer, on one tensor-parallel rank."""
+    """Number of parameters of each layer on one tensor-parallel rank."""
     partition: Partition
     is_v_schedule: bool
-    """Each rank holds two stages: r, and as many from the end."""
+    """Whether each rank holds two stages: rank r of p has stages r and 2p - 1 - r."""
     total_parameters: int
-    """Of the whole model, the tied embedding counted once."""
+    """Parameters of the whole model; the tied embedding counts once."""
 
     @property
     def bounds(self) -> list[int]:
@@ -53,30 +54,38 @@ class StagePlan:
         )
 
     def layer_range(self, stage: int) -> str:
-        """The indices of the stage's layers, as 3-8."""
+        """The indices of the stage's layers, such as '3-8'; '-' for a stage without layers."""
         first, last = self.bounds[stage], self.bounds[stage + 1] - 1
         return f"{first}-{last}" if last > first else str(first) if last == first else "-"
 
     def stage_parameters(self, stage: int) -> int:
-        """Parameters that one rank of the stage holds; embedding and head on one stage are one matrix."""
+        """Parameters that one rank of the stage holds. Embedding and head on one rank are one matrix."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
         _, head = embedding_and_head(self.names)
         has_embedding_too = self.rank_of(stage) == 0
         return held - (self.parameters[head] if first <= head < last and has_embedding_too else 0)
 
+    def layer_titles(self) -> list[str]:
+        """The name of each layer for the report; '' for the functions between layers."""
+        first, head = embedding_and_head(self.names)
+        titles = {first: "embedding", head: "LM head"}
+        kinds = {name: "final norm" if name[0].isupper() else "" for name in self.names}
+        kinds[TRANSFORMER_LAYER] = "transformer layer"
+        return [titles.get(index, kinds[name]) for index, name in enumerate(self.names)]
+
 
 def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | None = None) -> StagePlan:
-    """Lists the layers and cuts them by `--partition-method`; ConfigError where that cannot be done.
+    """Partitions the layer list by `--partition-method`; ConfigError if that is not possible.
 
-    seconds: measured per kind of layer (see `layer_kinds`), for the method 'profile'.
+    seconds: measured time per kind of layer (see `layer_kinds`), for the method 'profile'.
     """
     parallel = config.parallel
     tp_group = TPGroup(size=parallel.tensor_model_parallel_size)
     context = LayerContext(config, tp_group, DropoutRNG(config.training.seed))
     layers = pipeline_layers(context, vocab_size, eod=0)
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
-    is_v_schedule = parallel.pipeline_schedule == "dualpipev"
+    is_v_schedule = parallel.schedule.stages_per_rank == 2
     partition = partition_layers(
         parse_partition_method(parallel.partition_method),
         layer_table(config, vocab_size, names, parameters, seconds),
@@ -84,9 +93,9 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
         in_flight_micro_batches(config),
         is_v_schedule,
     )
-    whole = layer_parameter_counts(layers, whole=True)
+    unsharded = layer_parameter_counts(layers, unsharded=True)
     _, head = embedding_and_head(names)
-    total = sum(whole) - whole[head]
+    total = sum(unsharded) - unsharded[head]
     return StagePlan(parallel.partition_method, names, parameters, partition, is_v_schedule, total)
 
 
@@ -97,7 +106,7 @@ def layer_table(
     parameters: list[int],
     seconds: dict[str, float] | None,
 ) -> LayerTable:
-    """What each layer costs one rank, by the models of `planner.flops` and `planner.memory`."""
+    """The costs of each layer on one rank, estimated by `planner.flops` and `planner.memory`."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
     first, head = embedding_and_head(names)
     work: dict[str, float] = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
@@ -111,14 +120,14 @@ def layer_table(
     activation_bytes[first] = memory.embedding_activation_bytes(config)
     activation_bytes[head] = memory.head_activation_bytes(config, padded)
     per_parameter = dict.fromkeys(names, memory.state_bytes_per_parameter(config))
-    # Its matrices; what stays in 32 bits with 8-bit Adam, norms and biases, is a thousandth of it.
+    # 8-bit Adam keeps 32-bit moments for norms and biases, a thousandth of a layer; that is neglected.
     moment_bytes = memory.EIGHT_BIT if config.optimizer.use_bnb_optimizer else memory.FP32
     per_parameter[TRANSFORMER_LAYER] = memory.state_bytes_per_parameter(
         config, moment_bytes, in_transformer_layer=True
     )
     held = list(parameters)
-    if config.parallel.num_stages == 1 or config.parallel.pipeline_schedule == "dualpipev":
-        held[head] = 0  # the same rank has the embedding, which is the same matrix
+    if config.parallel.num_stages == 1 or config.parallel.schedule.stages_per_rank == 2:
+        held[head] = 0  # the rank of the head also has the embedding, which is the same matrix
     state_bytes = [count * per_parameter[name] for name, count in zip(names, held, strict=True)]
     return LayerTable(names, held, layer_flops, state_bytes, activation_bytes, _per_layer(names, seconds))
 
@@ -129,12 +138,12 @@ def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float
     missing = set(layer_kinds(names)) - seconds.keys()
     if missing:
         raise ConfigError(
-            f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file, and the next "
-            "run writes it anew"
+            f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file, the next run "
+            "measures and writes it"
         )
     times, of_functions = [], 0.0
     for kind in layer_kinds(names):
-        # A function is no layer to share out: its time counts with the layer after it.
+        # The time of a function is added to the layer after it; functions are not partitioned on their own.
         if kind[0].isupper():
             times.append(seconds[kind] + of_functions)
             of_functions = 0.0
@@ -146,7 +155,7 @@ def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float
 
 
 def layer_kinds(names: list[str]) -> list[str]:
-    """Per layer what it is alike with: its name, with the embedding and the head apart."""
+    """The kind of each layer: its name, with @first for the embedding and @last for the head."""
     first = names.index(EMBEDDING)
     return [
         f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
@@ -155,13 +164,15 @@ def layer_kinds(names: list[str]) -> list[str]:
 
 
 def in_flight_micro_batches(config: Config) -> list[int]:
-    """Per stage, how many micro-batches are between their forward and backward pass at most: as many as there
-    are stages from it to the end, under 1F1B and under DualPipeV (`pipeline.schedule` shows both)."""
+    """For each stage, the largest number of micro-batches between their forward and their backward pass.
+
+    Under 1F1B and under DualPipeV stage s of p has p - s of them; `pipeline.schedule` simulates both.
+    """
     micro_batches, stages = micro_batches_per_step(config), config.parallel.num_stages
     return [min(micro_batches, stages - stage) for stage in range(stages)]
 
 
 def micro_batches_per_step(config: Config) -> int:
-    """Of one replica, at the full batch size."""
+    """Micro-batches of a step on each data-parallel replica, at the full batch size."""
     batch = config.batch
     return batch.global_batch_size // (batch.micro_batch_size * config.parallel.data_parallel_size)

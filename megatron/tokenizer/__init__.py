@@ -1,4 +1,4 @@
-"""Text to token ids and back: one small class per kind of tokenizer, each over its own library."""
+"""Tokenizers: one class per --tokenizer-type, each a wrapper of one library."""
 
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES, build_tokenizer

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, and what is needed to make one."""
+"""The interfaces of a tokenizer and of the flags that choose one."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from megatron.config import ConfigError
 
 
 class Tokenizer(Protocol):
-    """The interface that data preparation, training and generation use."""
+    """The interface of all tokenizers, used by preprocessing, training and generation."""
 
     @property
     def name(self) -> str:
-        """The value of --tokenizer-type that makes this kind."""
+        """The value of --tokenizer-type."""
 
     @property
     def vocab_size(self) -> int:
-        """The true size of the vocabulary: every id is below it. Padding is the model's business."""
+        """Size of the vocabulary without padding: every token id is below it."""
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """The id of the end-of-document token."""
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special tokens included."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of `text`, with nothing added at either end."""
+        """The token ids of `text`, without added special tokens."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`tokenize` of each text, in order; faster than one call per text where the library can."""
+        """`tokenize` of each text, in order. Faster than one call per text with some libraries."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included."""
 
 
 class TokenizerFlags(Protocol):
-    """The flags that choose a tokenizer. `DataConfig` has them, and so have the tools' parsed arguments."""
+    """The flags that choose a tokenizer: attributes of `DataConfig` and of the tools' parsed arguments."""
 
     @property
     def tokenizer_type(self) -> str | None: ...
@@ -57,16 +57,16 @@ class TokenizerFlags(Protocol):
 
 
 def require_setting(path: str | None, flag: str, tokenizer_type: str) -> str:
-    """Return the value of a tokenizer flag; ConfigError if it is missing or not a readable file.
+    """Return the value of a tokenizer flag. Raises ConfigError if it is missing or not a readable file.
 
-    Flags that end with -or-path may also be a name and are not checked here.
+    The values of flags that end in -or-path may be names and are not checked.
     """
     if not path:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}, which is not given")
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}, which is not set")
     if flag.endswith("-or-path"):
         return path
     if not os.path.isfile(path):
-        raise ConfigError(f"{flag} {path}: no such file, give the path of an existing file to {flag}")
+        raise ConfigError(f"{flag} {path}: the file does not exist")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{flag} {path}: the file cannot be read by this user, change its permissions")
+        raise ConfigError(f"{flag} {path}: this user cannot read the file, change its permissions")
     return path

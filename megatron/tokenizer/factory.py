@@ -1,4 +1,4 @@
-"""From flags to a tokenizer."""
+"""Builds the tokenizer that the flags choose."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ TOKENIZER_TYPES = tuple(TOKENIZERS)
 
 
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
-    """Make the tokenizer that `flags` (a DataConfig, or a tool's arguments) describe.
+    """Build the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool.
 
-    Without --tokenizer-type the kind follows from the files that are given, if only one kind can use them.
-    Raises ConfigError for an unknown type, a missing flag, and a missing or damaged file.
+    Without --tokenizer-type, the type is the only one that can use the given files. Raises ConfigError if
+    several types can, for a missing flag, and for a missing or damaged file.
     """
     tokenizer_type = flags.tokenizer_type or _type_from_files(flags)
     values = [
         require_setting(getattr(flags, name), option_name(name), tokenizer_type)
         for name in TOKENIZERS[tokenizer_type].settings
     ]
-    # The libraries take seconds to import: only this tokenizer's is imported.
+    # Only the library of this tokenizer is imported: each takes seconds.
     tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values)
     return tokenizer
 
@@ -36,6 +36,6 @@ def _type_from_files(flags: TokenizerFlags) -> str:
             f"the tokenizer files fit {' and '.join(possible)}: choose one with --tokenizer-type"
         )
     raise ConfigError(
-        "no tokenizer is given: use --vocab-file with --merge-file (GPT-2), --tokenizer-name-or-path "
+        "no tokenizer is set: use --vocab-file with --merge-file (GPT-2), --tokenizer-name-or-path "
         "(Hugging Face) or --tokenizer-model (SentencePiece)"
     )

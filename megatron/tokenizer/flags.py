@@ -1,20 +1,32 @@
-"""The tokenizer's flags, for the tools; `pretrain_gpt.py` has the same ones from `DataConfig`."""
+"""The tokenizer flags of the tools. They equal those of `DataConfig`, which `pretrain_gpt.py` uses."""
 
 from __future__ import annotations
 
 import argparse
 
+from megatron.config.checkpoint_args import TOKENIZER_FIELDS
+from megatron.tokenizer.base import TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer") -> argparse._ArgumentGroup:
-    """Add the group of flags to `parser`, whose result then satisfies `TokenizerFlags`; return the group."""
+    """Add the tokenizer flags to `parser` and return their group. Its result satisfies `TokenizerFlags`."""
     group = parser.add_argument_group(title)
     group.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the one that the files fit"
+        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the type that the given files fit"
     )
     group.add_argument("--vocab-file", help="GPT-2's vocab.json")
     group.add_argument("--merge-file", help="GPT-2's merges.txt")
-    group.add_argument("--tokenizer-name-or-path", help="folder of a Hugging Face tokenizer")
+    group.add_argument("--tokenizer-name-or-path", help="folder with a Hugging Face tokenizer")
     group.add_argument("--tokenizer-model", help="SentencePiece .model file")
     return group
+
+
+def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
+    """The tokenizer flags that are given, by field of DataConfig."""
+    return {name: getattr(flags, name) for name in sorted(TOKENIZER_FIELDS) if getattr(flags, name)}
+
+
+def tokenizer_flags(flags: TokenizerFlags, default: TokenizerFlags) -> TokenizerFlags:
+    """`flags` if any of them is given, else `default`."""
+    return flags if tokenizer_settings(flags) else default

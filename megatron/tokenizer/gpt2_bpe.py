@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt, over the `tokenizers` library."""
+"""GPT-2's byte-level BPE from vocab.json and merges.txt, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer:
-    """Gives the ids of OpenAI's and transformers' GPT-2 tokenizers for the same two files."""
+    """Gives the same token ids as OpenAI's and transformers' GPT-2 tokenizers with the same two files."""
 
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
-        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+        except Exception as error:  # the library raises plain Exception
             raise ConfigError(
-                f"--vocab-file {vocab_file} with --merge-file {merge_file}: not a GPT-2 vocabulary and its "
+                f"--vocab-file {vocab_file} with --merge-file {merge_file}: not a GPT-2 vocabulary with its "
                 f"merges ({error})"
             ) from error
         tokenizer = tokenizers.Tokenizer(model)
         vocabulary = tokenizer.get_vocab()
         if END_OF_TEXT not in vocabulary:
-            raise ConfigError(f"--vocab-file {vocab_file}: has no {END_OF_TEXT}, which ends a document")
+            raise ConfigError(
+                f"--vocab-file {vocab_file}: the end-of-document token {END_OF_TEXT} is missing"
+            )
         absent = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocabulary]
         if absent:
-            # Text with such a byte would lose it without a word.
+            # The library would silently drop these bytes from a text.
             raise ConfigError(
-                f"--vocab-file {vocab_file}: lacks {len(absent)} of the 256 byte symbols of a GPT-2 "
-                "vocabulary"
+                f"--vocab-file {vocab_file}: {len(absent)} of the 256 byte symbols of a GPT-2 "
+                "vocabulary are missing"
             )
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.decoder = decoders.ByteLevel()

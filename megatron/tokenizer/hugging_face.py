@@ -1,4 +1,4 @@
-"""Any Hugging Face tokenizer, over `transformers`."""
+"""Hugging Face tokenizers, with the `transformers` library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.tokenizer.base import TokenizerFlags, require_setting
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer in a folder, or of a model name that is already in the local Hugging Face cache.
+    """A tokenizer from a folder, or from the local Hugging Face cache by its name.
 
-    Nothing is downloaded: compute nodes have no way out, and a run must not depend on what a hub serves
-    today.
+    Nothing is downloaded: compute nodes have no internet access, and a run must not depend on the hub's
+    current contents.
     """
 
     name = "PretrainedFromHF"
@@ -23,25 +23,25 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
+            # trust_remote_code=False prevents a prompt on the terminal about running the folder's code.
             tokenizer = AutoTokenizer.from_pretrained(
                 name_or_path, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # OSError, ValueError, KeyError, ImportError: depends on what is missing
+        except Exception as error:  # its type depends on what is missing
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
-                f"--tokenizer-name-or-path {name_or_path}: not a folder with a tokenizer, nor a name in the "
-                f"local Hugging Face cache ({first_line})"
+                f"--tokenizer-name-or-path {name_or_path}: expected a folder with a tokenizer or a name in "
+                f"the local Hugging Face cache ({first_line})"
             ) from error
         if tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"--tokenizer-name-or-path {name_or_path}: the tokenizer has no eos token, which ends a "
-                "document"
+                f"--tokenizer-name-or-path {name_or_path}: the tokenizer has no eos token, which is needed "
+                "as the end-of-document token"
             )
-        # A document may be longer than any model's context: it is cut into samples later.
+        # Suppresses a warning: documents may be longer than the context, they are split into samples later.
         tokenizer.model_max_length = int(1e30)
         self._tokenizer = tokenizer
-        # len() counts the entries; ids with holes between them can go higher.
+        # len() is the number of entries, which is too small if some ids are unused.
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id
 
@@ -63,10 +63,10 @@ class HuggingFaceTokenizer:
 
 
 def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_length: int | None) -> None:
-    """Writes the tokenizer of `flags`, whose type is `kind`, into `folder` for `AutoTokenizer` to find.
+    """Save the tokenizer of `flags`, of the type `kind`, in `folder` so that `AutoTokenizer` can load it.
 
-    max_length: tokens that the model can read, None for a model without such a bound. Raises ConfigError for
-    a kind that has no Hugging Face form.
+    max_length: maximum number of tokens of the model; None: unlimited. Raises ConfigError for a type that has
+    no Hugging Face equivalent.
     """
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
@@ -83,6 +83,6 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
         )
     else:
         raise ConfigError(
-            f"a {kind} cannot be written for Hugging Face: --no-tokenizer writes the model alone"
+            f"a {kind} cannot be converted for Hugging Face: --no-tokenizer converts the model only"
         )
     tokenizer.save_pretrained(folder)

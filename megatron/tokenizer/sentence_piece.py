@@ -1,4 +1,4 @@
-"""SentencePiece models, over the `sentencepiece` library."""
+"""SentencePiece models, with the `sentencepiece` library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.config import ConfigError
 
 
 class SentencePieceTokenizer:
-    """The model in a .model file; its end-of-sentence piece ends a document."""
+    """A SentencePiece .model file. Its end-of-sentence piece is the end-of-document token."""
 
     name = "SentencePieceTokenizer"
 
@@ -23,8 +23,8 @@ class SentencePieceTokenizer:
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
             raise ConfigError(
-                f"--tokenizer-model {model_file}: has no end-of-sentence piece (eos_id is -1), which ends a "
-                "document"
+                f"--tokenizer-model {model_file}: has no end-of-sentence piece (eos_id is -1), needed "
+                "as the end-of-document token"
             )
 
     def vocabulary(self) -> dict[str, int]:
@@ -34,7 +34,7 @@ class SentencePieceTokenizer:
         return list(self._processor.encode(text))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # num_threads=1: the tools run one process per core already.
+        # num_threads=1: preprocessing already runs one process per core.
         return list(self._processor.encode(list(texts), num_threads=1))
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The vocabulary of a run: its true size and the end-of-document token."""
+"""The vocabulary of a run: size, end-of-document token and digest."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +11,21 @@ from megatron.tokenizer.vocabulary_record import check_record, common_digest, vo
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`size`: real tokens, without padding; `eod`: id of the token that ends a document, None if unknown;
-    `digest`: of all tokens and their ids, of the token files' records if no tokenizer was given; None if
-    unknown."""
+    """The vocabulary of a run, from its tokenizer or its token files."""
 
     size: int
+    """Number of tokens without padding."""
     eod: int | None
+    """Id of the end-of-document token, None if unknown."""
     digest: str | None = None
+    """`vocabulary_digest` of the tokenizer, or of the token files' records; None if unknown."""
 
 
 def find_vocabulary(config: Config) -> Vocabulary:
-    """From the tokenizer, or from --vocab-size where the data was made without one.
+    """The vocabulary of the run's tokenizer, or of --vocab-size if the run has no tokenizer.
 
-    A dry run may lack the tokenizer's files, and then makes do with --pad-vocab-size-to.
-
-    Raises ConfigError where the size cannot be known, and for token files made with another vocabulary.
+    A dry run without tokenizer files uses --pad-vocab-size-to. Raises ConfigError if the size is unknown, and
+    if token files were made with another vocabulary.
     """
     data, model = config.data, config.model
     named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
@@ -35,7 +35,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
         if model.vocab_size not in (None, tokenizer.vocab_size):
             raise ConfigError(
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
-                f"{tokenizer.vocab_size} tokens: leave the flag out"
+                f"{tokenizer.vocab_size} tokens: drop the flag"
             )
         digest = vocabulary_digest(tokenizer)
         for option, prefix in token_file_prefixes(data):
@@ -44,7 +44,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
     size = model.vocab_size or (model.pad_vocab_size_to if config.training.dry_run else None)
     if size is None:
         raise ConfigError(
-            "the size of the vocabulary is unknown, for no tokenizer file is at hand: give the tokenizer's "
-            "flags, or --vocab-size"
+            "the size of the vocabulary is unknown, since no tokenizer file is set or found: set the "
+            "flags of the tokenizer, or --vocab-size"
         )
     return Vocabulary(size, None, common_digest(token_file_prefixes(data)))

@@ -1,1 +1,1 @@
-"""The loop around the step: what it prints, when it stops, how it evaluates."""
+"""The training loop: steps, evaluation, logging, early exit."""

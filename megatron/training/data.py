@@ -1,67 +1,85 @@
-"""The data of a run: how many samples each split must have, and one loader per split."""
+"""The data of a run: the number of samples of each split, and the loaders."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError
+from megatron.config.batch import RunLength
+from megatron.config.checks.data import token_file_prefixes
+from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
-    Samples,
     build_gpt_datasets,
     data_fingerprint,
     prepare_index_files,
 )
+from megatron.data.indexed_dataset import data_path, index_path
 from megatron.data.loader import GPTBatchLoader
+from megatron.data.report import dataset_usage, usage_table
+from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
-class RunLength:
-    """How long a run is, in the units that its parts count in."""
-
-    iterations: int
-    train_samples: int
-
-    def samples_per_split(self, config: Config) -> tuple[int, int, int]:
-        """Samples that training, validation and test read; validation: per interval and at the end."""
-        training, batch = config.training, config.batch.global_batch_size
-        validations = self.iterations // training.eval_interval + 1
-        return (
-            0 if training.no_train else self.train_samples,
-            validations * training.eval_iters * batch,
-            training.eval_iters * batch,
-        )
-
-
-@dataclass(frozen=True)
 class RunData:
-    """A loader of the training data, None where nothing is read, and of what is evaluated, by the name under
-    which it is logged: 'validation' and 'test', or those of the weighted groups."""
+    """The loaders of a run. train is None if training is skipped.
+
+    valid and test: by the name in the log, which is 'validation', 'test' or the name of a weighted group.
+    """
 
     train: GPTBatchLoader | None
     valid: dict[str, GPTBatchLoader]
     test: dict[str, GPTBatchLoader]
 
 
-def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary) -> dict:
-    """What identifies the training data, its order and its vocabulary; ConfigError if there is no document to
-    train on."""
+def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | None = None) -> dict:
+    """Identifies the training data, its order and its vocabulary, as JSON types for a checkpoint.
+
+    Raises ConfigError if there is no document to train on.
+    """
     model, training = config.model, config.training
     fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, length.train_samples)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
-            f"--split {config.data.split} leaves no document of {' '.join(fingerprint['paths'])} to train on"
+            f"--split {config.data.split} assigns no document of {' '.join(fingerprint['paths'])} to "
+            "the train split: give it a larger weight"
         )
-    return {**fingerprint, VOCABULARY_KEY: vocabulary.digest} if vocabulary.digest else fingerprint
+    if vocabulary is None or vocabulary.digest is None:
+        return fingerprint
+    return {**fingerprint, VOCABULARY_KEY: vocabulary.digest}
+
+
+def data_report(config: Config, length: RunLength) -> str:
+    """The table of what the run reads of each data set, with a warning above --max-epochs-per-dataset."""
+    samples = length.samples_per_split(config)
+    usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
+    return usage_table(usages, config.data.max_epochs_per_dataset)
+
+
+def planned_data_report(config: Config, length: RunLength) -> str:
+    """`data_report` for a dry run. Without the data files, says which one is missing.
+
+    Raises ConfigError for damaged data and for a split with too few documents or tokens.
+    """
+    if not (config.data.data_path or config.data.train_weighted_split_paths):
+        return "data       not checked: no --data-path"
+    for option, prefix in token_file_prefixes(config.data):
+        for path in (data_path(prefix), index_path(prefix)):
+            if not Path(path).is_file():
+                return f"data       not checked: {option} {prefix}: {path} does not exist"
+    verify_token_files(config.data)
+    run_fingerprint(config, length)
+    return data_report(config, length)
 
 
 def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:
-    """Builds what index files are missing, then opens them on every rank. Collective."""
+    """Build missing index files, then open the data on every rank. Collective."""
     samples = length.samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)
-    # Rank 0 first: on a shared file system the other nodes then find the files and only verify them.
+    # Rank 0 is first. On a shared file system the other nodes find its files and only verify them.
     if layout.rank == 0:
         prepare_index_files(*where)
     dist.barrier()
@@ -70,7 +88,7 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
     dist.barrier()
     train, valid, test = build_gpt_datasets(*where)
 
-    def loader(dataset: Samples, num_workers: int) -> GPTBatchLoader:
+    def loader(dataset: SampleDataset, num_workers: int) -> GPTBatchLoader:
         return GPTBatchLoader(
             dataset,
             micro_batch_size=config.batch.micro_batch_size,
@@ -82,7 +100,7 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
             num_workers=num_workers,
         )
 
-    def evaluated(datasets: tuple[Samples, ...], unnamed: str) -> dict[str, GPTBatchLoader]:
+    def evaluated(datasets: tuple[SampleDataset, ...], unnamed: str) -> dict[str, GPTBatchLoader]:
         named = bool(config.data.train_weighted_split_paths)
         return {
             dataset.name if named else unnamed: loader(dataset, config.data.valid_num_workers)

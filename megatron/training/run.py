@@ -1,4 +1,4 @@
-"""A run from its configuration to its end: layout, model, data, training."""
+"""A run, from its configuration to its end: layout, model, data, training."""
 
 import os
 from contextlib import ExitStack
@@ -8,31 +8,37 @@ from megatron.checkpoint import manager
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
 from megatron.cluster import processes
+from megatron.cluster.exit_status import ExitStatus
+from megatron.cluster.hang_detector import Phase
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import preflight
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
 from megatron.config.batch import BatchSchedule
-from megatron.engine.pipeline_engine import ENGINES
-from megatron.model.gpt_model import GPT_MODELS
+from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.planner.report import run_report
 from megatron.planner.stages import plan_stages
 from megatron.tokenizer.vocabulary import find_vocabulary
-from megatron.training.data import open_data, run_fingerprint
+from megatron.training.build import build_engine
+from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint
 from megatron.training.logging.output_folders import make_output_folders
+from megatron.training.out_of_memory import explained_out_of_memory
+from megatron.training.planned_memory import planned_bytes
+from megatron.training.ramp_up import ramp_up_notes
+from megatron.training.start_notes import start_notes
 from megatron.training.trainer import Trainer, make_metrics, run_length
 
 
-def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack) -> bool:
-    """Runs a dry run, a training or an evaluation; returns whether the job should be requeued.
+def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack) -> ExitStatus:
+    """Runs a dry run, a training or an evaluation; returns how it ended.
 
-    notes: what the start of the log says about the flags. on_exit: closed by the caller when the run has
-    ended, whether it failed or not.
+    notes: sentences about the flags, for the start of the log. on_exit: the caller closes it when the run has
+    ended or failed.
     """
-    # Mistakes in flags and files are found here, before the processes meet.
+    # Errors in flags and files are found here, before the processes connect.
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     plan = None if needs_profiling(config) else plan_stages(config, vocab.size, times)
@@ -41,47 +47,63 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
     lr_schedule = resumed_schedule(None, config)
     if config.training.dry_run:
         if processes.is_main_process():
+            notes = [*notes, *ramp_up_notes(config)]
             print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
-        return False
-    fingerprint = run_fingerprint(config, length, vocab)
-    checkpoint = folder_owner = None
+            print("\n" + planned_data_report(config, length))
+        return ExitStatus.FINISHED
+    checkpoint = folder_owner = fingerprint = data_table = None
+    if config.parallel.local_rank == 0:
+        with announce_errors():
+            verify_token_files(config.data)
     if processes.is_main_process():
         with announce_errors():
             start.check_load_folder(config)
     make_output_folders(config)
     if processes.is_main_process():
-        saved_to = None if config.training.no_train else config.checkpoint.save
+        owned = None if config.training.no_train else config.checkpoint.save
         print_fn = partial(print, flush=True)
         with announce_errors():
-            folder_owner = on_exit.enter_context(owner.hold_folder(saved_to, node_name(os.environ), print_fn))
+            fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
+            folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), print_fn))
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
 
     rank = processes.init_distributed(config)
+    if fingerprint is None:
+        fingerprint = run_fingerprint(config, length, vocab)
     watchdog.start(config.training.hang_timeout)
-    notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
-    watchdog.pause()
-    checkpoint = manager.select_valid_checkpoint(checkpoint, config, vocab.size, fingerprint)
+    with watchdog.phase(Phase.PREFLIGHT):
+        notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
+    with watchdog.phase(Phase.LOAD):
+        checkpoint = manager.select_valid_checkpoint(checkpoint, config, vocab.size, fingerprint)
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
-    layout, schedule = ParallelLayout.from_config(config.parallel, rank), config.parallel.pipeline_schedule
+    notes += start_notes(checkpoint, config, length, batches, lr_schedule)
+    layout = ParallelLayout.from_config(config.parallel, rank)
     watchdog.report.note(stage=layout.pipeline_stage)
     tp_group = layout.make_tp_group()
     if plan is None:
         times = find_layer_times(config, layout, tp_group, vocab.size, vocab.eod)
         plan = plan_stages(config, vocab.size, times)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
-    model = GPT_MODELS[schedule](config, layout, tp_group, vocab.size, vocab.eod, plan.bounds)
-    engine = ENGINES[schedule](config, layout, tp_group, model)
-    state = manager.restore_or_init(engine, checkpoint, fingerprint, metrics.print)
-    if folder_owner is not None:
-        folder_owner.set_run_id(engine.checkpoint_identity.run_id)
+    metrics.print(f"\n{data_table}")
+    on_exit.enter_context(explained_out_of_memory(config, vocab.size, plan, layout.pipeline_stage))
+    engine = build_engine(config, layout, tp_group, vocab, plan)
+    saved_to = config.checkpoint.save or ""
+    checkpoints = manager.CheckpointManager(
+        engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner
+    )
+    with watchdog.phase(Phase.LOAD):
+        state = checkpoints.restore_or_init(checkpoint, metrics.print)
     data = open_data(config, layout, length, vocab)
-    checkpoints = manager.CheckpointManager(engine, vocab.size, vocab.eod, fingerprint, folder_owner)
-    trainer = Trainer(config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints)
+    planned = planned_bytes(config, vocab.size, plan)
+    trainer = Trainer(
+        config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, planned
+    )
     try:
         state = trainer.train(state)
         trainer.evaluate_at_end(state)
+        trainer.check_updates(state)
     finally:
         metrics.close()
     processes.destroy_distributed()
     watchdog.stop()
-    return trainer.should_requeue
+    return trainer.exit_status

@@ -1,24 +1,27 @@
 """The training loop."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, TrainingState
+from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
+from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.exit_status import ExitStatus
+from megatron.cluster.hang_detector import Phase
 from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
-from megatron.config.batch import BatchSchedule
+from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader, truncated
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.planner.flops import iteration_flops, recomputes_scores
-from megatron.training.data import RunData, RunLength
+from megatron.training.data import RunData
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.logging.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
 from megatron.training.logging.startup_report import StartupReport
@@ -27,14 +30,14 @@ from megatron.training.stability.monitor import StabilityMonitor
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
-    """Iterations and samples of the whole run, resumed or not."""
+    """Iterations and samples of the run from iteration 0, resumed or not."""
     iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
     return RunLength(iterations, schedule.consumed_after(iterations))
 
 
 @dataclass
 class Trainer:
-    """The parts that the loop works with, each made in `megatron.training.run`."""
+    """Trains, evaluates and saves with the objects that `megatron.training.run` creates."""
 
     config: Config
     engine: GPTEngine
@@ -45,59 +48,67 @@ class Trainer:
     metrics: MetricsLogger
     watchdog: Watchdog
     checkpoints: CheckpointManager
+    planned_bytes: Sequence[float]
+    """By pipeline rank, see `megatron.training.planned_memory`."""
     exit_reason: ExitReason | None = field(default=None, init=False)
-    """Why `train` left before the last iteration, if it did."""
+    """Why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)
     stability: StabilityMonitor = field(init=False)
+    exits: ExitConditions = field(init=False)
 
     def __post_init__(self) -> None:
-        self.startup_report = StartupReport(self.config, self.engine.layout)
+        self.exits = ExitConditions.from_config(
+            self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
+        )
+        self.startup_report = StartupReport(self.config, self.engine.layout, self.planned_bytes)
         self.stability = StabilityMonitor(
             self.config, self.engine, self.batches, self.metrics, self.checkpoints
         )
 
     def train(self, state: TrainingState) -> TrainingState:
-        """Trains from `state` to the end of the run or to a reason to leave; returns the state reached."""
+        """Trains from `state` to the last iteration or to an early exit; returns the state reached."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         if training.no_train:
             return state
         saved = state
-        exits = ExitConditions.from_config(training, self.watchdog.report, self.checkpoints.folder_loss)
-        exits.install_handlers()
-        self.watchdog.start(training.hang_timeout, signals_handled="SIGTERM" in training.exit_signal)
-        self.exit_reason = exits.reason_before_training(self.engine.device)
+        self.watchdog.set_handled_signals(self.exits.install_handlers())
+        self.exit_reason = self.exits.request(state.iteration, self.engine.device)
         while state.iteration < self.length.iterations and self.exit_reason is None:
-            state = self.advance(state)
-            self.stability.check_invariants(state.iteration)
+            with self.watchdog.phase(Phase.STEP):
+                state = self.advance(state)
+                self.stability.check_invariants(state.iteration)
+            self.watchdog.report.set_iteration(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 self.evaluate(state, "validation")
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
-            self.exit_reason = exits.reason(state.iteration, self.engine.device)
-            self.watchdog.heartbeat(state.iteration)
+            self.exit_reason = self.exits.reason(state.iteration, self.engine.device)
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
+        self._print_exit_reason()
+        return state
+
+    def _print_exit_reason(self) -> None:
         if self.exit_reason:
             nothing_saved = "" if self.config.checkpoint.save else "; nothing is saved without --save"
             self.metrics.print(self.exit_reason.sentence + nothing_saved)
-        return state
 
     @property
-    def should_requeue(self) -> bool:
-        """Whether the run was cut short, and the same command would go on from what it has saved."""
-        return (
-            self.exit_reason is not None
-            and self.exit_reason.should_requeue
-            and self.config.checkpoint.save is not None
-        )
+    def exit_status(self) -> ExitStatus:
+        """How the run ended: REQUEUE if it stopped early and has saved, so that the same command resumes
+        it."""
+        status = self.exit_reason.status if self.exit_reason else ExitStatus.FINISHED
+        resumable = self.config.checkpoint.save is not None
+        return ExitStatus.FINISHED if status is ExitStatus.REQUEUE and not resumable else status
 
     def advance(self, state: TrainingState) -> TrainingState:
-        """One step, or past the iterations that are to be skipped."""
+        """Takes one step, or skips a range of iterations."""
         return self.stability.skip_range(state, self.length.iterations) or self.step(state)
 
     def step(self, state: TrainingState) -> TrainingState:
-        """One optimizer step on the next global batch; returns the state reached, after a rollback too."""
+        """Takes one optimizer step on the next global batch; returns the state reached, also after a
+        rollback."""
         started = time.perf_counter()
         batch_size = self.batches.global_batch_size_at(state.consumed_samples)
         seq_length = self.config.seq_length_at(state.iteration + 1)
@@ -106,15 +117,16 @@ class Trainer:
             state.consumed_samples + batch_size,
             state.consumed_tokens + batch_size * seq_length,
         )
-        rate = self.lr_schedule.rate(progress)
+        lr = self.lr_schedule.lr(progress)
         micro_batches = _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size)
         try:
             loss = self.engine.train_step(
                 truncated(micro_batches, seq_length),
                 state.consumed_samples,
                 batch_size,
-                rate,
+                lr,
                 seq_length=seq_length,
+                heartbeat=self.watchdog.heartbeat,
                 **self.stability.step_options(state),
             )
         except NonFiniteError as error:
@@ -126,7 +138,7 @@ class Trainer:
                 total_iterations=self.length.iterations,
                 consumed_samples=progress.consumed_samples,
                 consumed_tokens=progress.consumed_tokens,
-                learning_rate=rate,
+                learning_rate=lr,
                 global_batch_size=batch_size,
                 seq_length=seq_length,
                 loss=loss,
@@ -150,61 +162,98 @@ class Trainer:
         )
 
     def checkpoint(self, state: TrainingState) -> None:
-        """Saves, and says where."""
+        """Saves a checkpoint and prints its path."""
         started = time.perf_counter()
         try:
-            folder = self.checkpoints.save(state)
+            with self.watchdog.phase(Phase.SAVE):
+                folder = self.checkpoints.save(state)
         except FolderTakenError as error:
             raise RunStopped(str(error)) from error
         except SaveError as error:
             raise RunStopped(
-                f"{error}: once that is mended, the run resumes from the checkpoint before", everywhere=False
+                f"{error}: fix this, then the run resumes from the previous checkpoint", on_all_ranks=False
             ) from error
         seconds = time.perf_counter() - started
-        self.watchdog.heartbeat(state.iteration)
+        self.watchdog.report.note(saved_iteration=state.iteration)
         if self.engine.global_rank != 0:
-            return  # on a shared file system it may not see the folder yet
+            return  # on a network file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
         )
 
     def evaluate_at_end(self, state: TrainingState) -> None:
-        """Evaluates on validation and test data once the run is over; one that left early goes on later."""
-        if self.config.training.no_train or state.iteration >= self.length.iterations:
-            for split, data in (("validation", "val"), ("test", "test")):
-                at = f"the end of training for {data} data, iteration {state.iteration}"
-                self.evaluate(state, split, at)
+        """Evaluates on validation and test data after the last iteration, or with --eval-only; not after an
+        early exit."""
+        if not self.config.training.no_train and state.iteration < self.length.iterations:
+            return
+        for split, data in (("validation", "val"), ("test", "test")):
+            at = f"the end of training for {data} data, iteration {state.iteration}"
+            if not self.evaluate(state, split, at):
+                self._print_exit_reason()
+                return
 
-    def evaluate(self, state: TrainingState, split: str, at: str = "") -> None:
-        """Evaluates on each group of a split ('validation' or 'test') and logs its loss."""
+    def check_updates(self, state: TrainingState) -> None:
+        """Raises RunStopped after the last iteration of a run whose every step was skipped."""
+        if self.config.training.no_train or state.iteration < self.length.iterations:
+            return
+        if 0 < state.iteration <= state.skipped_iterations:
+            raise RunStopped(
+                f"none of the {state.iteration} iterations updated the weights: every step was skipped (with "
+                "fp16 because of overflows: set --initial-loss-scale lower, or use --bf16)"
+            )
+
+    def evaluate(self, state: TrainingState, split: str, at: str = "") -> bool:
+        """Evaluates on each group of a split ('validation' or 'test') and logs its loss. A request to stop
+        ends the evaluation without a result."""
         loaders = self.data.valid if split == "validation" else self.data.test
         if self.config.training.eval_iters == 0:
-            return
-        # A checkpoint may be from beyond the end of this run, where there are no validation samples.
+            return True
+        # The checkpoint's iteration may be past the end of this run, where there are no validation samples.
         iteration = min(state.iteration, self.length.iterations)
         first = validation_start(self.config, iteration) if split == "validation" else 0
+        stop: list[ExitReason] = []
+
+        def stop_requested() -> bool:
+            reason = self.exits.request(state.iteration, self.engine.device)
+            stop.extend([reason] if reason else [])
+            return reason is not None
+
         for name, loader in loaders.items():
-            loss = evaluate(self.engine, loader, self.config, first)
-            self.watchdog.heartbeat(state.iteration)
+            with self.watchdog.phase(Phase.EVALUATION):
+                loss = evaluate(
+                    self.engine,
+                    loader,
+                    self.config,
+                    first,
+                    stop_requested=stop_requested,
+                    heartbeat=self.watchdog.heartbeat,
+                )
+            if loss is None:
+                self.metrics.print(
+                    f"the evaluation on {name} data at iteration {state.iteration} was stopped"
+                )
+                self.exit_reason = stop[0]
+                return False
             self.metrics.log_validation(
                 ValidationRecord(
-                    state.iteration, state.consumed_samples, state.consumed_tokens, loss.item(), name, at
+                    state.iteration, state.consumed_samples, state.consumed_tokens, loss, name, at
                 )
             )
+        return True
 
 
 def _micro_batches(
     engine: GPTEngine, loader: GPTBatchLoader, consumed_samples: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-    """The step's micro-batches; the stages between the first and the last read none."""
+    """The micro-batches of a step. Stages between the first and the last read none."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return iter(())
     return loader.micro_batches(consumed_samples, batch_size)
 
 
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
-    """The logger of a run: rank 0 speaks."""
+    """The logger of a run; rank 0 prints and writes."""
     model, parallel = config.model, config.parallel
 
     def flops_per_sample(seq_length: int) -> float:
@@ -226,4 +275,6 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
         has_curriculum=config.curriculum is not None,
     )
     writers = make_writers(config) if rank == 0 else []
-    return MetricsLogger(config.logging, throughput, enabled=rank == 0, writers=writers)
+    return MetricsLogger(
+        config.logging, throughput, enabled=rank == 0, writers=writers, vocab_size=vocab_size
+    )

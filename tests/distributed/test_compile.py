@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.model.transformer import ParallelTransformerLayerPipe
-from tests.distributed.layouts import (
+from megatron.testing.layouts import (
     FP32_BOUND,
     Row,
     build_engine,
@@ -13,7 +13,7 @@ from tests.distributed.layouts import (
     relative_errors,
     train,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 STEPS = 4
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

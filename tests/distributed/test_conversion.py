@@ -13,15 +13,15 @@ import torch
 from megatron.checkpoint.convert.source import identity, open_source
 from megatron.checkpoint.convert.to_universal import convert
 from megatron.config import ConfigError
-from tests.distributed.layouts import Row
-from tests.distributed.pool import run_world
-from tests.distributed.test_reshape import STEPS_BEFORE, resume_midway
-from tests.distributed.test_resume import state_after
+from megatron.testing.checkpoints import state_after
+from megatron.testing.layouts import Row
+from megatron.testing.pool import run_world
+from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
 from tools import ds_to_universal
 
 
-def test_a_conversion_goes_on_where_it_was_interrupted(tmp_path):
+def test_an_interrupted_conversion_resumes(tmp_path):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     conversion = convert(open_source(source), target)
     first = next(conversion).name
@@ -63,7 +63,7 @@ main()
 """
 
 
-def test_a_conversion_that_was_killed_while_it_wrote_a_file_goes_on(tmp_path):
+def test_a_conversion_that_was_killed_during_a_write_resumes(tmp_path):
     source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
     environment = {**os.environ, "PYTHONPATH": str(Path(ds_to_universal.__file__).parents[1])}
@@ -78,7 +78,7 @@ def test_a_conversion_that_was_killed_while_it_wrote_a_file_goes_on(tmp_path):
 
 
 def change_a_copy(folder):
-    """Makes tensor rank 1's copy of the final norm's weight differ, and the manifest agree with it."""
+    """Makes TP rank 1's replica of the final norm's weight differ, and the manifest agree with it."""
     path = folder / "mp_rank_01_model_states.pt"
     state = torch.load(path, weights_only=False)
     (group, address) = next(
@@ -91,7 +91,7 @@ def change_a_copy(folder):
     reseal(folder, json.loads((folder / "run.json").read_text()), path)
 
 
-def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path, capsys):
+def test_replicas_that_differ_are_refused_or_averaged(tmp_path, capsys):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     change_a_copy(source)
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
@@ -99,27 +99,27 @@ def test_copies_that_have_drifted_apart_are_refused_or_averaged(tmp_path, capsys
         ds_to_universal.main(flags)
     sentence = capsys.readouterr().err
     assert (
-        "copies of 8.weight on the tensor ranks differ by up to 5.00e-01" in sentence
+        "replicas of 8.weight on the TP ranks differ by up to 5.00e-01" in sentence
         and "--allow-replica-mismatch" in sentence
     )
     ds_to_universal.main([*flags, "--allow-replica-mismatch"])
-    assert "8.weight: replicas on tensor ranks differed by up to 5.00e-01" in capsys.readouterr().out
+    assert "8.weight: replicas on TP ranks differed by up to 5.00e-01" in capsys.readouterr().out
     mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
     assert mean.item() == pytest.approx(1.25, abs=0.05)
     ((state, _),) = run_world(1, resume_midway, Row(), tmp_path, UNIVERSAL)
     assert state == state_after(STEPS_BEFORE)
 
 
-def certificate_of(folder):
+def integrity_record_of(folder):
     return json.loads((folder / "run.json").read_text())["certificate"]
 
 
-def test_the_proofs_are_dropped_of_what_was_averaged_alone(tmp_path):
+def test_only_digests_of_averaged_parameters_are_dropped(tmp_path):
     source = saved(tmp_path, Row(tp=2), {})
     converted(source, tmp_path / "equal", allow_replica_mismatch=True)
-    assert certificate_of(tmp_path / "equal") == certificate_of(source)
+    assert integrity_record_of(tmp_path / "equal") == integrity_record_of(source)
     change_a_copy(source)
-    whole = certificate_of(source)
+    whole = integrity_record_of(source)
     # Interrupted after the copies were averaged, and continued without the flag.
     target = tmp_path / "averaged"
     conversion = convert(open_source(source), target, allow_replica_mismatch=True)
@@ -129,23 +129,23 @@ def test_the_proofs_are_dropped_of_what_was_averaged_alone(tmp_path):
     conversion.close()
     assert not target.exists()
     converted(source, target)
-    left = certificate_of(target)
+    left = integrity_record_of(target)
     assert left["probe"] is None and left["updates"] == whole["updates"]
     for kind, digests in whole["digests"].items():
         assert left["digests"][kind] == {name: digests[name] for name in digests if name != "8.weight"}
     assert {path.name for path in target.iterdir() if path.is_dir()} == {"zero"}
 
 
-def test_what_no_conversion_of_this_source_has_left_is_not_continued(tmp_path):
+def test_a_conversion_of_another_source_is_not_resumed(tmp_path):
     source, target = saved(tmp_path, Row(), {}), tmp_path / "universal"
     converted(source, tmp_path / "other")
     os.rename(tmp_path / "other", tmp_path / "universal.partial")  # as a killed import leaves it
-    with pytest.raises(ConfigError, match="universal.partial is no interrupted conversion"):
+    with pytest.raises(ConfigError, match="universal.partial is not an interrupted conversion"):
         converted(source, target)
     assert not target.exists()
 
 
-def test_a_foreign_source_whose_files_have_changed_is_another(tmp_path):
+def test_an_external_source_with_changed_files_is_another_source(tmp_path):
     source = saved(tmp_path, Row(zero=1), {})
     (source / "run.json").unlink()
     before = identity(open_source(source))
@@ -155,7 +155,7 @@ def test_a_foreign_source_whose_files_have_changed_is_another(tmp_path):
     assert identity(open_source(source)) != before
 
 
-def test_a_conversion_that_was_killed_before_it_was_announced_is_finished(tmp_path, monkeypatch):
+def test_a_conversion_that_was_killed_before_latest_universal_is_finished(tmp_path, monkeypatch):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     (tmp_path / "latest_universal").write_text("an older one")
     monkeypatch.setattr("megatron.checkpoint.convert.to_universal._announce", lambda _: None)
@@ -172,7 +172,7 @@ def test_a_conversion_that_was_killed_before_it_was_announced_is_finished(tmp_pa
         converted(source, target)
 
 
-def test_the_tool_says_what_is_wrong_and_what_a_flag_does_not_do(tmp_path, capsys, monkeypatch):
+def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monkeypatch):
     source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
 
@@ -206,8 +206,8 @@ def test_the_tool_says_what_is_wrong_and_what_a_flag_does_not_do(tmp_path, capsy
     monkeypatch.undo()
     ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder"])
     output = capsys.readouterr().out
-    assert "--keep_temp_folder changes nothing" in output and "warning: pattern" in output
+    assert "--keep_temp_folder has no effect" in output and "warning: pattern" in output
     reseal(source, run)
-    converted_anew = tmp_path / "derived"
-    ds_to_universal.main([*flags[:2], "--output_folder", str(converted_anew), "--inject_missing_state"])
-    assert is_equal(torch_files_in(converted_anew), torch_files_in(target))
+    derived = tmp_path / "derived"
+    ds_to_universal.main([*flags[:2], "--output_folder", str(derived), "--inject_missing_state"])
+    assert is_equal(torch_files_in(derived), torch_files_in(target))

@@ -1,12 +1,12 @@
-"""Sequences that grow: the same numbers on every layout, whole ones in evaluations."""
+"""Sequences that grow: the same numbers on every layout; evaluations use full sequences."""
 
 import dataclasses
 
 import pytest
 
-from megatron.checkpoint.manager import TrainingState
+from megatron.checkpoint.record import TrainingState
 from megatron.config.parsing.curriculum import LengthCurriculum
-from tests.distributed.layouts import (
+from megatron.testing.layouts import (
     FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
@@ -15,8 +15,8 @@ from tests.distributed.layouts import (
     micro_batches,
     relative_errors,
 )
-from tests.distributed.pool import run_world
-from tests.distributed.trainers import make_trainer
+from megatron.testing.pool import run_world
+from megatron.testing.trainers import make_trainer
 
 LENGTHS = (8, 8, 16, 16, 32, 32)
 CURRICULUM = LengthCurriculum("fixed_discrete", 8, 32, lengths=(8, 16, 32), last_steps=(2, 4))
@@ -73,6 +73,7 @@ def test_short_steps_are_those_of_a_run_with_short_sequences(single):
     assert history[2] != single["absolute"][0][2]
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_numbers_of_one_process(name, single):
     row, changes = LAYOUTS[name]

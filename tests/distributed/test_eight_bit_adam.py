@@ -10,11 +10,11 @@ from megatron.cluster.exit_codes import RunStopped
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
+from megatron.testing.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
+from megatron.testing.pool import run_world
 from megatron.training.logging.moments import describe_moments, local_moments
-from tests.distributed.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
-from tests.distributed.pool import run_world
 
-# Large enough that matrices have 8 bits; on 2 and 4 tensor ranks a shard of an MLP's matrix is no whole
+# Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
 # number of blocks, and one of the attention's is smaller than the threshold.
 MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
 EIGHT_BIT = {"use_bnb_optimizer": True}
@@ -68,7 +68,8 @@ def weights_after_steps(row):
     return weights_of(engine)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("zero", [1, 0])
 def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero):
     row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4)
     copies = {}
@@ -115,7 +116,7 @@ def moments_of_one_process():
 def test_who_has_8_bits_does_not_depend_on_the_layout(row):
     """bitsandbytes decides by the size of the tensor that it is given, here a shard (bitsandbytes 2080)."""
     expected, table = moments_of_one_process()
-    bits = {name: moments.found for name, moments in expected.items()}
+    bits = {name: moments.actual_bits for name, moments in expected.items()}
     assert {next(iter(found)) for found in bits.values()} == {8, 32}
     assert bits[WORD_EMBEDDING] == {32} and bits["3.input_layernorm.weight"] == {32}
     assert bits["3.self_attention.dense.weight"] == {8}
@@ -123,11 +124,11 @@ def test_who_has_8_bits_does_not_depend_on_the_layout(row):
     for here, table_here in run_world(row.world_size, moments_and_table, row):
         assert table_here.splitlines()[2:4] == table.splitlines()[2:4]
         for name, moments in here.items():
-            found.setdefault(name, set()).update(moments.found)
+            found.setdefault(name, set()).update(moments.actual_bits)
     assert found == bits
 
 
-def test_the_table_tells_what_was_measured():
+def test_the_table_shows_measured_bytes():
     _, table = moments_of_one_process()
     first, second = (line for line in table.splitlines() if "bytes per element" in line)
     matrices = 4 * (192 * 64 + 64 * 64 + 2 * 64 * 100)

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from megatron.checkpoint import manager
-from megatron.checkpoint.manager import SaveError, restore_or_init, save_checkpoint, select_valid_checkpoint
+from megatron.checkpoint.manager import CheckpointManager, SaveError, select_valid_checkpoint
 from megatron.config import ConfigError
-from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of
-from tests.distributed.pool import run_world
-from tests.distributed.test_resume import FINGERPRINT, state_after
-from tests.distributed.trainers import make_trainer, outcome
-from tests.unit.checkpoint.test_run_identity import Run, steps_in
+from megatron.testing.checkpoints import FINGERPRINT, make_manager, state_after
+from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of
+from megatron.testing.pool import run_world
+from megatron.testing.trainers import make_trainer, outcome
+from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 
 class FailingOwner:
@@ -35,28 +35,29 @@ def meet_errors(folder):
 
     def save(owner=None):
         try:
-            save_checkpoint(engine, folder, state_after(9), VOCAB, EOD, FINGERPRINT, owner)
+            CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner).save(state_after(9))
         except SaveError as error:
             found.append(str(error))
 
     for first_failure in (1, 2):
         save(FailingOwner(first_failure) if rank_0 else None)
-    names = ("clean_leftovers", "is_same_checkpoint", "find_checkpoint", "first_damaged", "start_identity")
+    names = ("clean_leftovers", "is_same_checkpoint", "find_checkpoint", "first_problem", "start_identity")
     kept = {name: getattr(manager, name) for name in names}
     for name in names:
-        if name != "first_damaged" and rank_0:
+        if name != "first_problem" and rank_0:
             setattr(manager, name, fail)
-    manager.first_damaged = lambda *_: "a file is damaged"
+    manager.first_problem = lambda *_: "a file is damaged"
     config = replace(engine.run_config, checkpoint=replace(engine.run_config.checkpoint, load="/load"))
     checkpoint = manager.open_checkpoint(folder / "global_step2")
+    checkpoints = make_manager(engine, folder)
     try:
         save()
         for call in (
-            lambda: manager.newest_of_this_run(engine, folder, True),
+            lambda: checkpoints.newest_valid(True),
             lambda: select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT),
-            lambda: restore_or_init(engine, None, FINGERPRINT, lambda text: None),
+            lambda: checkpoints.restore_or_init(None, lambda text: None),
         ):
-            engine.checkpoint_identity = checkpoint if rank_0 else None  # anything with a lineage
+            checkpoints.identity = checkpoint if rank_0 else None  # anything with a lineage
             try:
                 call()
             except ConfigError as error:
@@ -67,7 +68,7 @@ def meet_errors(folder):
     return found
 
 
-def test_an_error_of_rank_0_before_the_others_hear_from_it_ends_all_ranks_with_its_sentence(tmp_path):
+def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path):
     Run(tmp_path, tmp_path).save(1, 2)
     first, second = run_world(2, meet_errors, tmp_path)
     assert first == second and len(first) == 6
@@ -88,12 +89,13 @@ def lose_the_folder():
             return "the folder was taken over" if len(steps) >= 3 else None
 
     owner = Owner() if trainer.engine.global_rank == 0 else None
-    trainer.checkpoints = replace(trainer.checkpoints, owner=owner)
+    checkpoints = CheckpointManager(trainer.engine, "", VOCAB, EOD, {}, owner)
+    trainer = replace(trainer, checkpoints=checkpoints)
     logged, _, end = outcome(trainer)
     return sorted(logged), end
 
 
-def test_a_job_that_has_lost_its_folder_stops_after_the_step_on_all_ranks():
+def test_a_job_that_lost_its_folder_stops_after_the_step_on_all_ranks():
     (steps, first), (same_steps, second) = run_world(2, lose_the_folder)
     assert steps == same_steps == [1, 2, 3]
     assert first == "the folder was taken over" and "lost the --save folder" in second

@@ -1,4 +1,4 @@
-"""What has drifted is named, with the parameter and the ranks; what has not is no news."""
+"""A mismatch of replicas is reported with its parameter and ranks; equal replicas are not reported."""
 
 import math
 import re
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron.cluster.exit_codes import RunStopped
+from megatron.testing.layouts import Row, config_of
+from megatron.testing.layouts import train as train_engine
+from megatron.testing.pool import run_world
+from megatron.testing.trainers import make_trainer
 from megatron.training.stability.invariants import find_invariant_violation
-from tests.distributed.layouts import Row, config_of
-from tests.distributed.layouts import train as train_engine
-from tests.distributed.pool import run_world
-from tests.distributed.trainers import make_trainer
 
 TWO_LAYERS = {"num_layers": 2}
 NORM = "3.input_layernorm.weight"
@@ -48,19 +48,19 @@ def findings(row, changes, precision):
 
 EVERYTHING = Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2)
 BF16 = {"bf16": True}
-DRIFTS = {
-    "a norm on a tensor rank": (Row(tp=2), (1, NORM, "fp32", 0.5), BF16, f"fp32 of {NORM} on rank 1 is not"),
+MISMATCHES = {
+    "a norm on a TP rank": (Row(tp=2), (1, NORM, "fp32", 0.5), BF16, f"fp32 of {NORM} on rank 1 differs"),
     "its moment": (
         Row(tp=2),
         (1, NORM, "exp_avg", 0.5),
         {},
-        f"exp_avg of {NORM} on rank 1 is not that on rank 0",
+        f"exp_avg of {NORM} on rank 1 differs from rank 0",
     ),
     "a replica's weight": (
         Row(dp=4),
         (2, MATRIX, "weights", 0.5),
         BF16,
-        f"weights of {MATRIX} on rank 2 is not that on ranks 0-1, 3",
+        f"weights of {MATRIX} on rank 2 differs from ranks 0-1, 3",
     ),
     "a replica's moment": (
         Row(dp=2),
@@ -72,33 +72,33 @@ DRIFTS = {
         Row(pp=2),
         (1, EMBEDDING, "weights", 0.5),
         BF16,
-        f"weights of {EMBEDDING} on rank 1 is not that on rank 0",
+        f"weights of {EMBEDDING} on rank 1 differs from rank 0",
     ),
     "one of many": (
         EVERYTHING,
         (6, EMBEDDING, "weights", 0.5),
         BF16,
-        f"weights of {EMBEDDING} on rank 6 is not that on ranks 0, 2, 4",
+        f"weights of {EMBEDDING} on rank 6 differs from ranks 0, 2, 4",
     ),
 }
 
 
-@pytest.mark.parametrize("name", DRIFTS)
-def test_what_has_drifted_is_named_on_every_rank(name):
-    row, changes, precision, part = DRIFTS[name]
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatched_replica_is_named_on_every_rank(name):
+    row, changes, precision, part = MISMATCHES[name]
     for before, after in run_world(row.world_size, findings, row, changes, precision):
         assert before is None
-        assert after.startswith("copies differ: ") and part in after
+        assert after.startswith("replicas differ: ") and part in after
 
 
-def test_with_zero_a_drifted_copy_is_told_with_all_ranks_that_hold_parts_of_it():
+def test_with_zero_a_mismatched_replica_is_named_with_all_ranks_that_hold_it():
     for _, after in run_world(4, findings, Row(pp=2, dp=2, zero=1), (0, EMBEDDING, "exp_avg", 0.5), BF16):
-        assert re.search(rf"exp_avg of {EMBEDDING} on rank\S* [\d, ]+ is not that on rank\S* 0", after)
+        assert re.search(rf"exp_avg of {EMBEDDING} on rank\S* [\d, ]+ differs from rank\S* 0", after)
 
 
-def test_what_is_not_finite_is_named_though_nothing_has_drifted():
+def test_a_non_finite_value_is_named_if_replicas_are_equal():
     for _, after in run_world(2, findings, Row(pp=2), (1, MATRIX, "exp_avg", math.nan), {}):
-        assert after == f"not finite: exp_avg of {MATRIX} on rank 1"
+        assert after == f"non-finite: exp_avg of {MATRIX} on rank 1"
 
 
 def stopped(row, changes):
@@ -115,7 +115,7 @@ def stopped(row, changes):
         return state
 
     trainer.step = drifting
-    from megatron.checkpoint.manager import TrainingState
+    from megatron.checkpoint.record import TrainingState
 
     with pytest.raises(RunStopped) as caught:
         trainer.train(TrainingState())
@@ -124,11 +124,11 @@ def stopped(row, changes):
 
 def test_a_run_looks_every_n_steps_and_stops():
     for sentence in run_world(2, stopped, Row(tp=2), {"sequence_parallel": True}):
-        assert sentence.startswith("iteration 4: copies differ: ") and NORM in sentence
-        assert "resume from a checkpoint before" in sentence
+        assert sentence.startswith("iteration 4: replicas differ: ") and NORM in sentence
+        assert "Resume from an earlier checkpoint" in sentence
 
 
 def test_nothing_is_found_where_replicas_share_weights():
-    changes = (0, NORM, "exp_avg", 0.25)  # of which there is one copy only
+    changes = (0, NORM, "exp_avg", 0.25)  # it exists once only
     for result in run_world(2, findings, Row(dp=2, zero=3), changes, BF16):
         assert result == (None, None)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 
 def loss_and_gradient(logits, labels, upstream, vocab_size, overwrite):
@@ -31,7 +31,7 @@ def reference(logits, labels, vocab_size, upstream):
 @pytest.mark.parametrize("size", [1, 2, 4])
 # 512: no padding; 500: the last rank has some; 300: of four ranks, the last has nothing else.
 @pytest.mark.parametrize("vocab_size", [512, 500, 300])
-def test_the_loss_over_a_cut_vocabulary_is_that_of_the_definition(vocab_size, size):
+def test_the_loss_over_a_sharded_vocabulary_equals_the_definition(vocab_size, size):
     generator = torch.Generator().manual_seed(3)
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)):
         logits = (20 * torch.randn(3, 11, 512, generator=generator)).to(dtype)
@@ -86,7 +86,7 @@ def fused_cases(cases):
 
 
 def fused_over(size, cases):
-    """(losses, gradient of hidden, that of the whole weight) of each case, with that many tensor ranks."""
+    """(losses, gradient of hidden, that of the full weight) of each case, with that many TP ranks."""
     found = []
     for of_ranks in zip(*run_world(size, fused_cases, cases), strict=True):
         for losses, grad_hidden, _ in of_ranks:
@@ -112,7 +112,7 @@ def error(found, expected):
 
 
 @pytest.mark.parametrize("vocab_size", [512, 300])
-def test_the_fused_loss_does_not_depend_on_how_the_vocabulary_is_cut(vocab_size):
+def test_the_fused_loss_does_not_depend_on_how_the_vocabulary_is_sharded(vocab_size):
     generator = torch.Generator().manual_seed(4)
     hidden = 0.3 * torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = torch.randn(ROWS, HIDDEN, generator=generator)

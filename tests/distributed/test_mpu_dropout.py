@@ -1,4 +1,4 @@
-"""Dropout over real tensor ranks: recomputation, gradients, and what each rank must agree on."""
+"""Dropout over real TP ranks: recomputation, gradients, and what each rank must agree on."""
 
 import torch
 import torch.distributed as dist
@@ -6,11 +6,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG, dropout
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 
 def two_dropouts(x, stream, tp_group):
-    """One where the activation is the same on all ranks, one where it is cut."""
+    """One where the activation is the same on all ranks, one where it is sharded."""
     x = dropout(x, 0.3, stream, "0.hidden", batch_dim=0, tp_group=tp_group)
     own = x.chunk(tp_group.size, -1)[tp_group.rank]
     return dropout(own, 0.3, stream, "0.attention", batch_dim=0, shard_dim=-1, tp_group=tp_group)
@@ -35,11 +35,11 @@ def outputs_of(x, samples, tp_group, recompute):
     return y.detach(), x.grad
 
 
-def test_ranks_drop_their_parts_of_one_whole_also_when_recomputed():
+def test_ranks_drop_their_shards_of_one_tensor_also_when_recomputed():
     x = torch.rand(2, 16, 64) + 1
-    whole, whole_grad = outputs_of(x, (5, 8), TPGroup(), recompute=False)
-    assert 0.4 < (whole != 0).float().mean() < 0.58
+    unsharded, unsharded_grad = outputs_of(x, (5, 8), TPGroup(), recompute=False)
+    assert 0.4 < (unsharded != 0).float().mean() < 0.58
     for recompute in (False, True):
         results = run_world(4, output_and_gradient, x, (5, 8), recompute)
-        assert torch.equal(torch.cat([y for y, _ in results], -1), whole)
-        torch.testing.assert_close(sum(grad for _, grad in results), whole_grad)
+        assert torch.equal(torch.cat([y for y, _ in results], -1), unsharded)
+        torch.testing.assert_close(sum(grad for _, grad in results), unsharded_grad)

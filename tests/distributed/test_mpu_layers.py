@@ -15,7 +15,7 @@ from megatron.mpu.layers import (
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 SEED = 1234
 HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
@@ -97,9 +97,9 @@ def model_input(n_in):
     return torch.randn(2, 7, n_in, generator=generator, requires_grad=True)
 
 
-def perturbed(whole):
+def perturbed(full):
     """Values without zeros, in particular no zero biases, which would hide a bias that is added twice."""
-    return whole + torch.linspace(-0.5, 0.5, whole.numel()).view(whole.shape)
+    return full + torch.linspace(-0.5, 0.5, full.numel()).view(full.shape)
 
 
 def run_layer(case):
@@ -113,12 +113,12 @@ def run_layer(case):
             parts = [torch.empty_like(parameter) for _ in range(size)]
             dist.all_gather(parts, parameter.detach())
             spec = spec_of(parameter)
-            whole = perturbed(merge_shards(spec, parts))
-            shards = list(whole.split(whole.shape[0]))
+            full = perturbed(merge_shards(spec, parts))
+            shards = list(full.split(full.shape[0]))
             if spec.shard_dim is not None:
                 chunks = [
                     block.chunk(size, spec.shard_dim)
-                    for block in whole.chunk(spec.num_fused_parts, spec.shard_dim)
+                    for block in full.chunk(spec.num_fused_parts, spec.shard_dim)
                 ]
                 shards = [torch.cat([c[rank] for c in chunks], spec.shard_dim) for rank in range(size)]
             parameter.copy_(shards[tp_group.rank if spec.shard_dim is not None else 0])

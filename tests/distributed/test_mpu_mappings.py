@@ -7,7 +7,7 @@ from megatron.mpu.mappings import (
     gather_from_tensor_region,
     scatter_to_tensor_region,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 MAPPINGS = {
     "gather": gather_from_tensor_region,

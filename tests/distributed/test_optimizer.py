@@ -9,7 +9,7 @@ import torch
 from megatron.mpu.parameters import merge_shards
 from megatron.optimizer.flat_group import ALIGNMENT, NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
-from tests.distributed.layouts import (
+from megatron.testing.layouts import (
     FP32_BOUND,
     RATE,
     SEQ,
@@ -26,7 +26,7 @@ from tests.distributed.layouts import (
     train_layout,
     weights_of,
 )
-from tests.distributed.pool import WorldError, run_world
+from megatron.testing.pool import WorldError, run_world
 from tests.reference.plain_gpt import plain_gpt_logits
 
 LAYOUTS = {
@@ -67,6 +67,7 @@ def norm_of_copies_of_one_sample(row, copies):
     return engine.optimizer.grad_norm
 
 
+@pytest.mark.gate(rows=5)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("row", [Row(), Row(pp=2), Row(pp=2, zero=1), Row(dp=2, zero=1)], ids=str)
 def test_many_micro_batches_add_up_in_fp32(row, precision):
@@ -89,7 +90,7 @@ def initial_weights_and_first_norm(row, precision):
 
 
 def plain_norm(weights):
-    """The first step's norm in fp64: plain autograd over the whole model, in which each parameter is one."""
+    """The first step's norm in fp64: plain autograd over the full model, in which each parameter is one."""
     weights = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     tokens, labels = global_batch(0)
     logits = plain_gpt_logits(weights, tokens, layers=4, heads=4, vocab=VOCAB)
@@ -124,6 +125,7 @@ def weights_before_and_after_a_clipped_step(row, clip):
     return before, weights_of(engine), engine.optimizer.grad_norm
 
 
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
@@ -142,6 +144,7 @@ def clipped_sgd_history(row):
     return train_layout(row, 5, optimizer={"optimizer": "sgd", "clip_grad": 0.3}, schedule={"lr": 1.0})
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
     """Adam forgives a wrong factor on all gradients, SGD does not."""
@@ -225,7 +228,7 @@ def loop_over_overflows():
     """Skipped steps so far in the training state after each step, and what was logged of each."""
     from types import SimpleNamespace
 
-    from megatron.checkpoint.discovery import TrainingState
+    from megatron.checkpoint.record import TrainingState
     from megatron.config import BatchSchedule
     from megatron.training.trainer import Trainer
 
@@ -246,10 +249,11 @@ def loop_over_overflows():
         SimpleNamespace(train=SimpleNamespace(micro_batches=read)),
         SimpleNamespace(iterations=20),
         BatchSchedule.from_config(config.batch),
-        SimpleNamespace(rate=lambda progress: RATE),
+        SimpleNamespace(lr=lambda progress: RATE),
         SimpleNamespace(log_step=records.append, print=lambda text: None),
-        None,
-        None,
+        SimpleNamespace(report=None, heartbeat=lambda: None),
+        SimpleNamespace(ownership_lost_reason=lambda: None),
+        planned_bytes=[0.0],
     )
     states = [TrainingState()]
     for _ in range(20):
@@ -290,27 +294,27 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
 @pytest.mark.parametrize(
     "row, bad_rank, name, settings, place",
     [
-        (Row(), 0, "3.mlp.dense_h_to_4h.bias", {}, "rank 0 (stage 0, tensor rank 0, data rank 0)"),
+        (Row(), 0, "3.mlp.dense_h_to_4h.bias", {}, "rank 0 (stage 0, TP rank 0, DP rank 0)"),
         (
             Row(dp=2, zero=1),
             1,
             "4.input_layernorm.weight",
             {},
-            "rank 1 (stage 0, tensor rank 0, data rank 1)",
+            "rank 1 (stage 0, TP rank 0, DP rank 1)",
         ),
         (
             Row(tp=2, pp=2, dp=2, zero=1, micro_batch=4, precision="bf16"),
             7,
             "4.self_attention.dense.weight",
             {},
-            "rank 7 (stage 1, tensor rank 1, data rank 1)",
+            "rank 7 (stage 1, TP rank 1, DP rank 1)",
         ),
         (
             Row(pp=2, precision="fp16"),
             1,
             "6.bias",
             {"loss_scale": 128.0},
-            "rank 1 (stage 1, tensor rank 0, data rank 0)",
+            "rank 1 (stage 1, TP rank 0, DP rank 0)",
         ),
     ],
     ids=str,
@@ -321,7 +325,7 @@ def test_every_rank_names_the_bad_gradient_and_nothing_has_moved(row, bad_rank, 
     message, unchanged = answers[0]
     assert unchanged
     # Stages before it received a gradient that is still good, or none at all.
-    assert f"{place}: {name} (and 0 more)" in message
+    assert f"{place}: {name}" in message
 
 
 def step_with_a_bad_loss(row):
@@ -359,6 +363,7 @@ def sizes_of_state(row):
     return held, sum(p.numel() for p in engine.module.parameters()), len(engine.optimizer.flat)
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("dp", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
@@ -401,6 +406,7 @@ def train_with_bounds(row, bounds):
     return engine.layout.pipeline_stage, names, history
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_with_only_the_embedding_or_only_the_head_do_not_hang(zero, precision):
@@ -424,10 +430,11 @@ def weights_after_steps(row):
     return weights_of(engine)
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero, precision):
-    """Replicas, tied copies on other stages, and parameters that all tensor ranks hold whole."""
+    """Replicas, tied copies on other stages, and parameters that all TP ranks replicate."""
     row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4, precision=precision)
     copies = {}
     for rank in run_world(row.world_size, weights_after_steps, row):
@@ -436,7 +443,7 @@ def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero, precision):
             copies.setdefault((name, part), []).append(shard)
     tied = copies["tied_modules.embed.word_embeddings.weight", 0]
     assert len(tied) == 4, "two stages of two replicas"
-    assert len(copies["3.mlp.dense_4h_to_h.bias", 0]) == 4, "two tensor ranks of two replicas"
+    assert len(copies["3.mlp.dense_4h_to_h.bias", 0]) == 4, "two TP ranks of two replicas"
     for (name, part), shards in copies.items():
         assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
 
@@ -444,5 +451,5 @@ def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero, precision):
 def test_padding_rows_of_the_vocabulary_stay_zero():
     ranks = run_world(2, weights_after_steps, Row(tp=2, micro_batch=4))
     name = "tied_modules.embed.word_embeddings.weight"
-    whole = merge_shards(ranks[0].specs[name], [rank.shards[name] for rank in ranks])
-    assert whole.shape[0] == 112 and not whole[VOCAB:].any() and whole[:VOCAB].any(dim=1).all()
+    full = merge_shards(ranks[0].specs[name], [rank.shards[name] for rank in ranks])
+    assert full.shape[0] == 112 and not full[VOCAB:].any() and full[:VOCAB].any(dim=1).all()

@@ -1,12 +1,21 @@
-"""--checkpoint-activations recomputes each transformer layer, however the layers are grouped and cut."""
+"""--checkpoint-activations recomputes each transformer layer, for any groups of layers and any partition."""
 
 import pytest
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.model.transformer import ParallelTransformerLayerPipe
-from tests.distributed.layouts import FP32_BOUND, SEQ, Row, build_engine, config_of, relative_errors, train
-from tests.distributed.pool import run_world
+from megatron.testing.layouts import (
+    FP32_BOUND,
+    SEQ,
+    Row,
+    build_engine,
+    config_of,
+    relative_errors,
+    train,
+    train_layout,
+)
+from megatron.testing.pool import run_world
 
 
 def forwards_per_layer(row, together):
@@ -111,20 +120,15 @@ def history_and_parts(row, changes):
     ids=str,
 )
 def test_parts_and_copies_of_the_inputs_give_the_same_numbers(row, flags, changes):
-    """DeepSpeed keeps the tensor rank's part, and the layers are recomputed from the whole again."""
+    """DeepSpeed keeps the TP rank's shard, and recomputes the layers from the gathered tensor."""
     training = changes.get("training", {}) | dict.fromkeys(flags, True)
     model = {"model": DROPOUT}
     data = {"data": changes["data"]} if "data" in changes else {}
-    reference = run_world(
-        1, history_of, Row(positions=row.positions, micro_batch=row.micro_batch), model | data
-    )
+    single = Row(positions=row.positions, micro_batch=row.micro_batch)
+    reference = run_world(1, train_layout, single, STEPS, **model, **data)
     results = run_world(row.world_size, history_and_parts, row, model | changes | {"training": training})
     part = row.micro_batch * SEQ * 32 // row.tp
     for sizes, history in results:
         # Without a part to take, the inputs stay as they are: they are in the CPU's memory.
         assert sizes == ({part} if row.tp > 1 else set())
         assert max(relative_errors(history, reference[0])) < FP32_BOUND
-
-
-def history_of(row, changes):
-    return train(build_engine(config_of(row, **changes)), range(STEPS))

@@ -1,4 +1,4 @@
-"""An interrupted run continues as if it had not been; what it cannot go on from is refused by name."""
+"""A resumed run equals the uninterrupted one; incompatible checkpoints are refused by name."""
 
 import json
 import re
@@ -9,23 +9,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.formats.native import LayerFiles
+from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.integrity.manifest import add_checksum
-from megatron.checkpoint.manager import (
-    SaveError,
-    TrainingState,
-    find_checkpoint,
-    load_checkpoint,
-    restore_or_init,
-    save_checkpoint,
-    select_valid_checkpoint,
-)
+from megatron.checkpoint.manager import SaveError, find_checkpoint, load_checkpoint, select_valid_checkpoint
+from megatron.checkpoint.record import TrainingState
 from megatron.config import ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY
-from tests.distributed.layouts import (
+from megatron.testing.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
+from megatron.testing.layouts import (
     EOD,
     FP32_BOUND,
-    GLOBAL_BATCH,
-    SEQ,
     VOCAB,
     Row,
     build_engine,
@@ -36,9 +30,8 @@ from tests.distributed.layouts import (
     train,
     weights_of,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
-FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
 LAYOUTS = {
     "one process": Row(micro_batch=4),
     "TP 2": Row(tp=2, micro_batch=4),
@@ -46,7 +39,7 @@ LAYOUTS = {
     "DP 2": Row(dp=2, micro_batch=4),
     "TP 2 x PP 2": Row(tp=2, pp=2, micro_batch=4),
 }
-# Small, with dropout, whose masks must go on too; the loss scale overflows at first and grows again soon.
+# Small, with dropout, whose masks must be the same; the loss scale overflows at first and grows soon.
 CHANGES = {
     "model": {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "precision": {"initial_loss_scale": 2.0**24, "hysteresis": 1, "loss_scale_window": 2},
@@ -55,10 +48,6 @@ CHANGES = {
 
 def config_for(row, optimizer):
     return config_of(row, optimizer={"optimizer": optimizer}, **CHANGES)
-
-
-def state_after(steps):
-    return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
 
 
 def outcome(engine, steps):
@@ -75,14 +64,12 @@ def outcome(engine, steps):
     return history, scaler, moments + masters, weights_of(engine).shards
 
 
-def save_and_go_on(row, optimizer, folder):
-    engine = build_engine(config_for(row, optimizer))
-    train(engine, range(3))
-    save_checkpoint(engine, folder, state_after(3), VOCAB, EOD, FINGERPRINT)
+def save_and_continue(row, optimizer, folder):
+    engine = save_midway(row, folder, 3, optimizer={"optimizer": optimizer}, **CHANGES)
     return outcome(engine, range(3, 6))
 
 
-def resume_and_go_on(row, optimizer, folder):
+def resume_and_continue(row, optimizer, folder):
     engine = build_engine(config_for(row, optimizer))
     train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
     checkpoint = find_latest(folder)
@@ -101,8 +88,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
     layout, optimizer, precision, zero, tmp_path
 ):
     row = replace(LAYOUTS[layout], precision=precision, zero=zero)
-    uninterrupted = run_world(row.world_size, save_and_go_on, row, optimizer, tmp_path)
-    resumed = run_world(row.world_size, resume_and_go_on, row, optimizer, tmp_path)
+    uninterrupted = run_world(row.world_size, save_and_continue, row, optimizer, tmp_path)
+    resumed = run_world(row.world_size, resume_and_continue, row, optimizer, tmp_path)
     for (state, after), expected in zip(resumed, uninterrupted, strict=True):
         assert state == state_after(3)
         assert after[:2] == expected[:2], "losses, norms or the loss scale differ"
@@ -111,23 +98,41 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
         assert all(torch.equal(after[3][name], expected[3][name]) for name in expected[3]), "weights"
 
 
+def resume_from_valid_files(row, folder):
+    engine = build_engine(config_for(row, "adam"))
+    checkpoint = select_valid_checkpoint(find_latest(folder), engine.run_config, VOCAB, FINGERPRINT)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return checkpoint.unverified_note, outcome(engine, range(3, 6))
+
+
+def test_with_zero_1_and_bf16_a_resume_needs_no_mp_rank_file(tmp_path):
+    row = Row(pp=2, micro_batch=4, precision="bf16", zero=1)
+    uninterrupted = run_world(2, save_and_continue, row, "adam", tmp_path)
+    files = sorted((tmp_path / "global_step3").glob("mp_rank_*"))
+    assert [file.name for file in files] == [f"mp_rank_0{rank}_model_states.pt" for rank in (0, 1)]
+    for file in files:
+        file.unlink()
+    for (remark, after), expected in zip(
+        run_world(2, resume_from_valid_files, row, tmp_path), uninterrupted, strict=True
+    ):
+        assert remark == f"missing, but not needed to resume: {files[0].name}, {files[1].name}"
+        assert after[:2] == expected[:2]
+        assert all(torch.equal(a, b) for a, b in zip(after[2], expected[2], strict=True))
+
+
 # --- other stages ---
 
 EVEN = {"partition_method": "type:transformer"}
 OTHER_STAGES = {
-    "other cuts": {"partition_method": "stages:E,2+L"},
+    "other bounds": {"partition_method": "stages:E,2+L"},
     "an empty stage": {"partition_method": "stages:2,0"},
     "dualpipev": {"pipeline_schedule": "dualpipev", "partition_method": "stages:E,1,1,0"},
 }
 
 
 def save_after(row, parallel, folder):
-    engine = build_engine(config_of(row, parallel=parallel, model=CHANGES["model"]))
-    history = train(engine, range(6))
-    engine = build_engine(config_of(row, parallel=parallel, model=CHANGES["model"]))
-    train(engine, range(3))
-    save_checkpoint(engine, folder, state_after(3), VOCAB, EOD, FINGERPRINT)
-    return history[3:]
+    engine = save_midway(row, folder, 3, parallel=parallel, model=CHANGES["model"])
+    return train(engine, range(3, 6))
 
 
 def resume_with(row, parallel, folder):
@@ -139,24 +144,24 @@ def resume_with(row, parallel, folder):
     return train(engine, range(3, 6))
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (0, "fp16")])
 @pytest.mark.parametrize("stages", OTHER_STAGES)
 @pytest.mark.parametrize("back", [False, True])
-def test_a_resume_may_cut_the_stages_otherwise(stages, zero, precision, back, tmp_path):
+def test_a_resume_may_use_another_partition(stages, zero, precision, back, tmp_path):
     row = Row(tp=2, pp=2, dp=1 + zero, micro_batch=1, zero=zero, precision=precision)
     before, after = (OTHER_STAGES[stages], EVEN) if back else (EVEN, OTHER_STAGES[stages])
     expected = run_world(row.world_size, save_after, row, before, tmp_path)[0]
     for history in run_world(row.world_size, resume_with, row, after, tmp_path):
         loss_error, norm_error = relative_errors(history, expected)
-        # What a stage receives is rounded where it is cut; fp32 rounds as it always does.
+        # What a stage receives is rounded at the stage boundary; fp32 rounds as it always does.
         assert loss_error <= (FP32_BOUND if precision == "fp32" else 2e-4)
         assert norm_error <= (FP32_BOUND if precision == "fp32" else 1e-2)
 
 
-def test_the_checkpoint_tells_its_stages(tmp_path):
+def test_run_json_records_the_stages(tmp_path):
     row = Row(pp=2)
-    run_world(2, save_after, row, OTHER_STAGES["other cuts"], tmp_path)
+    run_world(2, save_after, row, OTHER_STAGES["other bounds"], tmp_path)
     assert json.loads((tmp_path / "global_step3" / "run.json").read_text())["stages"] == {
         "partition_method": "stages:E,2+L",
         "pipeline_schedule": "1f1b",
@@ -169,7 +174,7 @@ def test_the_checkpoint_tells_its_stages(tmp_path):
 
 def save_untrained(row, folder):
     engine = build_engine(config_of(row))
-    save_checkpoint(engine, folder, state_after(1), VOCAB, EOD, FINGERPRINT)
+    make_manager(engine, folder).save(state_after(1))
     return weights_of(engine)
 
 
@@ -252,7 +257,7 @@ def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
         find(saved, model={"num_layers": 3})
 
 
-def test_a_universal_checkpoint_is_not_taken_for_a_native_one(saved):
+def test_a_universal_checkpoint_is_not_loaded_as_a_native_one(saved):
     (saved / "global_step1").rename(saved / "global_step9_universal")
     (saved / "global_step9_universal" / "zero").mkdir()
     (saved / "latest").unlink()
@@ -263,7 +268,7 @@ def test_a_universal_checkpoint_is_not_taken_for_a_native_one(saved):
             find(folder)
 
 
-def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
+def test_if_latest_names_a_missing_folder_the_newest_complete_one_is_resumed(saved):
     (saved / "latest").write_text("global_step7")
     checkpoint = find(saved)
     assert checkpoint.folder == saved / "global_step1" and "global_step7" in checkpoint.skip_reason
@@ -275,20 +280,21 @@ def test_latest_that_names_no_folder_leads_to_the_newest_complete_one(saved):
 def save_twice(row, folder, keep_last=None):
     """Checkpoints of steps 1 and 2."""
     engine = build_engine(config_of(row, checkpoint={"keep_last": keep_last}))
+    manager = make_manager(engine, folder)
     for step in (0, 1):
         train(engine, [step])
-        save_checkpoint(engine, folder, state_after(step + 1), VOCAB, EOD, FINGERPRINT)
+        manager.save(state_after(step + 1))
 
 
-def settle(row, folder):
+def select(row, folder):
     config = config_of(row, checkpoint={"load": str(folder)})
     # Rank 0 alone searches.
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT) if dist.get_rank() == 0 else None
     try:
-        settled = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
+        selectd = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
     except ConfigError as error:
         return str(error)
-    return settled.state.iteration, settled.skip_reason
+    return selectd.state.iteration, selectd.skip_reason
 
 
 def flip_a_byte(path):
@@ -298,21 +304,21 @@ def flip_a_byte(path):
 
 
 @pytest.mark.parametrize("pattern", ["layer_05-*", "mp_rank_01_*", "zero_pp_rank_1_mp_rank_00_*"])
-def test_a_flipped_byte_is_named_and_the_checkpoint_before_taken(pattern, tmp_path):
+def test_a_flipped_byte_is_named_and_the_previous_checkpoint_resumed(pattern, tmp_path):
     row = Row(pp=2, dp=2, zero=1)
     run_world(row.world_size, save_twice, row, tmp_path)
     (damaged,) = (tmp_path / "global_step2").glob(pattern)
     flip_a_byte(damaged)
-    for iteration, skip_reason in run_world(2, settle, Row(tp=2), tmp_path):
+    for iteration, skip_reason in run_world(2, select, Row(tp=2), tmp_path):
         assert iteration == 1
         assert "global_step2" in skip_reason and f"{damaged.name} is damaged" in skip_reason
     flip_a_byte(next((tmp_path / "global_step1").glob(pattern)))
-    for sentence in run_world(2, settle, Row(tp=2), tmp_path):
+    for sentence in run_world(2, select, Row(tp=2), tmp_path):
         assert "global_step2" in sentence and "global_step1:" in sentence and "is damaged" in sentence
 
 
 @pytest.mark.parametrize("keep_last, kept", [(None, {"global_step1", "global_step2"}), (1, {"global_step2"})])
-def test_old_checkpoints_are_kept_as_asked(keep_last, kept, tmp_path):
+def test_keep_last_keeps_that_many_checkpoints(keep_last, kept, tmp_path):
     (tmp_path / "saving-global_step1").mkdir()
     universal = tmp_path / "global_step0_universal"
     (universal / "zero").mkdir(parents=True)
@@ -321,7 +327,7 @@ def test_old_checkpoints_are_kept_as_asked(keep_last, kept, tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {*kept, universal.name}
 
 
-def go_on(row, folder, steps, keep_last):
+def resume_and_save(row, folder, steps, keep_last):
     """Starts from what is in the folder, and saves at the given steps."""
     options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
     config = config_of(row, checkpoint=options)
@@ -329,15 +335,16 @@ def go_on(row, folder, steps, keep_last):
         find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT
     )
     engine = build_engine(config)
-    start = restore_or_init(engine, checkpoint, FINGERPRINT, lambda text: None)
+    manager = make_manager(engine, folder)
+    start = manager.restore_or_init(checkpoint, lambda text: None)
     for step in steps:
-        save_checkpoint(engine, folder, state_after(step), VOCAB, EOD, FINGERPRINT)
+        manager.save(state_after(step))
     return start.iteration
 
 
-def test_only_what_this_run_has_come_by_is_deleted(tmp_path):
+def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
     """Not the branch that was left behind when `latest` was set back, nor what a link points to."""
-    run_world(1, go_on, Row(), tmp_path, (1, 2, 3, 4), None)
+    run_world(1, resume_and_save, Row(), tmp_path, (1, 2, 3, 4), None)
     (tmp_path / "latest").write_text("global_step1")
     elsewhere = tmp_path / "archive"
     (tmp_path / "global_step1").rename(elsewhere)
@@ -346,7 +353,7 @@ def test_only_what_this_run_has_come_by_is_deleted(tmp_path):
         run = json.loads((tmp_path / name / "run.json").read_text())
         del run["sha256"]
         (tmp_path / name / "run.json").write_text(json.dumps(add_checksum({**run, "lineage": []})))
-    assert run_world(1, go_on, Row(), tmp_path, (5, 6), 1) == [1]
+    assert run_world(1, resume_and_save, Row(), tmp_path, (5, 6), 1) == [1]
     assert (elsewhere / "run.json").is_file() and not (tmp_path / "global_step1").exists()
     left = {path.name for path in tmp_path.glob("global_step*")}
     assert left == {"global_step2", "global_step3", "global_step4", "global_step6"}
@@ -358,11 +365,12 @@ def fail_to_save(row, folder, limit):
     import signal
 
     engine = build_engine(config_of(row))
-    save_checkpoint(engine, folder, state_after(1), VOCAB, EOD, FINGERPRINT)
+    manager = make_manager(engine, folder)
+    manager.save(state_after(1))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        save_checkpoint(engine, folder, state_after(2), VOCAB, EOD, FINGERPRINT)
+        manager.save(state_after(2))
     except SaveError as error:
         return str(error)
     finally:
@@ -371,38 +379,32 @@ def fail_to_save(row, folder, limit):
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
-def test_a_disk_that_fills_up_leaves_what_was_complete(limit, tmp_path):
+def test_a_full_disk_leaves_the_complete_checkpoints(limit, tmp_path):
     (sentence,) = run_world(1, fail_to_save, Row(), tmp_path, limit)
     assert "global_step2 cannot be written" in sentence
     found = find_latest(tmp_path)
     assert found.state.iteration == 1 and re.search(
         r"saving-global_step2\.\w{8} was never finished", found.skip_reason
     )
-    assert run_world(1, settle, Row(), tmp_path)[0][0] == 1
+    assert run_world(1, select, Row(), tmp_path)[0][0] == 1
 
 
-# --- whole weights ---
+# --- unsharded weights ---
 
 
 def save_trained(row, folder, steps):
-    engine = build_engine(config_of(row))
-    train(engine, range(steps))
-    state = state_after(steps)
-    save_checkpoint(engine, folder, state, VOCAB, EOD, FINGERPRINT)
-    return weights_of(engine)
+    return weights_of(save_midway(row, folder, steps))
 
 
 def whole_weights_from(folder):
     """Names and values of a single-process model, as it starts and as it is loaded."""
-    from megatron.checkpoint.weights import load_full_weights
-
     _, _, model = build_model(config_of(Row()))
     fresh = {name: p.detach().clone() for name, p in model.named_parameters()}
-    load_full_weights(model, find_latest(folder).folder)
+    open_reader(find_latest(folder)).load_weights(model)
     return fresh, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_whole_weights_of_a_new_checkpoint_are_those_of_one_process(tmp_path):
+def test_weights_of_an_untrained_checkpoint_equal_those_of_one_process(tmp_path):
     row = Row(tp=2, pp=2)
     run_world(row.world_size, save_trained, row, tmp_path, 0)
     ((fresh, loaded),) = run_world(1, whole_weights_from, tmp_path)
@@ -410,7 +412,7 @@ def test_whole_weights_of_a_new_checkpoint_are_those_of_one_process(tmp_path):
     assert all(torch.equal(fresh[name], loaded[name]) for name in fresh)
 
 
-def test_whole_weights_of_a_trained_checkpoint_are_its_shards_put_together(tmp_path):
+def test_weights_of_a_trained_checkpoint_are_its_merged_shards(tmp_path):
     row = Row(tp=2, pp=2, micro_batch=4)
     expected = full_weights(run_world(row.world_size, save_trained, row, tmp_path, 2))
     ((fresh, loaded),) = run_world(1, whole_weights_from, tmp_path)
@@ -423,11 +425,9 @@ def test_whole_weights_of_a_trained_checkpoint_are_its_shards_put_together(tmp_p
 
 
 def load_into_another_model(folder, changes):
-    from megatron.checkpoint.weights import load_full_weights
-
     _, _, model = build_model(config_of(Row(), model=changes))
     try:
-        load_full_weights(model, folder)
+        open_reader(find_latest(folder)).load_weights(model)
     except ConfigError as error:
         return str(error)
     return None
@@ -445,6 +445,6 @@ def test_weights_of_another_model_are_refused_by_name(saved, changes, named):
     assert named in message
 
 
-def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
-    (message,) = run_world(1, load_into_another_model, tmp_path, {})
-    assert "holds no layer files" in message
+def test_a_folder_without_layer_files_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"{tmp_path} holds no layer files"):
+        LayerFiles(tmp_path)

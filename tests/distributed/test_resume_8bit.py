@@ -1,5 +1,5 @@
 """Checkpoints of 8-bit Adam: fp32 in the files, so any layout, either format and plain Adam open them, and
-the run that goes on where it was saved does so to the last bit."""
+a resume on the layout that saved is equal to the last bit."""
 
 import json
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ import torch
 
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert
-from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, save_checkpoint
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
-from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
-from tests.distributed.pool import run_world
-from tests.distributed.test_resume import FINGERPRINT, state_after
+from megatron.testing.checkpoints import FINGERPRINT, save_midway, state_after
+from megatron.testing.layouts import VOCAB, Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
 
-# Shards of the MLP's matrices are no whole number of blocks on 2 and 4 tensor ranks.
+# Shards of the MLP's matrices are no whole number of blocks on 2 and 4 TP ranks.
 MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
 BITS = {"8": {"use_bnb_optimizer": True}, "32": {}}
 BEFORE, AFTER = 3, 3
 SAVERS = {
-    "1 process": Row(micro_batch=2),
     "tp2 pp2": Row(tp=2, pp=2, zero=1, micro_batch=2),
+    "1 process": Row(micro_batch=2),
     "pp2 dp2": Row(pp=2, dp=2, zero=1, micro_batch=2),
 }
 OPENERS = {**SAVERS, "tp4 dp2": Row(tp=4, dp=2, zero=1, micro_batch=2), "dp2": Row(dp=2, micro_batch=4)}
@@ -38,7 +38,7 @@ def config_for(row, bits, **checkpoint):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank owns of a parameter: elements from `first` of its tensor shard, fp32 and moments."""
+    """What a rank owns of a parameter: elements from `first` of its TP shard, fp32 and moments."""
 
     spec: ParameterSpec
     stage: int
@@ -62,7 +62,7 @@ def pieces_of(engine):
 
 
 def wholes(ranks):
-    """(name, kind) -> whole values, from every rank's pieces; of a tied weight those of the first stage."""
+    """(name, kind) -> global tensors, from every rank's pieces; of a tied weight those of the first stage."""
     result = {}
     for name in {name for pieces in ranks for name in pieces}:
         pieces = [rank[name] for rank in ranks if name in rank]
@@ -94,14 +94,12 @@ def codes_of(engine):
     }
 
 
-def save_and_go_on(row, bits, folder):
-    engine = build_engine(config_for(row, bits))
-    train(engine, range(BEFORE))
-    save_checkpoint(engine, folder, state_after(BEFORE), VOCAB, EOD, FINGERPRINT)
+def save_and_continue(row, bits, folder):
+    engine = save_midway(row, folder, BEFORE, model=MODEL, optimizer=BITS[bits])
     return pieces_of(engine), codes_of(engine), train(engine, range(BEFORE, BEFORE + AFTER))
 
 
-def open_and_go_on(row, bits, folder, universal=False):
+def load_and_continue(row, bits, folder, universal=False):
     config = config_for(row, bits, load=str(folder), universal_checkpoint=universal)
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config)
@@ -113,13 +111,13 @@ def open_and_go_on(row, bits, folder, universal=False):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(layout, bits) -> (folder with the checkpoint, native and universal, what `save_and_go_on` gave)."""
+    """(layout, bits) -> (folder with the checkpoint, native and universal, what `save_and_continue` gave)."""
 
     @cache
     def save(saver: str, bits: str) -> tuple[Path, list]:
         folder = tmp_path_factory.mktemp("saved")
         row = SAVERS[saver]
-        ranks = run_world(row.world_size, save_and_go_on, row, bits, folder, timeout=300.0)
+        ranks = run_world(row.world_size, save_and_continue, row, bits, folder, timeout=300.0)
         list(convert(open_source(folder / f"global_step{BEFORE}"), folder / "universal"))
         return folder, ranks
 
@@ -134,9 +132,9 @@ def half_a_step(kind, expected):
 
 
 def check_opened(row, bits, folder, universal, saved_ranks):
-    """Opens and goes on: first the values of every parameter, then the losses."""
+    """Loads and continues: first the values of every parameter, then the losses."""
     expected, losses = wholes([pieces for pieces, _, _ in saved_ranks]), saved_ranks[0][2]
-    found = run_world(row.world_size, open_and_go_on, row, bits, folder, universal, timeout=300.0)
+    found = run_world(row.world_size, load_and_continue, row, bits, folder, universal, timeout=300.0)
     specs = {name: piece.spec for pieces, _, _ in found for name, piece in pieces.items()}
     opened = wholes([pieces for pieces, _, _ in found])
     assert opened.keys() == expected.keys() and len(opened) == 3 * len(specs)
@@ -156,7 +154,7 @@ def check_opened(row, bits, folder, universal, saved_ranks):
 WAYS = [("8", False), ("32", True), ("8", True), ("32", False)]
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("saver", SAVERS)
 def test_any_layout_opens_a_checkpoint_of_8_bits_with_either_adam(saver, saved):
     folder, ranks = saved(saver, "8")
@@ -166,6 +164,7 @@ def test_any_layout_opens_a_checkpoint_of_8_bits_with_either_adam(saver, saved):
         check_opened(OPENERS[opener], bits, folder, universal, ranks)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("universal", [False, True], ids=["native", "universal"])
 def test_8_bits_open_a_checkpoint_of_plain_adam(universal, saved):
     folder, ranks = saved("tp2 pp2", "32")
@@ -173,12 +172,13 @@ def test_8_bits_open_a_checkpoint_of_plain_adam(universal, saved):
         check_opened(OPENERS[opener], "8", folder, universal, ranks)
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("universal", [False, True], ids=["native", "universal"])
 @pytest.mark.parametrize("saver", SAVERS)
-def test_the_layout_that_saved_goes_on_to_the_last_bit(saver, universal, saved):
+def test_the_layout_that_saved_resumes_to_the_last_bit(saver, universal, saved):
     folder, ranks = saved(saver, "8")
     row = SAVERS[saver]
-    found = run_world(row.world_size, open_and_go_on, row, "8", folder, universal, timeout=300.0)
+    found = run_world(row.world_size, load_and_continue, row, "8", folder, universal, timeout=300.0)
     for (_, codes, history), (_, expected_codes, expected) in zip(found, ranks, strict=True):
         assert history == expected
         assert codes.keys() == expected_codes.keys() and codes
@@ -187,14 +187,14 @@ def test_the_layout_that_saved_goes_on_to_the_last_bit(saver, universal, saved):
             assert torch.equal(scale, expected_codes[key][1]), key
 
 
-def test_other_replicas_and_stages_find_the_same_codes(saved):
-    """Blocks begin with each parameter's tensor shard, so only tensor parallelism moves them."""
+def test_other_replicas_and_stages_have_the_same_codes(saved):
+    """Blocks begin with each parameter's TP shard, so only tensor parallelism moves them."""
     folder, ranks = saved("1 process", "8")
     expected = wholes([ranks[0][0]])
     row = OPENERS["pp2 dp2"]
-    found = run_world(row.world_size, open_and_go_on, row, "8", folder, timeout=300.0)
-    whole = wholes([rank[0] for rank in found])
-    assert all(torch.equal(value, expected[key]) for key, value in whole.items())
+    found = run_world(row.world_size, load_and_continue, row, "8", folder, timeout=300.0)
+    found_state = wholes([rank[0] for rank in found])
+    assert all(torch.equal(value, expected[key]) for key, value in found_state.items())
 
 
 def test_the_files_hold_fp32_without_gaps_and_the_rule_is_recorded(saved):

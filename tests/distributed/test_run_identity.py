@@ -9,25 +9,23 @@ from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
-from megatron.checkpoint.manager import (
-    FolderTakenError,
-    SaveError,
-    find_checkpoint,
-    restore_or_init,
-    save_checkpoint,
-)
+from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, find_checkpoint
 from megatron.config import ConfigError
-from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
-from tests.distributed.pool import run_world
-from tests.distributed.test_certificate import names_of
-from tests.distributed.test_resume import FINGERPRINT, state_after
-from tests.unit.checkpoint.test_run_identity import Run, steps_in
+from megatron.testing.checkpoints import FINGERPRINT, state_after
+from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
+from tests.distributed.test_integrity_record import names_of
+from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 
-def save(engine, folder, step, owner=None):
+def manager_of(engine, folder, owner=None):
+    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner)
+
+
+def save(manager, step):
     """Why the checkpoint was not saved, None if it was."""
     try:
-        save_checkpoint(engine, folder, state_after(step), VOCAB, EOD, FINGERPRINT, owner)
+        manager.save(state_after(step))
     except (FolderTakenError, SaveError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -36,7 +34,7 @@ def save(engine, folder, step, owner=None):
 # --- one checkpoint for all ranks ---
 
 
-def share(folder, failures):
+def share(folder, failures, local_rank=0):
     """Rank 1 cannot open the checkpoint at the first `failures` attempts; the delays between them."""
     rank, slept = int(os.environ["RANK"]), []
     opened = start.open_checkpoint
@@ -49,7 +47,7 @@ def share(folder, failures):
     start.open_checkpoint = open_late
     try:
         found = find_latest(folder) if rank == 0 else None  # other ranks do not search
-        shared = start.share_checkpoint(found, sleep=slept.append)
+        shared = start.share_checkpoint(found, sleep=slept.append, env={"LOCAL_RANK": str(local_rank)})
         return None if shared is None else shared.folder.name, slept
     except ConfigError as error:
         return str(error), slept
@@ -58,7 +56,7 @@ def share(folder, failures):
 
 
 @pytest.mark.parametrize("failures", [0, 3, 100])
-def test_every_rank_takes_the_checkpoint_of_rank_0_though_its_file_system_is_late(failures, tmp_path):
+def test_every_rank_gets_the_checkpoint_of_rank_0_even_if_its_file_system_is_late(failures, tmp_path):
     Run(tmp_path, tmp_path).save(1, 2)
     (first, _), (second, slept) = run_world(2, share, tmp_path, failures)
     assert slept == list(start.RETRY_DELAYS_S[:failures])
@@ -69,7 +67,12 @@ def test_every_rank_takes_the_checkpoint_of_rank_0_though_its_file_system_is_lat
         assert first == second == "global_step2"
 
 
-def test_without_a_checkpoint_all_ranks_start_afresh(tmp_path):
+def test_only_the_first_rank_of_a_node_reads_the_checkpoint(tmp_path):
+    Run(tmp_path, tmp_path).save(1, 2)
+    assert run_world(2, share, tmp_path, 100, 1) == [("global_step2", [])] * 2
+
+
+def test_without_a_checkpoint_all_ranks_initialize_from_scratch(tmp_path):
     assert run_world(2, share, tmp_path, 0) == [(None, []), (None, [])]
 
 
@@ -94,7 +97,7 @@ def save_and_lose_the_folder(folder):
         if when == "before" and rank_0:
             take_over(folder)
         manager.describe_files = lose_it if when == "during" else described
-        outcomes.append(save(engine, folder, 1 + len(outcomes), owner))
+        outcomes.append(save(manager_of(engine, folder, owner), 1 + len(outcomes)))
         manager.describe_files = described
         if rank_0:
             for file in folder.glob("owner-*"):
@@ -102,7 +105,7 @@ def save_and_lose_the_folder(folder):
     manager.describe_files = lambda path: {
         n: f for n, f in described(path).items() if "mp_rank_00_model" not in n
     }
-    outcomes.append(save(engine, folder, 9))
+    outcomes.append(save(manager_of(engine, folder), 9))
     manager.describe_files = described
     return outcomes
 
@@ -114,7 +117,7 @@ def take_over(folder):
     old.unlink()
 
 
-def test_two_jobs_the_one_that_was_taken_over_stops_on_all_ranks_and_writes_nothing(tmp_path):
+def test_a_job_that_lost_its_folder_stops_on_all_ranks_and_writes_nothing(tmp_path):
     """As well as: a save in which a file of the layout is missing is none."""
     outcomes = run_world(2, save_and_lose_the_folder, tmp_path)
     for saved, before, during, lacking in outcomes:
@@ -127,8 +130,8 @@ def test_two_jobs_the_one_that_was_taken_over_stops_on_all_ranks_and_writes_noth
 
 def save_in_turn(folder):
     """Two runs save into one folder, without knowing of each other."""
-    first, second = (build_engine(config_of(Row())) for _ in range(2))
-    return [save(first, folder, 2), save(second, folder, 2), save(second, folder, 3), save(first, folder, 3)]
+    first, second = (manager_of(build_engine(config_of(Row())), folder) for _ in range(2))
+    return [save(first, 2), save(second, 2), save(second, 3), save(first, 3)]
 
 
 def test_two_jobs_do_not_overwrite_each_others_checkpoints(tmp_path):
@@ -144,21 +147,21 @@ def save_good_then_unequal(folder):
     """Copies are equal in the first two checkpoints, and differ from then on."""
     options = {"keep_last": 1, "save": str(folder), "load": str(folder)}
     engine = build_engine(config_of(Row(tp=2), checkpoint=options))
-    restore_or_init(engine, None, FINGERPRINT, lambda text: None)
+    checkpoints = manager_of(engine, folder)
+    checkpoints.restore_or_init(None, lambda text: None)
     train(engine, range(1))
     (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
     place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
     for step in (1, 2, 3, 4):
         if step == 3:
             flat.master.data[place] += 1e-3 * engine.global_rank
-        assert save(engine, folder, step) is None
-    checkpoints = manager.CheckpointManager(engine, VOCAB, EOD, FINGERPRINT)
+        assert save(checkpoints, step) is None
     back = checkpoints.rollback()
     # What is saved now descends from the good one.
-    return back.folder.name, save(engine, folder, 5)
+    return back.folder.name, save(checkpoints, 5)
 
 
-def test_the_last_checkpoint_that_can_be_resumed_is_not_deleted_for_ones_that_cannot(tmp_path):
+def test_keep_last_keeps_the_newest_checkpoint_with_equal_replicas(tmp_path):
     """4 replaced 3, and 2, the last with equal copies, stayed; a rollback takes it."""
     assert run_world(2, save_good_then_unequal, tmp_path) == [("global_step2", None)] * 2
     run = json.loads((tmp_path / "global_step5" / "run.json").read_text())

@@ -9,7 +9,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence_region,
     scatter_to_tensor_region,
 )
-from tests.distributed.layouts import (
+from megatron.testing.layouts import (
     FP32_BOUND,
     LOW_PRECISION_BOUND,
     SEQ,
@@ -18,31 +18,26 @@ from tests.distributed.layouts import (
     config_of,
     relative_errors,
     train,
+    train_layout,
     weights_of,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 STEPS = 8
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-CUT = {"sequence_parallel": True}
-
-
-def history_of(row, **changes):
-    return train(build_engine(config_of(row, **changes)), range(STEPS))
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
 
 def histories(row, **changes):
-    """Of one process, and of `row` with the sequence cut."""
-    reference = run_world(1, run_history, Row(positions=row.positions, micro_batch=4), changes)[0]
-    parallel = {**changes.pop("parallel", {}), **CUT}
-    return reference, run_world(row.world_size, run_history, row, {**changes, "parallel": parallel})
+    """Losses and grad norms of one process, and of `row` with --sequence-parallel."""
+    single = Row(positions=row.positions, micro_batch=4)
+    reference = run_world(1, train_layout, single, STEPS, **changes)[0]
+    return reference, run_world(
+        row.world_size, train_layout, row, STEPS, **changes, parallel=SEQUENCE_PARALLEL
+    )
 
 
-def run_history(row, changes):
-    return history_of(row, **changes)
-
-
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "row",
     [
@@ -76,24 +71,25 @@ def test_the_numbers_are_those_of_one_process_in_other_models(changes):
     assert max(relative_errors(ranks[0], reference)) <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("residual", [False, True])
 def test_bf16_follows_fp32(residual):
-    row = Row(tp=2, pp=2, precision="bf16")
-    reference = run_world(1, run_history, Row(), {})[0]
-    changes = {"parallel": CUT, "precision": {"fp32_residual_connection": residual}}
-    ranks = run_world(4, run_history, row, changes)
+    row = Row(tp=2, pp=2, micro_batch=2, precision="bf16")
+    reference = run_world(1, train_layout, Row(), STEPS)[0]
+    changes = {"parallel": SEQUENCE_PARALLEL, "precision": {"fp32_residual_connection": residual}}
+    ranks = run_world(4, train_layout, row, STEPS, **changes)
     assert relative_errors(ranks[0], reference)[0] <= LOW_PRECISION_BOUND
 
 
-def test_dualpipev_with_a_cut_sequence():
-    row = Row(tp=2, pp=2, micro_batch=1)
-    changes = {"parallel": {"pipeline_schedule": "dualpipev", **CUT}}
-    with_dualpipev = run_world(4, run_history, row, changes)
-    assert max(relative_errors(with_dualpipev[0], run_world(1, run_history, Row(), {})[0])) <= FP32_BOUND
+def test_dualpipev_with_a_sharded_sequence():
+    row = Row(tp=2, pp=2, micro_batch=2)
+    changes = {"parallel": {"pipeline_schedule": "dualpipev", **SEQUENCE_PARALLEL}}
+    with_dualpipev = run_world(4, train_layout, row, STEPS, **changes)
+    assert max(relative_errors(with_dualpipev[0], run_world(1, train_layout, Row(), STEPS)[0])) <= FP32_BOUND
 
 
 def shapes_and_weights(row):
-    engine = build_engine(config_of(row, parallel=CUT))
+    engine = build_engine(config_of(row, parallel=SEQUENCE_PARALLEL))
     seen = {}
 
     def note(module, inputs, output):
@@ -121,7 +117,7 @@ def test_between_layers_a_rank_holds_its_part_and_replicated_weights_stay_equal(
 
 
 def linear_pair(layout_size, rank_inputs):
-    """Outputs and gradients of column, then row-parallel layers on a cut sequence, gathered."""
+    """Outputs and gradients of column, then row-parallel layers on a sharded sequence, gathered."""
     import torch.distributed as dist
 
     from megatron.mpu.layout import ParallelLayout
@@ -129,19 +125,19 @@ def linear_pair(layout_size, rank_inputs):
 
     layout = ParallelLayout.create(dist.get_world_size(), layout_size, 1, dist.get_rank())
     tensor = layout.make_tp_group()
-    cut = layout_size > 1
-    column = ColumnParallelLinear(6, 8, tensor, init_std=0.5, sequence_parallel=cut)
-    row = RowParallelLinear(8, 6, tensor, init_std=0.5, sequence_parallel=cut)
+    is_sharded = layout_size > 1
+    column = ColumnParallelLinear(6, 8, tensor, init_std=0.5, sequence_parallel=is_sharded)
+    row = RowParallelLinear(8, 6, tensor, init_std=0.5, sequence_parallel=is_sharded)
     for number, layer in enumerate((column, row)):
         initialize_parameters(layer, number, tensor)
-    whole = rank_inputs.clone().requires_grad_()
-    x = scatter_to_tensor_region(whole, tensor, dim=0)
+    inputs = rank_inputs.clone().requires_grad_()
+    x = scatter_to_tensor_region(inputs, tensor, dim=0)
     y = gather_from_tensor_region(row(torch.tanh(column(x))), tensor, dim=0)
     (y * torch.arange(y.numel()).view_as(y)).sum().backward()
-    return y.detach(), whole.grad, column.weight.grad, row.weight.grad, row.bias.grad
+    return y.detach(), inputs.grad, column.weight.grad, row.weight.grad, row.bias.grad
 
 
-def test_a_column_and_a_row_parallel_layer_on_a_cut_sequence_equal_plain_ones():
+def test_a_column_and_a_row_parallel_layer_on_a_sharded_sequence_equal_plain_ones():
     inputs = torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(0))
     ((y, grad, column, row, bias),) = run_world(1, linear_pair, 1, inputs)
     ranks = run_world(2, linear_pair, 2, inputs)
@@ -153,19 +149,19 @@ def test_a_column_and_a_row_parallel_layer_on_a_cut_sequence_equal_plain_ones():
     torch.testing.assert_close(sum(part[4] for part in ranks), bias)
 
 
-def cut_a_sequence_that_cannot_be():
+def shard_a_sequence_that_cannot_be_sharded():
     from megatron.mpu.layout import ParallelLayout
 
     tensor = ParallelLayout.create(2, 2, 1, 0).make_tp_group()
     messages = []
-    for cut in (scatter_to_tensor_region, reduce_scatter_to_sequence_region):
+    for shard in (scatter_to_tensor_region, reduce_scatter_to_sequence_region):
         try:
-            cut(torch.zeros(3, 3), tensor)
+            shard(torch.zeros(3, 3), tensor)
         except ValueError as error:
             messages.append(str(error))
     return messages
 
 
-def test_a_sequence_that_cannot_be_cut_is_refused():
-    for messages in run_world(2, cut_a_sequence_that_cannot_be):
+def test_a_sequence_that_cannot_be_sharded_is_refused():
+    for messages in run_world(2, shard_a_sequence_that_cannot_be_sharded):
         assert messages == [f"dimension {dim} of (3, 3) is not divisible by 2 ranks" for dim in (-1, 0)]

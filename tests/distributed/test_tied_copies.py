@@ -1,4 +1,4 @@
-"""Copies of a parameter (tied, of replicas, of tensor ranks) stay equal to the last bit, however many there
+"""Replicas of a parameter (tied, on DP ranks, on TP ranks) stay equal to the last bit, however many there
 are and in whatever order each process group sums."""
 
 import random
@@ -12,9 +12,9 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
+from megatron.testing.layouts import RATE, SEQ, Row, build_engine, config_of, sample_tokens
+from megatron.testing.pool import run_world
 from megatron.training.stability.invariants import find_invariant_violation
-from tests.distributed.layouts import RATE, SEQ, Row, build_engine, config_of, sample_tokens
-from tests.distributed.pool import run_world
 
 # More than half of a stage is the embedding: 4096 rows of 32, beside at most three layers of 12 * 32 * 32.
 LARGE_VOCABULARY = {"make_vocab_size_divisible_by": 4096}
@@ -24,8 +24,8 @@ CLIPPED = {"clip_grad": 0.01}
 
 @contextmanager
 def sums_in_another_order():
-    """A back-end of which nothing is known but that all members of a group receive the same bits: the order
-    of an all-reduce's sum depends on the group's ranks and on the length of the buffer."""
+    """A backend with the least guarantee: all members of a group receive the same bits. The order of an
+    all-reduce's sum depends on the group's ranks and on the length of the buffer."""
     real = dist.all_reduce
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -77,7 +77,7 @@ SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
 REPRESENTATIVE = {
     "three replicas, partitions of odd lengths": (Row(pp=2, dp=3, zero=1), {"model": UNEQUAL}, False),
     "four replicas, any order": (Row(pp=2, dp=4), {}, True),
-    "tensor ranks, any order": (Row(tp=2, dp=3, zero=1, positions="rotary"), SEQUENCE_PARALLEL, True),
+    "TP ranks, any order": (Row(tp=2, dp=3, zero=1, positions="rotary"), SEQUENCE_PARALLEL, True),
 }
 
 
@@ -96,7 +96,7 @@ def every_case():
                     yield row, {"model": {"num_layers": layers}}, dp == 4 or zero == 0
     for row in (Row(tp=2, dp=4), Row(tp=4, dp=2), Row(tp=4, pp=2), Row(tp=2, pp=2, dp=2, zero=1)):
         for options in ({}, SEQUENCE_PARALLEL):
-            # Clipping by a norm that each replica has summed in its own order would be another way to drift.
+            # Clipping by a norm that each replica sums in its own order would also make replicas differ.
             yield row, {**options, "optimizer": CLIPPED, "model": {"embed_layernorm": True}}, True
     for stage in (2, 3):
         yield Row(tp=2, dp=4, zero=stage), SEQUENCE_PARALLEL, True
@@ -113,16 +113,16 @@ def test_tied_copies_and_replicas_stay_equal_on_every_layout(case):
 
 
 def gradients_after_reduction(values):
-    """Of a parameter that both tensor ranks hold whole, and of one that they share."""
+    """Of a parameter that both TP ranks replicate, and of one that they shard."""
     rank = dist.get_rank()
     tp_group = TPGroup(rank, 2, dist.group.WORLD)
-    whole = new_parameter(ParameterSpec((2,)), tp_group)
+    replicated = new_parameter(ParameterSpec((2,)), tp_group)
     part = new_parameter(ParameterSpec((4,), shard_dim=0), tp_group)
-    flat = FlatGroup({"params": [whole, part]}, 1, 0)
-    whole.main_grad.copy_(torch.tensor(values[rank]))
+    flat = FlatGroup({"params": [replicated, part]}, 1, 0)
+    replicated.main_grad.copy_(torch.tensor(values[rank]))
     part.main_grad.fill_(rank + 1.0)
     GradientReduction([flat], None, [], tp_group).run()
-    return whole.main_grad.tolist(), part.main_grad.tolist()
+    return replicated.main_grad.tolist(), part.main_grad.tolist()
 
 
 def test_tensor_ranks_take_the_gradient_of_the_first_of_them():
@@ -133,8 +133,8 @@ def test_tensor_ranks_take_the_gradient_of_the_first_of_them():
 
 
 def test_a_gradient_that_only_a_later_tensor_rank_finds_bad_is_bad_on_all():
-    for whole, _ in run_world(2, gradients_after_reduction, [[0.5, 0.5], [0.5, float("inf")]]):
-        assert whole[0] == 0.5 and whole[1] != whole[1]
+    for replicated, _ in run_world(2, gradients_after_reduction, [[0.5, 0.5], [0.5, float("inf")]]):
+        assert replicated[0] == 0.5 and replicated[1] != replicated[1]
 
 
 def three_holders():

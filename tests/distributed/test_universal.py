@@ -1,10 +1,8 @@
 """Universal checkpoints: written as DeepSpeed writes them, and read whoever wrote them."""
 
 import argparse
-import enum
 import json
 import os
-import sys
 import types
 
 import numpy as np
@@ -13,14 +11,16 @@ import torch
 
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert, write_parameter
-from megatron.checkpoint.discovery import describe_start
-from megatron.checkpoint.formats.universal import UniversalParameters, find_universal
+from megatron.checkpoint.discovery import find_universal
+from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
-from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, restore_or_init, save_checkpoint
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, select_valid_checkpoint
+from megatron.checkpoint.record import describe_start
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from tests.distributed.layouts import (
+from megatron.testing.checkpoints import FINGERPRINT, make_manager, state_after
+from megatron.testing.layouts import (
     EOD,
     FP32_BOUND,
     VOCAB,
@@ -30,9 +30,8 @@ from tests.distributed.layouts import (
     relative_errors,
     train,
 )
-from tests.distributed.pool import WorldError, run_world
-from tests.distributed.test_reshape import SHAPES, STEPS_BEFORE, resume_midway, save_midway, uninterrupted
-from tests.distributed.test_resume import FINGERPRINT, state_after
+from megatron.testing.pool import WorldError, run_world
+from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
 GATED = {"model": {"glu_activation": "swiglu"}}
@@ -45,7 +44,7 @@ THEIR_ROWS = 128
 
 def saved(folder, row, changes):
     """The native checkpoint of step 5 that a layout writes."""
-    run_world(row.world_size, save_midway, row, folder, changes)
+    run_world(row.world_size, save_before, row, folder, changes)
     return folder / f"global_step{STEPS_BEFORE}"
 
 
@@ -63,7 +62,7 @@ def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     changes = {**GATED, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
@@ -81,7 +80,7 @@ def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     assert_resumes_everywhere(tmp_path, changes)
 
 
-def start_anew(row, folder, trained_before):
+def start_with_new_moments(row, folder, trained_before):
     config = config_of(row, checkpoint={"load": str(folder), "universal_checkpoint": True})
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config)
@@ -91,7 +90,7 @@ def start_anew(row, folder, trained_before):
 
 
 @pytest.mark.parametrize("row", [Row(), Row(dp=2, zero=1, precision="bf16")])
-def test_without_moments_the_optimizer_begins_anew(row, tmp_path):
+def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
     """Its step too: after training on something else, the losses are those of a new optimizer."""
     target = tmp_path / "global_step5_universal"
     converted(saved(tmp_path / "native", Row(), {}), target)
@@ -102,16 +101,18 @@ def test_without_moments_the_optimizer_begins_anew(row, tmp_path):
     del run["sha256"], run["certificate"]
     run["files"] = {name: entry for name, entry in run["files"].items() if (target / name).exists()}
     (target / "run.json").write_text(json.dumps(add_checksum(run)))
-    histories = [run_world(row.world_size, start_anew, row, tmp_path, before)[0] for before in ([], [9, 8])]
+    histories = [
+        run_world(row.world_size, start_with_new_moments, row, tmp_path, before)[0] for before in ([], [9, 8])
+    ]
     assert histories[0] == histories[1]
 
 
-def test_a_parameter_may_be_written_by_itself(tmp_path):
+def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     source = saved(tmp_path, Row(), BLOOM)
     converted(source, tmp_path / "whole")
-    written = UniversalParameters(find_universal(tmp_path / "whole"))
+    written = UniversalReader(find_universal(tmp_path / "whole"))
     for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
-        values, moments, others = written.read(name, spec, TPGroup())
+        values, moments, others = written.read_parameter(name, spec, TPGroup())
         rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
         whole = {
             key: flat.view(spec.global_shape)[: rows[0]] for key, flat in {"": values, **moments}.items()
@@ -165,13 +166,13 @@ def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
 
 
 def load_as_deepspeed(folder, tp_rank):
-    """Names of the parameters of which its loader takes other numbers than ours, of a rank of two."""
+    """Names of the parameters that DeepSpeed's loader reads differently, on one of two ranks."""
     from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 
-    parameters, wrong = UniversalParameters(find_universal(folder)), []
+    parameters, wrong = UniversalReader(find_universal(folder)), []
     specs = model_specs(config_of(Row(tp=2), **GATED), VOCAB, EOD)
     for name, spec in specs.items():
-        values, moments, _ = parameters.read(name, spec, TPGroup(tp_rank, 2))
+        values, moments, _ = parameters.read_parameter(name, spec, TPGroup(tp_rank, 2))
         shape = list(spec.global_shape)
         if spec.shard_dim is not None:
             shape[spec.shard_dim] //= 2
@@ -215,19 +216,6 @@ def test_a_native_checkpoint_of_another_program_is_converted(tmp_path):
 
 
 # --- other programs' checkpoints ---
-
-
-@pytest.fixture
-def their_positions():
-    """BigScience's enumeration, in a module that is not installed here."""
-    module = types.ModuleType("megatron.enums")
-    kind = enum.Enum(
-        "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
-    )
-    module.PositionEmbeddingType = kind
-    sys.modules["megatron.enums"] = module
-    yield kind
-    del sys.modules["megatron.enums"]
 
 
 def write_as_bloom(folder, source, positions):
@@ -300,6 +288,26 @@ def find(folder, vocab=VOCAB, **changes):
     return find_checkpoint(config_of(Row(), **options), vocab, FINGERPRINT)
 
 
+def select(folder):
+    """Why no checkpoint is selected, on two ranks."""
+    options = {**BLOOM, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
+    try:
+        select_valid_checkpoint(find(folder), config_of(Row(), **options), VOCAB, FINGERPRINT)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_damaged_file_of_another_programs_checkpoint_is_named_before_it_is_loaded(blooms):
+    assert run_world(2, select, blooms) == [None, None]
+    path = blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.load(path)["param"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    for sentence in run_world(2, select, blooms):
+        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; give another" in sentence
+
+
 def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     checkpoint = find(blooms)
     line = describe_start(checkpoint, str(blooms))
@@ -314,7 +322,7 @@ def test_blooms_checkpoint_resumes_on_every_layout(blooms):
         ({"num_layers": 6}, r"num_layers was 4, is 6; it lacks 26 parameters"),
         ({"num_attention_heads": 8, "kv_channels": 4}, "num_attention_heads was 4, is 8"),
         ({"position_embedding_type": "rotary"}, "position_embedding_type was alibi, is rotary"),
-        ({"embed_layernorm": False}, "beside the model's it has 2 parameters, .*word_embeddings.norm.bias"),
+        ({"embed_layernorm": False}, "it also has 2 parameters, .*word_embeddings.norm.bias"),
     ],
 )
 def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes, words, blooms):
@@ -323,13 +331,13 @@ def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes
 
 
 @pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
-def test_a_folder_that_was_copied_in_part_is_refused_by_name(file, blooms):
+def test_an_incomplete_copy_is_refused_by_name(file, blooms):
     (blooms / "global_step5_universal" / "zero" / "8.bias" / file).unlink()
     with pytest.raises(ConfigError, match=f"8.bias has no {file}, which other parameters have"):
         find(blooms)
 
 
-def test_a_smaller_vocabulary_is_refused_though_the_rows_would_suffice(blooms, monkeypatch):
+def test_a_smaller_vocabulary_is_refused_even_if_the_rows_suffice(blooms, monkeypatch):
     monkeypatch.setattr("megatron.checkpoint.formats.universal._MOST_PADDING", 1)
     words = blooms / "global_step5_universal" / "zero" / WORDS / "fp32.pt"
     content = torch.load(words)
@@ -344,12 +352,13 @@ def start_and_save(row, load, save, step):
     config = config_of(row, checkpoint=options)
     engine = build_engine(config)
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
-    start = restore_or_init(engine, checkpoint, FINGERPRINT, lambda text: None)
-    save_checkpoint(engine, save, state_after(step), VOCAB, EOD, FINGERPRINT)
+    manager = make_manager(engine, save)
+    start = manager.restore_or_init(checkpoint, lambda text: None)
+    manager.save(state_after(step))
     return start.iteration
 
 
-def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved_itself(tmp_path):
+def test_the_same_command_resumes_from_the_checkpoints_of_the_run(tmp_path):
     load, save = tmp_path / "load", tmp_path / "save"
     converted(saved(tmp_path / "native", Row(), {}), load / "universal")
     assert run_world(1, start_and_save, Row(), load, save, 7) == [5]
@@ -360,13 +369,13 @@ def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved_itself(tmp_p
 
 
 def test_tensors_of_other_shapes_are_refused_by_name(blooms):
-    parameters = UniversalParameters(find(blooms))
+    parameters = UniversalReader(find(blooms))
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
     with pytest.raises(ConfigError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
-        parameters.read(name, model_specs(changed, VOCAB, EOD)[name], TPGroup())
+        parameters.read_parameter(name, model_specs(changed, VOCAB, EOD)[name], TPGroup())
     with pytest.raises(ConfigError, match=r"shape \(128, 32\), expected \(129, 32\)"):
-        parameters.read(WORDS, model_specs(changed, 129, EOD)[WORDS], TPGroup())
+        parameters.read_parameter(WORDS, model_specs(changed, 129, EOD)[WORDS], TPGroup())
 
 
 def reseal(folder, run, *changed):
@@ -399,7 +408,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
             open_source(path.parent)
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            _, moments, _ = UniversalParameters(find(blooms)).read("8.bias", spec, TPGroup())
+            _, moments, _ = UniversalReader(find(blooms)).read_parameter("8.bias", spec, TPGroup())
             dict(moments)
     assert not harm.exists()
 
@@ -408,5 +417,5 @@ def test_a_folder_without_a_universal_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
         find(tmp_path)
     (tmp_path / "latest_universal").write_text("global_step7_universal")
-    with pytest.raises(ConfigError, match=r"global_step7_universal is no universal checkpoint"):
+    with pytest.raises(ConfigError, match=r"global_step7_universal is not a universal checkpoint"):
         find(tmp_path)

@@ -4,26 +4,30 @@ import inspect
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
+from torch.distributed import distributed_c10d
 
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.engine.workarounds import initialize_vector_math
+from megatron.engine.workarounds import set_default_group_timeout
 from megatron.model import gpt_model
 from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.vector_math import initialize_vector_math
 from megatron.planner import layer_times
-from tests.distributed.layouts import EOD, VOCAB, Row, build_engine, config_of, train
-from tests.distributed.pool import run_world
+from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 JOIN = """
 from megatron.cluster.processes import init_distributed, destroy_distributed
-from tests.distributed.layouts import EOD, VOCAB, Row, config_of
+from megatron.testing.layouts import EOD, VOCAB, Row, config_of
 init_distributed(config_of(Row()))
 destroy_distributed()
 """
@@ -45,7 +49,7 @@ def test_nothing_is_compiled_when_the_process_group_is_made(tmp_path):
 def test_the_schedule_runs_our_code_for_an_instruction(instruction):
     """Entry 6: the table must hold what the engine's method of that name is, not DeepSpeed's."""
     method = GPTEngine._INSTRUCTION_MAP[instruction]
-    assert method is getattr(GPTEngine, method.__name__)
+    assert method.__wrapped__ is getattr(GPTEngine, method.__name__)
     assert method.__module__.startswith("megatron.")
 
 
@@ -68,12 +72,12 @@ def losses_with_bounds(row, bounds, changes):
 
 
 def test_a_stage_may_receive_fp32_and_send_bf16():
-    """Entry 9: cut between the final norm, whose input is the fp32 residual, and the head."""
+    """Entry 9: a stage boundary between the final norm, whose input is the fp32 residual, and the head."""
     changes = {"precision": {"fp32_residual_connection": True}}
-    whole = run_world(1, losses_with_bounds, Row(precision="bf16", micro_batch=2), None, changes)[0]
+    one_stage = run_world(1, losses_with_bounds, Row(precision="bf16", micro_batch=2), None, changes)[0]
     row = Row(pp=4, precision="bf16", micro_batch=2)
-    cut = run_world(4, losses_with_bounds, row, [0, 3, 5, 9, 11], changes)[0]
-    assert [loss for loss, _ in cut] == pytest.approx([loss for loss, _ in whole], rel=2e-3)
+    four_stages = run_world(4, losses_with_bounds, row, [0, 3, 5, 9, 11], changes)[0]
+    assert [loss for loss, _ in four_stages] == pytest.approx([loss for loss, _ in one_stage], rel=2e-3)
 
 
 USES_OF_THE_MODEL = {
@@ -129,3 +133,20 @@ def test_in_100_processes_the_first_parallel_exp_is_that_of_one_thread():
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     for _ in range(100):
         subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+
+
+def timeouts_of_new_groups():
+    before = distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout
+    try:
+        set_default_group_timeout(timedelta(seconds=4321))
+        group = dist.new_group([0, 1])
+        options = group._get_backend(torch.device("cpu")).options
+        return options._timeout.total_seconds(), distributed_c10d._get_default_timeout("nccl").total_seconds()
+    finally:
+        distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout = before
+
+
+def test_groups_of_deepspeed_have_the_timeout_of_the_run():
+    """Entry 15."""
+    for found in run_world(2, timeouts_of_new_groups):
+        assert found == (4321.0, 4321.0)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.manager import load_checkpoint, save_checkpoint
-from megatron.checkpoint.weights import LayerFiles
+from megatron.checkpoint.formats.native import LayerFiles
+from megatron.checkpoint.manager import load_checkpoint
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT
-from tests.distributed.layouts import (
-    EOD,
+from megatron.testing.checkpoints import FINGERPRINT, save_midway
+from megatron.testing.layouts import (
     FP32_BOUND,
     LOW_PRECISION_BOUND,
     STEPS,
@@ -29,9 +29,10 @@ from tests.distributed.layouts import (
     micro_batches,
     relative_errors,
     train,
+    train_layout,
     weights_of,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 from tests.distributed.test_optimizer import (
     TWO_LAYERS,
     initial_weights_and_first_norm,
@@ -39,7 +40,6 @@ from tests.distributed.test_optimizer import (
     step_with_a_bad_gradient,
     steps_with_loss_scale,
 )
-from tests.distributed.test_resume import FINGERPRINT, state_after
 
 TIMEOUT_S = 300.0
 SHORT = 10
@@ -63,15 +63,11 @@ LAYOUTS = {
 }
 
 
-def history_of(row, steps, changes):
-    return train(build_engine(config_of(row, **changes)), range(steps))
-
-
-def offloaded_history_of(row, steps, changes):
+def train_offloaded(row, steps, **changes):
     """As if the device's memory were not the host's, which it is on a CPU."""
     mixed_precision.is_host_memory = lambda device: False
     try:
-        return history_of(row, steps, changes)
+        return train_layout(row, steps, **changes)
     finally:
         mixed_precision.is_host_memory = HOST_MEMORY
 
@@ -81,7 +77,7 @@ HOST_MEMORY = mixed_precision.is_host_memory
 
 @cache
 def reference(row):
-    return run_world(1, history_of, row, STEPS, {})[0]
+    return run_world(1, train_layout, row, STEPS)[0]
 
 
 @pytest.mark.gate(rows=3)
@@ -91,7 +87,8 @@ def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
     row, changes = LAYOUTS[layout]
     # The messages of 4 processes wait for a core each.
     steps = STEPS if row.world_size == 2 else SHORT
-    ranks = run_world(row.world_size, history_of, replace(row, zero=zero), steps, changes, timeout=TIMEOUT_S)
+    row = replace(row, zero=zero)
+    ranks = run_world(row.world_size, train_layout, row, steps, timeout=TIMEOUT_S, **changes)
     for history in ranks:
         loss_error, norm_error = relative_errors(history, reference(row.reference)[:steps])
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
@@ -102,7 +99,7 @@ def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_16_bits_follow_the_fp32_loss(precision, zero):
     row = Row(tp=2, dp=2, zero=zero, micro_batch=2, recompute=zero == 3, precision=precision)
-    for history in run_world(4, history_of, row, 5, {}, timeout=TIMEOUT_S):
+    for history in run_world(4, train_layout, row, 5, timeout=TIMEOUT_S):
         loss_error, norm_error = relative_errors(history, reference(Row())[:5])
         assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
 
@@ -131,15 +128,15 @@ def test_every_rank_names_the_bad_gradient(zero):
     answers = run_world(2, step_with_a_bad_gradient, Row(dp=2, zero=zero), 1, name, {})
     assert answers[0] == answers[1]
     message, unchanged = answers[0]
-    assert unchanged and f"rank 1 (stage 0, tensor rank 0, data rank 1): {name} (and 0 more)" in message
+    assert unchanged and f"rank 1 (stage 0, TP rank 0, DP rank 1): {name}" in message
 
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_8_bit_moments_train_as_with_zero_1(zero):
     row = Row(tp=2, dp=2, micro_batch=4)
-    expected = run_world(4, history_of, replace(row, zero=1), 5, EIGHT_BIT)[0]
-    for history in run_world(4, history_of, replace(row, zero=zero), 5, EIGHT_BIT, timeout=TIMEOUT_S):
+    expected = run_world(4, train_layout, replace(row, zero=1), 5, **EIGHT_BIT)[0]
+    for history in run_world(4, train_layout, replace(row, zero=zero), 5, timeout=TIMEOUT_S, **EIGHT_BIT):
         # Gradients are summed in another order, which may turn a code into its neighbour.
         assert max(relative_errors(history, expected)) < 2e-3
 
@@ -159,22 +156,23 @@ def test_8_bit_moments_train_as_with_zero_1(zero):
     ids=str,
 )
 def test_the_step_on_the_host_gives_the_same_numbers(row):
-    expected = run_world(row.world_size, history_of, row, 5, {})
-    assert run_world(row.world_size, offloaded_history_of, row, 5, OFFLOAD) == expected
-    assert run_world(row.world_size, history_of, row, 5, OFFLOAD) == expected, "nothing to move"
+    expected = run_world(row.world_size, train_layout, row, 5)
+    assert run_world(row.world_size, train_offloaded, row, 5, **OFFLOAD) == expected
+    assert run_world(row.world_size, train_layout, row, 5, **OFFLOAD) == expected, "nothing to move"
 
 
 def test_8_bit_moments_can_be_on_the_host():
     changes = {**EIGHT_BIT, **OFFLOAD}
     row = Row(dp=2, zero=2, micro_batch=2)
-    assert run_world(2, offloaded_history_of, row, 3, changes) == run_world(2, history_of, row, 3, EIGHT_BIT)
+    on_device = run_world(2, train_layout, row, 3, **EIGHT_BIT)
+    assert run_world(2, train_offloaded, row, 3, **changes) == on_device
 
 
 # --- memory ---
 
 
 def whole_layers(engine):
-    """Of each layer's whole weights and gradients, the bytes that are there now."""
+    """Bytes that are allocated now, of each layer's unsharded weights and gradients."""
     units = [flat for flat in engine.optimizer.flat if flat.unit is not None]
     sizes = [(flat.weights.untyped_storage(), flat.gradients.untyped_storage()) for flat in units]
     return [
@@ -184,7 +182,7 @@ def whole_layers(engine):
 
 
 def what_is_there(row, changes):
-    """Which layers have whole (weights, gradients): between steps; by the layer at work in its forward pass;
+    """Which layers have full (weights, gradients): between steps; by the layer at work in its forward pass;
     by the layer whose backward pass is about to end."""
     engine = build_engine(config_of(row, **changes))
     layers = engine.module.transformer_layers()
@@ -215,7 +213,7 @@ def what_is_there(row, changes):
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_is_whole_only_while_it_is_worked_on(zero, recompute):
+def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
     row = Row(dp=4, zero=zero, micro_batch=1, recompute=recompute)
     names = ["3", "4", "5", "6"]
     always = names if zero == 2 else []
@@ -243,17 +241,15 @@ def test_hooks_do_not_keep_the_optimizer_alive():
 # --- checkpoints ---
 
 SAVERS = {
+    "ZeRO 3, TP 2": Row(tp=2, dp=2, zero=3, micro_batch=2),
     "ZeRO 1": Row(dp=2, zero=1, micro_batch=2),
     "ZeRO 2": Row(dp=2, zero=2, micro_batch=2),
-    "ZeRO 3, TP 2": Row(tp=2, dp=2, zero=3, micro_batch=2),
 }
 OPENERS = [*SAVERS.values(), Row(pp=2, micro_batch=2), Row(dp=4, zero=3, micro_batch=2)]
 
 
-def save_midway(row, folder, changes):
-    engine = build_engine(config_of(row, **changes))
-    train(engine, range(3))
-    save_checkpoint(engine, folder, state_after(3), VOCAB, EOD, FINGERPRINT)
+def save_and_train_on(row, folder, changes):
+    engine = save_midway(row, folder, 3, **changes)
     return weights_of(engine), train(engine, range(3, 6))
 
 
@@ -267,11 +263,11 @@ def open_midway(row, folder, changes):
     return make_integrity_record(engine, VOCAB), train(engine, range(3, 6))
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
     row = SAVERS[saver]
-    ranks = run_world(row.world_size, save_midway, row, tmp_path, {})
+    ranks = run_world(row.world_size, save_and_train_on, row, tmp_path, {})
     saved = json.loads((tmp_path / "global_step3" / "run.json").read_text())["certificate"]
     assert not saved["unequal_copies"]
     for opener in OPENERS:
@@ -284,23 +280,23 @@ def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_layer_files_hold_the_weights(precision, tmp_path):
     row = Row(tp=2, dp=2, zero=3, micro_batch=2, precision=precision)
-    ranks = run_world(4, save_midway, row, tmp_path, {})
+    ranks = run_world(4, save_and_train_on, row, tmp_path, {})
     expected = full_weights([weights for weights, _ in ranks])
     specs = ranks[0][0].specs
     found = dict(LayerFiles(tmp_path / "global_step3").all_tensors(specs))
     assert found.keys() == expected.keys() and WORD_EMBEDDING in found
-    for name, whole in found.items():
+    for name, full in found.items():
         used = specs[name].num_valid_rows
-        assert torch.equal(whole[:used], expected[name][:used]), name
+        assert torch.equal(full[:used], expected[name][:used]), name
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    assert {whole.dtype for whole in found.values()} == {dtype}
+    assert {full.dtype for full in found.values()} == {dtype}
     size = sum(path.stat().st_size for path in (tmp_path / "global_step3").glob("layer_*"))
     weights = sum(math.prod(spec.global_shape) for spec in specs.values()) * dtype.itemsize
     assert size < 2 * weights + 100_000, "a file holds its layer, not the buffer that the layer is a view of"
 
 
 def test_8_bit_moments_of_stage_3_open_elsewhere(tmp_path):
-    run_world(2, save_midway, Row(dp=2, zero=3, micro_batch=2), tmp_path, EIGHT_BIT)
+    run_world(2, save_and_train_on, Row(dp=2, zero=3, micro_batch=2), tmp_path, EIGHT_BIT)
     saved = json.loads((tmp_path / "global_step3" / "run.json").read_text())["certificate"]
     for row in (Row(micro_batch=2), Row(dp=4, zero=2, micro_batch=2)):
         for certificate, _ in run_world(row.world_size, open_midway, row, tmp_path, EIGHT_BIT):

@@ -63,6 +63,7 @@ def pretrain(
     processes: int = 0,
     launcher: str = "run",
     on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
+    script: str = "pretrain_gpt.py",
 ) -> Run:
     """Run the program; processes: 0 for plain python, else through torch.distributed.run or .launch.
 
@@ -73,7 +74,7 @@ def pretrain(
         # The launcher itself finds a port that is free, and keeps it.
         command += ["-m", f"torch.distributed.{launcher}", "--standalone"]
         command += ["--nproc_per_node", str(processes)]
-    script = "pretrain_gpt.py" if on_line is None else "tests/end_to_end/step_by_step.py"
+    script = script if on_line is None else "tests/end_to_end/step_by_step.py"
     return _run([*command, script, *flags], on_line)
 
 

@@ -1,4 +1,4 @@
-"""Blends of token files and weighted groups, from the command line to the lines and curves of a run."""
+"""Blends of token files and weighted groups: command line, losses and logs of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
 
 @pytest.fixture(scope="module")
 def weighted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The corpus twice, as files of which one is read in the first half and one in the second."""
+    """Two copies of the corpus: the first half of one is read, and the second half of the other."""
     folder = tmp_path_factory.mktemp("blend")
     for name in "ab":
         for ending in (".bin", ".idx"):
@@ -36,15 +36,15 @@ def weighted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
     weighted: list[str], tmp_path: Path
 ) -> None:
-    whole = pretrain([*FLAGS, *weighted, "--tensorboard-dir", str(tmp_path / "tensorboard")])
-    assert whole.exit_code == 0, whole.stderr
-    assert len(whole.steps) == RAMPED_STEPS
+    uninterrupted = pretrain([*FLAGS, *weighted, "--tensorboard-dir", str(tmp_path / "tensorboard")])
+    assert uninterrupted.exit_code == 0, uninterrupted.stderr
+    assert len(uninterrupted.steps) == RAMPED_STEPS
     names = ["VALID_A", "BOTH"]
     moments = [(name, f"iteration {n}") for n in (6, 12, 18) for name in names]
     moments += [(name, f"the end of training for val data, iteration {RAMPED_STEPS}") for name in names]
     moments += [("TEST", f"the end of training for test data, iteration {RAMPED_STEPS}")]
-    assert [(line["name"], line["at"]) for line in whole.evaluations] == moments
-    assert whole.evaluations[0]["lm_loss"] != whole.evaluations[1]["lm_loss"]
+    assert [(line["name"], line["at"]) for line in uninterrupted.evaluations] == moments
+    assert uninterrupted.evaluations[0]["lm_loss"] != uninterrupted.evaluations[1]["lm_loss"]
 
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
@@ -53,7 +53,7 @@ def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
             (event.step, event.value)
             for event in events.Scalars(f"lm-loss-validation/{name}/lm loss validation")
         ]
-        lines = [line for line in whole.evaluations if line["name"] == name]
+        lines = [line for line in uninterrupted.evaluations if line["name"] == name]
         assert [step for step, _ in points] == [6, 12, 18, RAMPED_STEPS]
         assert [value for _, value in points] == pytest.approx([line["lm_loss"] for line in lines], rel=1e-5)
 
@@ -65,8 +65,8 @@ def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
     assert resumed.exit_code == 0, resumed.stderr
     assert [step["iteration"] for step in left.steps + resumed.steps] == list(range(1, RAMPED_STEPS + 1))
     for name, run, of in (
-        ("step", left.steps + resumed.steps, whole.steps),
-        ("evaluation", left.evaluations + resumed.evaluations, whole.evaluations),
+        ("step", left.steps + resumed.steps, uninterrupted.steps),
+        ("evaluation", left.evaluations + resumed.evaluations, uninterrupted.evaluations),
     ):
         assert len(run) == len(of), name
         for line, expected in zip(run, of, strict=True):

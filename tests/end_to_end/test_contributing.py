@@ -57,35 +57,52 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_example_changes_at_most_three_files() -> None:
     sections = (ROOT / "CONTRIBUTING.md").read_text().split("\n### ")[1:]
     counts = [len(EXAMPLE.findall(section.split("\n## ")[0])) for section in sections]
-    assert counts == [2, 2, 2, 2, 3]
+    assert counts == [2, 2, 2, 2, 2, 3]
+
+
+def run_copy(copy: Path, data: list[str], *folders: str) -> str:
+    """What a training of 4 iterations prints."""
+    schedule = "--lr 0.1 --min-lr 0.02 --micro-batch-size 2 --global-batch-size 2 --train-iters 4".split()
+    logging = "--eval-iters 0 --log-interval 1".split()
+    flags = [*MODEL, *ABSOLUTE, *NO_DROPOUT, *schedule, *data, *USED, *logging, *folders]
+    command = [sys.executable, "pretrain_gpt.py", *flags]
+    run = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+# Run in the copy, whose registries know what the checkpoint was trained with.
+WRITE_SINGLE_FILE = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.files import write_json
+
+source, target = map(Path, sys.argv[1:])
+checkpoint = open_checkpoint(source)
+reader = open_reader(checkpoint)
+target.mkdir()
+states = [(kind, name) for name in reader.names for kind in reader.kinds(name)]
+tensors = {f"{kind}/{name}": reader.read_unpadded(name, kind).clone() for kind, name in states}
+save_file(tensors, target / "states.safetensors")
+run = {key: value for key, value in checkpoint.run.items() if key != "sha256"}
+write_json(target / "run.json", add_checksum({**run, "files": {}}))
+"""
 
 
 def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) -> None:
-    schedule = "--lr 0.1 --min-lr 0.02 --micro-batch-size 2 --global-batch-size 2 --train-iters 4".split()
-    flags = [
-        *MODEL,
-        *ABSOLUTE,
-        *NO_DROPOUT,
-        *schedule,
-        *data,
-        *USED,
-        "--eval-iters",
-        "0",
-        "--log-interval",
-        "1",
-    ]
-    run = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *flags, "--save", str(copy / "checkpoints")],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = [
-        line for line in map(parse_log_line, run.stdout.splitlines()) if line and line["kind"] == "training"
-    ]
+    output = run_copy(copy, data, "--save", str(copy / "checkpoints"))
+    lines = [line for line in map(parse_log_line, output.splitlines()) if line and line["kind"] == "training"]
     rates = [line["learning_rate"] for line in lines]
     assert rates == pytest.approx([0.02 + (1 - sqrt(step / 4)) * 0.08 for step in (1, 2, 3, 4)], rel=1e-3)
-    assert "has no effect" not in run.stdout
-    assert "squared_relu" in run.stdout
+    assert "has no effect" not in output
+    assert "squared_relu" in output
+    folders = [str(copy / name) for name in ("checkpoints/global_step4", "single")]
+    subprocess.run([sys.executable, "-c", WRITE_SINGLE_FILE, *folders], cwd=copy, check=True)
+    output = run_copy(copy, data, "--load", str(copy / "single"))
+    assert f"starting from {copy / 'single'}, iteration 4" in output
+    assert re.search(r"weights, fp32 +\d+ parameters, equal to the last bit", output)
+    assert re.search(r"moments, momentum_buffer +\d+ parameters, equal to the last bit", output)

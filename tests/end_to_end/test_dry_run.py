@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.unit.config.command_lines import BLOOM, GPT_104B
 
 GIB = 2**30
@@ -31,8 +32,8 @@ def test_a_plan_for_176b_parameters_has_blooms_numbers() -> None:
     layer = 12 * hidden**2 + 13 * hidden
     assert vocab * hidden + 70 * layer + 4 * hidden == 176_247_271_424
     assert "parameters 176,247,271,424\n" in run.stdout
-    assert "384 processes = tensor 4 x pipeline 12 x data 8" in run.stdout
-    assert "2048 samples = micro-batch 2 x 128 accumulation steps x data 8" in run.stdout
+    assert "384 processes = TP 4 x PP 12 x DP 8" in run.stdout
+    assert "2048 samples = micro-batch 2 x 128 accumulation steps x DP 8" in run.stdout
     assert f"128/(128+12-1) = {128 / 139:.3f}" in run.stdout
     assert "from 192 by 16 over the first 9,765,625 samples" in run.stdout
 
@@ -59,6 +60,17 @@ def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
     # Two transformer layers per stage.
     per_rank = 12 * hidden**2 // 4 + 7 * hidden // 4 + 6 * hidden
     assert {row[3] for row in rows[1:31]} == {2 * per_rank}
+
+
+def test_a_plan_reports_the_data_if_it_is_there(data: list[str]) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--max-epochs-per-dataset", "1e-9"]
+    printed = plan(flags, 1).stdout
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if data[1] in line}
+    # 5 steps of 4 samples; validation after the last step.
+    assert (rows["train"][4], rows["valid"][4]) == ("20", "4")
+    assert rows["warning:"][1:4] == ["training", "reads", data[1]]
+    printed = plan([*flags, "--data-path", "no/data"], 1).stdout
+    assert "--data-path no/data: no/data.bin does not exist" in printed
 
 
 def test_a_vocabulary_of_250k_words_gets_stages_of_its_own() -> None:

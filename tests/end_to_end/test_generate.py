@@ -3,121 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.checkpoint.reading import read_checkpoint
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from tests.end_to_end.command import pretrain
-from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
-from tests.reference.plain_gpt import plain_gpt_logits
+from megatron.checkpoint.reading import load_model, read_checkpoint
+from tests.end_to_end.trained import NEW_TOKENS, SEQ, VARIANTS, Trained
 from tools import generate
 
-LAYERS, HEADS, SEQ = 4, 4, 32  # as in MODEL
-NEW_TOKENS = 40  # more than the sequence holds: the window slides
 PROMPT = "def main(argv):\n    for argument in"
-# Weights that are cut along their columns over tensor ranks, and those that every rank holds whole.
-CUT_BY_COLUMN = ("dense.weight", "dense_4h_to_h.weight")
-REPLICATED = ("norm", "position_embeddings", "dense.bias", "dense_4h_to_h.bias", f"{LAYERS + 4}.")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A trained run, and how the plain GPT has to be told of its model."""
-
-    processes: int
-    flags: str
-    plain: dict[str, object]
-
-
-VARIANTS = {
-    "absolute positions, PP 2": Variant(
-        2, f"--pipeline-model-parallel-size 2 {' '.join(ABSOLUTE)}", {"positions": "absolute"}
-    ),
-    "alibi, norm after the embedding, gated MLP, bf16, TP 2": Variant(
-        2,
-        "--tensor-model-parallel-size 2 --position-embedding-type alibi --embed-layernorm "
-        "--glu-activation swiglu --bf16",
-        {"positions": "alibi", "embed_norm": True, "glu": "swiglu"},
-    ),
-    "rotary, fp16, one process": Variant(
-        0, "--position-embedding-type rotary --fp16 --initial-loss-scale 1024", {"positions": "rotary"}
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Folder with `latest`, the variant's description, the tokenizer."""
-
-    folder: Path
-    plain: dict[str, object]
-    tokenizer: GPT2BPETokenizer
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Whole fp32 weights, put together from DeepSpeed's files without the help of the package."""
-        shards = defaultdict(list)
-        for path in sorted((self.folder / "global_step5").glob("layer_*-model_*-model_states.pt")):
-            layer = int(path.name[6:8])
-            prefix = "tied_modules.embed." if layer == 1 else f"{layer}."
-            for name, shard in torch.load(path, weights_only=True).items():
-                shards[prefix + name].append(shard.float())
-        return {name: self._whole(name, parts) for name, parts in shards.items()}
-
-    def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        if len(parts) == 1 or any(word in name for word in REPLICATED):
-            return parts[0]
-        if name.endswith(CUT_BY_COLUMN):
-            return torch.cat(parts, dim=1)
-        if "dense_h_to_4h" in name and "glu" in self.plain:
-            halves = [part.chunk(2) for part in parts]
-            return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
-        return torch.cat(parts)
-
-    def greedy_tokens(self, prompt: str) -> list[int]:
-        """What the plain GPT finds likeliest, token by token."""
-        weights, size = self.weights(), self.tokenizer.vocab_size
-        tokens = self.tokenizer.tokenize(prompt)
-        start = len(tokens)
-        for _ in range(NEW_TOKENS):
-            context = torch.tensor([tokens[-SEQ:]])
-            logits = plain_gpt_logits(weights, context, layers=LAYERS, heads=HEADS, vocab=size, **self.plain)[
-                0, -1
-            ]
-            if int(logits.argmax()) == self.tokenizer.eod:
-                break
-            tokens.append(int(logits.argmax()))
-        return tokens[start:]
-
-
-@pytest.fixture(scope="module")
-def train(
-    corpus: Path, data: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Trained]:
-    """Trains a variant for five steps; each only once."""
-
-    @cache
-    def train_once(name: str) -> Trained:
-        variant, folder = VARIANTS[name], tmp_path_factory.mktemp("trained")
-        flags = [*MODEL, *variant.flags.split(), *NO_DROPOUT, *SHORT, *data, "--save", str(folder)]
-        run = pretrain(flags, processes=variant.processes)
-        assert run.exit_code == 0, run.stderr
-        tokenizer = GPT2BPETokenizer(str(corpus / "vocab.json"), str(corpus / "merges.txt"))
-        return Trained(folder, variant.plain, tokenizer)
-
-    return train_once
-
-
-@pytest.fixture
-def trained(train: Callable[[str], Trained]) -> Trained:
-    """One of them, where any will do."""
-    return train(next(iter(VARIANTS)))
 
 
 def output(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -139,9 +35,9 @@ def test_greedy_text_is_the_argmax_of_a_plain_gpt(
     assert printed == PROMPT + trained.tokenizer.detokenize(expected) + "\n"
 
 
-def test_padding_is_never_drawn(trained: Trained) -> None:
+def test_padding_is_never_sampled(trained: Trained) -> None:
     checkpoint = read_checkpoint(str(trained.folder))
-    model = generate.load_model(checkpoint)
+    model = load_model(checkpoint, fp32_on_cpu=True)
     table = model.tied_modules["embed"].word_embeddings.weight
     assert table.shape[0] > checkpoint.vocab_size
     with torch.no_grad():
@@ -158,11 +54,11 @@ def test_padding_is_never_drawn(trained: Trained) -> None:
     assert max(tokens) < checkpoint.vocab_size
 
 
-def test_the_logits_of_the_last_position_are_those_of_the_whole(trained: Trained) -> None:
-    model = generate.load_model(read_checkpoint(str(trained.folder)))
+def test_next_token_logits_equal_the_last_position_of_the_full_logits(trained: Trained) -> None:
+    model = load_model(read_checkpoint(str(trained.folder)), fp32_on_cpu=True)
     tokens = torch.arange(20).unsqueeze(0)
-    whole = model(tokens)[0, -1]
-    assert torch.allclose(model.next_token_logits(tokens[0]), whole, rtol=1e-5, atol=1e-6)
+    full = model(tokens)[0, -1]
+    assert torch.allclose(model.next_token_logits(tokens[0]), full, rtol=1e-5, atol=1e-6)
 
 
 def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
@@ -202,11 +98,24 @@ def test_a_tokenizer_that_was_moved_is_named_by_flags(
     assert output(capsys, *flags, *moved) == output(capsys, *flags)
 
 
+def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for count, is_truncated in ((SEQ, False), (SEQ + 1, True)):
+        prompt = trained.tokenizer.detokenize([5] * count)
+        assert len(trained.tokenizer.tokenize(prompt)) == count
+        flags = ["--load", str(trained.folder), "--prompt", prompt, "--greedy", "--max-new-tokens", "1"]
+        generate.main(flags)
+        notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert len(notes) == is_truncated
+        assert all(f"{SEQ + 1} tokens" in note and f"last {SEQ}" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--load", "/no/such/folder"], ["/no/such/folder", "no such folder"]),
-        (["--load", "."], ["there is no checkpoint", "latest"]),
+        (["--load", "."], ["holds no checkpoint", "latest"]),
         (["--load", ".", "--top-k", "-1"], ["--top-k is -1"]),
         (["--load", ".", "--max-new-tokens", "0"], ["--max-new-tokens is 0"]),
         (["--load", ".", "--seed", "-1"], ["--seed is -1"]),

@@ -13,7 +13,7 @@ from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
-# Losses are printed with 7 digits, of which the last may round the other way; grad norms with three decimals.
+# Losses are printed with 7 digits, and the last may round the other way; grad norms with three decimals.
 TOLERANCE = {"lm_loss": 1e-5, "lm_loss_ppl": 1e-4, "grad_norm": 2e-3}
 
 
@@ -82,9 +82,9 @@ def test_tensor_and_pipeline_parallel_through_launch_print_the_run_of_one_proces
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (4, "--partition-method weighted_type:embed:2|transformer:1 --zero-stage 1"),
-        (3, "--partition-method stages:E,0,4+L"),
         (2, "--partition-method profile"),
+        (3, "--partition-method stages:E,0,4+L"),
+        (4, "--partition-method weighted_type:embed:2|transformer:1 --zero-stage 1"),
     ],
 )
 def test_other_stages_print_the_run_of_one_process(
@@ -172,6 +172,7 @@ def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:
     own = r" iteration +\d+/| (validation|test) loss at |-+$|starting from |initializing from scratch"
     own += r"|learning rate: |note: |$"
     own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage|heaviest) | +\d+  +\d+-\d+ "
+    own += r"|(split +data set|train|valid|test) +\S"
     own += r"|memory after the first steps|  stage +\d+ \| resident "
     for line in single.stdout.splitlines() + four.stdout.splitlines():
         assert re.match(own, line), line

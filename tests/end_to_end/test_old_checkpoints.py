@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote still open, and training goes on with the losses of that version.
+"""Checkpoints that earlier versions wrote still open, and training continues with the losses of that version.
 
 The asset was written at commit f43906c by 4 processes (TP 2 x DP 2, ZeRO-1) after 3 of 6 steps, and converted
 to a universal checkpoint by the same version; the losses below are those of its steps 4 to 6.

@@ -1,4 +1,4 @@
-"""Every command in README.md's bash blocks, in order, in a copy of the repository.
+"""Every command in the bash blocks of README.md and of the pages in docs/, in a copy of the repository.
 
 They run as they stand, with these differences: `make train` becomes the script that it runs, made small by
 the variables at its top; `make test` is only looked up in the Makefile; the cluster has one node. The `sh`
@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.testing.ports import free_ports
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
@@ -33,15 +33,19 @@ SMALL_QUICKSTART = {
     "LOG_INTERVAL": "1",
     "NEW_TOKENS": "10",
 }
-PARTS = ("examples", "megatron", "pretrain_gpt.py", "tools")
+PARTS = ("benchmarks", "examples", "megatron", "pretrain_gpt.py", "tools")
 TIMEOUT_S = 300
 
 
-def readme_commands() -> list[str]:
-    """The commands of all bash blocks; one that goes on after a backslash is one."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+def commands_in(page: str) -> list[str]:
+    """The commands of all bash blocks of a page; lines that end with a backslash are joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     joined = "".join(blocks).replace("\\\n", " ")
     return [line for line in joined.splitlines() if line.strip()]
+
+
+def readme_commands() -> list[str]:
+    return commands_in("README.md")
 
 
 def first_words(command: str) -> str:
@@ -134,7 +138,7 @@ def test_the_quickstart_trains_resumes_samples_and_plots(quickstart: str, copy: 
 
 
 @pytest.mark.full
-def test_a_second_quickstart_makes_nothing_twice_and_goes_on(quickstart: str, copy: Path) -> None:
+def test_a_second_quickstart_makes_nothing_twice_and_resumes(quickstart: str, copy: Path) -> None:
     files = [copy / "runs" / "quickstart" / name for name in ("text.jsonl", "tokens_text_document.bin")]
     before = [file.stat().st_mtime_ns for file in files]
     again = run(QUICKSTART, copy, **{**SMALL_QUICKSTART, "TRAIN_ITERS": "8"}).stdout
@@ -148,25 +152,33 @@ def test_a_text_is_continued(quickstart: str, copy: Path) -> None:
 
 
 def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) -> None:
-    told = run(command_with("tools/inspect_checkpoint.py"), copy).stdout
+    printed = run(command_with("tools/inspect_checkpoint.py"), copy).stdout
     newest = (copy / "runs" / "quickstart" / "checkpoints" / "latest").read_text()
-    assert newest in told and "tied_modules.embed.word_embeddings.weight" in told
+    assert newest in printed and "tied_modules.embed.word_embeddings.weight" in printed
 
 
+@pytest.mark.full
 def test_four_processes_train(quickstart: str, copy: Path) -> None:
     # The launcher finds a port that is free and keeps it.
     command = command_with("distributed.launch pretrain_gpt.py").replace(
         "--nproc_per_node 4", "--nproc_per_node 4 --standalone"
     )
     printed = run(command, copy).stdout
-    assert "4 processes = tensor 2 x pipeline 2 x data 1" in printed
+    assert "4 processes = TP 2 x PP 2 x DP 1" in printed
     assert "iteration        5/       5" in printed
+
+
+def test_the_flags_of_four_processes_pass_a_dry_run(quickstart: str, copy: Path) -> None:
+    command = command_with("distributed.launch pretrain_gpt.py")
+    flags = command.partition("pretrain_gpt.py")[2]
+    printed = run(f".venv/bin/python pretrain_gpt.py --dry-run --world-size 4 {flags}", copy).stdout
+    assert "4 processes = TP 2 x PP 2 x DP 1" in printed
 
 
 def test_a_176b_run_is_planned(copy: Path) -> None:
     printed = run(command_with("pretrain_gpt.py --dry-run"), copy).stdout
     assert "parameters 176,247,271,424" in printed
-    assert "384 processes = tensor 4 x pipeline 12 x data 8" in printed
+    assert "384 processes = TP 4 x PP 12 x DP 8" in printed
 
 
 @pytest.mark.full
@@ -179,7 +191,7 @@ def test_a_cluster_of_one_node_trains(corpus: Path, data: list[str], copy: Path)
         NODE_RANK="0",
         GPUS_PER_NODE="2",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(free_ports(1)[0]),
         FLAGS=" ".join(flags),
     ).stdout
     assert "iteration        5/       5" in printed
@@ -190,6 +202,84 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
     run(command_with("tools/preprocess_data.py"), copy)
     assert (copy / "my_text_text_document.bin").stat().st_size > 0
     assert (copy / "my_text_text_document.idx").is_file()
+
+
+def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
+    preprocess, *others = commands_in("docs/data.md")
+    words = [first_words(command) for command in others]
+    assert words == [f"tools/{x}.py" for x in ("merge_datasets", "verify_dataset", "evaluate", "job_report")]
+    if not (copy / "my_tokenizer").exists():
+        run(command_with("tools/train_tokenizer.py"), copy)
+    run(preprocess, copy)
+    for ending in (".bin", ".idx", ".tokenizer.json"):
+        shutil.copy(copy / f"my_text_text_document{ending}", copy / f"more_text_text_document{ending}")
+    shutil.copy(copy / "runs" / "quickstart" / "train.log", copy / "another.log")
+    printed = [run(command, copy).stdout for command in others]
+    assert "intact" in printed[1]
+    assert re.search(r"^runs/quickstart/tokens_text_document .* lm loss: \d\.\d+E", printed[2])
+    assert "another.log" in printed[3] and (copy / "comparison.png").exists()
+
+
+# --- the commands of the pages in docs/ ---
+
+# Pages whose commands are run by other tests -> by which.
+RUN_ELSEWHERE = {
+    "cluster.md": "tests/slurm",
+    "data.md": "test_the_commands_of_the_data_page_run",
+    "finetuning.md": "tests/end_to_end/test_finetuning.py",
+    "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
+    "flags.md": "tests/unit/config/test_flags_page.py",
+    "simulation.md": "tests/end_to_end/test_simulate.py",
+}
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in (*RUN_ELSEWHERE, "LOG.md")]
+# $FLAGS of the pages: a small model of four layers.
+DOCS_FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--global-batch-size", "32"]
+
+
+def expected(command: str) -> str:
+    """Part of what a command of the pages prints."""
+    if "loss_memory" in command:
+        return "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16"
+    if command.startswith("DRY_RUN"):
+        return "-m torch.distributed.launch"
+    if "inspect_checkpoint" in command:
+        return "tied_modules.embed.word_embeddings.weight"
+    if "--help" in command:
+        return "--tensor-model-parallel-size"
+    if "--load checkpoints-of-another-layout" in command:
+        return "at least 9,765,625 consumed samples, when batches of 512 remain"
+    return "iteration        5/       5" if "--dry-run" not in command else "heaviest "
+
+
+def test_every_page_has_a_command() -> None:
+    assert all(commands_in(f"docs/{name}") for name in [*(page.name for page in PAGES), *RUN_ELSEWHERE])
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page.name, number) for page in PAGES for number in range(len(commands_in(f"docs/{page.name}")))],
+)
+def test_a_command_of_a_page_runs(
+    page: str, number: int, quickstart: str, copy: Path, data: list[str]
+) -> None:
+    command = commands_in(f"docs/{page}")[number]
+    flags = [*DOCS_FLAGS, *(("--vocab-size", "1000") if "--dry-run" in command else data)]
+    if not (copy / "checkpoints").exists():
+        (copy / "checkpoints").symlink_to(copy / "runs" / "quickstart" / "checkpoints")
+    assert expected(command) in run(command, copy, FLAGS=" ".join(flags)).stdout
+
+
+def test_the_figures_of_the_questions_are_those_of_their_formulas() -> None:
+    text = (ROOT / "docs" / "questions.md").read_text()
+    assert f"= {8 * 2048 * (250368 // 4) * 4 / 2**30:.2f} GiB per rank" in text
+    parameters, activations = 12 * 40 * 5120**2, 2 * 2048 * 5120
+    zero_3 = 8 * parameters * 8 * 7 / 8 / 1e9
+    tensor = 8 * activations * 40 * 64 * 7 / 8 / 1e9
+    pipeline = 2 * activations * 64 / 1e9
+    words = " ".join(text.split())
+    assert f"ZeRO-3 (m = 8) sends {zero_3:.0f} GB per step" in words
+    assert f"TP 8 (m = 64) {tensor:.0f} GB, PP 8 (m = 64) {pipeline:.1f} GB" in words
 
 
 def test_the_readme_is_short() -> None:
@@ -209,9 +299,3 @@ def test_files_that_the_documents_link_to_are_there() -> None:
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", slurm, *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -60,7 +60,6 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     return [left, killed, switched, signalled, finished], checkpoints
 
 
-@pytest.mark.gate(rows=1)
 def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
     interrupted: tuple[list[Run], Path], data: list[str]
 ) -> None:
@@ -75,7 +74,7 @@ def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
     assert runs[-1].evaluations[-2:] == uninterrupted.evaluations[-2:]
 
 
-def test_each_start_goes_on_from_the_newest_complete_checkpoint_and_says_which(
+def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     interrupted: tuple[list[Run], Path],
 ) -> None:
     (left, killed, switched, signalled, finished), checkpoints = interrupted
@@ -102,7 +101,7 @@ def test_each_start_goes_on_from_the_newest_complete_checkpoint_and_says_which(
     assert finished.exit_code == 0 and (checkpoints / "latest").read_text() == f"global_step{RAMPED_STEPS}"
 
 
-def test_a_run_that_is_cut_short_saves_and_says_so_by_its_code(data: list[str], tmp_path: Path) -> None:
+def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path: Path) -> None:
     def end_after_step_3(line: str, process: subprocess.Popen[str]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 3:
             process.terminate()
@@ -113,9 +112,9 @@ def test_a_run_that_is_cut_short_saves_and_says_so_by_its_code(data: list[str], 
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path], data: list[str]) -> None:
-    """Saved by PP 2 with ZeRO-1; two tensor ranks without ZeRO see the same losses."""
+    """Saved by PP 2 with ZeRO-1; two TP ranks without ZeRO see the same losses."""
     runs, checkpoints = interrupted
     flags = [*MODEL, *ABSOLUTE, *RAMPED, *data, "--load", str(checkpoints), "--no-train"]
     run = pretrain([*flags, "--tensor-model-parallel-size", "2"], processes=2)
@@ -126,6 +125,23 @@ def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path
         assert line["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=1e-6)
 
 
+def test_a_resumed_run_needs_no_layout_for_the_batches_that_are_past(
+    interrupted: tuple[list[Run], Path], data: list[str], tmp_path: Path
+) -> None:
+    """The ramp-up began with batches of 2, 4 and 6 samples; micro-batches of 8 fit the last size only."""
+    runs, checkpoints = interrupted
+    step = runs[3].steps[-1]["iteration"]
+    shutil.copytree(checkpoints / f"global_step{step}", tmp_path / f"global_step{step}")
+    (tmp_path / "latest").write_text(f"global_step{step}")
+    flags = [*MODEL, *ABSOLUTE, *RAMPED, *data, "--load", str(tmp_path), "--micro-batch-size", "8"]
+    run = pretrain(flags)
+    assert run.exit_code == 0, run.stderr
+    assert [line["iteration"] for line in run.steps] == list(range(step + 1, RAMPED_STEPS + 1))
+    losses, expected = ([line["lm_loss"] for line in lines] for lines in (run.steps, runs[-1].steps))
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.full
 def test_a_truncated_file_is_named_and_the_checkpoint_before_taken(
     interrupted: tuple[list[Run], Path], data: list[str], tmp_path: Path
 ) -> None:

@@ -30,4 +30,4 @@ def test_tied_copies_are_equal_at_every_step_and_the_run_resumes(
         run = pretrain([*flags, "--train-iters", str(iterations)], processes=2 * replicas, launcher="launch")
         assert run.exit_code == 0, run.stderr
         assert run.steps[-1]["iteration"] == iterations
-    assert len(run.steps) == 2, "it went on from iteration 10"
+    assert len(run.steps) == 2, "it resumed from iteration 10"

@@ -1,6 +1,6 @@
 """A GPT in plain PyTorch, written the simplest way: what every layout is compared with.
 
-It shares no code with `megatron`: weights come in as a dict of whole tensors under the names of the
+It shares no code with `megatron`: weights come in as a dict of full tensors under the names of the
 pipeline's layer list, attention is spelt out, the loss is `F.cross_entropy`.
 """
 

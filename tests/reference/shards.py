@@ -1,4 +1,4 @@
-"""Tensor-parallel shards, cut from a full tensor: the inverse of `megatron.mpu.parameters.merge_shards`."""
+"""Tensor-parallel shards of a full tensor: the inverse of `megatron.mpu.parameters.merge_shards`."""
 
 import torch
 
@@ -6,10 +6,10 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_slices
 
 
-def shard_of(spec: ParameterSpec, whole: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """This rank's shard of `whole`. The result may share memory with it."""
+def shard_of(spec: ParameterSpec, full: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    """This rank's shard of `full`. The result may share memory with it."""
     if spec.shard_dim is None:
-        return whole
+        return full
     dim = spec.shard_dim
-    parts = [whole.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
+    parts = [full.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -52,13 +52,13 @@ start() {
 
 write_configuration() {
     local ports host gpu
-    mapfile -t ports < <(free_ports 3)
+    mapfile -t ports < <(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && python3 -m megatron.testing.ports 3)
     host=$(hostname -s)
     (
         umask 077
         head -c 256 /dev/urandom >"$folder/munge/key"
     )
-    # Empty files in place of devices: Slurm counts them and sets CUDA_VISIBLE_DEVICES, and PyTorch finds no GPU.
+    # Empty files instead of devices: Slurm counts them and sets CUDA_VISIBLE_DEVICES, and PyTorch finds no GPU.
     mkdir -p "$folder/gpu"
     for ((gpu = 0; gpu < gpus_per_node; gpu++)); do : >"$folder/gpu/$gpu"; done
     echo "NodeName=n[1-2] Name=gpu File=$folder/gpu/[0-$((gpus_per_node - 1))]" >"$folder/gres.conf"
@@ -98,16 +98,6 @@ END
     mv "$SLURM_CONF.tmp" "$SLURM_CONF"
 }
 
-free_ports() { # free_ports COUNT: different ones, since all are bound at once
-    python3 - "$1" <<'END'
-import socket, sys
-probes = [socket.socket() for _ in range(int(sys.argv[1]))]
-for probe in probes:
-    probe.bind(("127.0.0.1", 0))
-    print(probe.getsockname()[1])
-END
-}
-
 start_daemon() { # start_daemon NAME COMMAND...: each goes to the background by itself and writes pid/NAME
     local name=$1 log=$folder/log/$1
     shift
@@ -116,7 +106,7 @@ start_daemon() { # start_daemon NAME COMMAND...: each goes to the background by 
     "$@" >>"$log.start" 2>&1 9<&- || fail "$name does not start" "$log.start"
 }
 
-alive() { # alive PIDFILE: whether that process runs; its name guards against a number that was given anew
+alive() { # alive PIDFILE: whether that process runs; its name guards against a reused number
     local pid
     pid=$(cat "$1" 2>/dev/null) && grep -qE '^(munged|slurmctld|slurmd)' "/proc/$pid/comm" 2>/dev/null
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -40,7 +41,12 @@ def places(corpus: Path) -> dict[str, object]:
         tokenizer_file=_tokenizer_file(corpus), eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
     tokenizer.save_pretrained(corpus / "tokenizer")
+    for name, part in (("train", "0:0.95"), ("valid", "0.95:1")):
+        blend = f'"{name}: 1 {part} {corpus / "text_text_document"}"\n'
+        (corpus / f"{name}-splits.txt").write_text(blend)
     return {
+        "TRAIN_SPLITS": corpus / "train-splits.txt",
+        "VALID_SPLITS": corpus / "valid-splits.txt",
         "DATA_PATH": corpus / "text_text_document",
         "VOCAB_FILE": corpus / "vocab.json",
         "MERGE_FILE": corpus / "merges.txt",
@@ -58,10 +64,10 @@ def _tokenizer_file(corpus: Path) -> str:
     return str(corpus / "tokenizer.json")
 
 
-def train_leave_and_resume(
+def train_exit_and_resume(
     submit: Submit, script: str, options: tuple[str, ...] = ON_BOTH_NODES, **variables: object
 ) -> Job:
-    """Two jobs, the first of which leaves after 2 steps; returns it."""
+    """Runs two jobs, one after the other; the first exits after 2 steps. Returns the first."""
     first = submit(script, "--exit-interval", "2", options=options, **variables)
     assert first.end() == 0, first.log()
     assert steps(first.log()) == [1, 2]
@@ -94,9 +100,7 @@ def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
 
 
 @pytest.mark.full
-def test_104b_goes_on_after_all_that_befalls_it(
-    submit: Submit, places: dict[str, object], tmp_path: Path
-) -> None:
+def test_104b_resumes_after_failures(submit: Submit, places: dict[str, object], tmp_path: Path) -> None:
     variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
     # As typed, without --nodes: the job begins on one node.
     job = submit("tr8-104B.slurm", **variables)
@@ -106,10 +110,10 @@ def test_104b_goes_on_after_all_that_befalls_it(
     job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
     assert job.end() == 0, job.log()
     log = job.log()
-    assert "began on 1 node(s) and needs NNODES=2" in log
+    assert "started on 1 node(s) and needs NNODES=2" in log
     assert re.search(r"^error: rank 2 on n2, stage 1 .*: killed \(SIGKILL\)", log, re.MULTILINE)
     assert "restart 1 of 3, from the newest complete checkpoint" in log
-    assert "the job's script asked for it" in log and "goes back into the queue" in log
+    assert "the job's script requested a stop" in log and "is requeued and will resume" in log
     assert log.count("starting from runs/tr8-104B/checkpoints/global_step") == 2
 
     uninterrupted = submit("tr8-104B.slurm", options=ON_BOTH_NODES, RUN_DIR="other", **variables)
@@ -120,7 +124,7 @@ def test_104b_goes_on_after_all_that_befalls_it(
     job = submit("resume-universal.slurm", options=ON_BOTH_NODES, WORKERS=1, **variables)
     assert job.end() == 0, job.log()
     assert "iteration 16" in re.search("starting from .*global_step16_universal.*", job.log())[0]
-    assert "tensor 1 x pipeline 2 x data 2" in job.log()
+    assert "TP 1 x PP 2 x DP 2" in job.log()
     assert steps(job.log()) == [17]
     assert (tmp_path / "runs" / "tr8-104B-tp1-pp2" / "checkpoints" / "latest").read_text() == "global_step17"
 
@@ -131,7 +135,7 @@ def losses(log: str) -> dict[int, str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("script", "layers", "cut"),
+    ("script", "layers", "partition"),
     [
         # Embedding and head weigh as much as the layers in between.
         ("tr8-104B-mt5-32.slurm", 2, "type:embed:2|transformer:1"),
@@ -139,22 +143,22 @@ def losses(log: str) -> dict[int, str]:
     ],
 )
 def test_a_large_vocabulary(
-    script: str, layers: int, cut: str, submit: Submit, places: dict[str, object]
+    script: str, layers: int, partition: str, submit: Submit, places: dict[str, object]
 ) -> None:
-    first = train_leave_and_resume(submit, script, **{**TINY, **places, "NUM_LAYERS": layers})
-    assert f"--partition-method {cut}" in first.log()
+    first = train_exit_and_resume(submit, script, **{**TINY, **places, "NUM_LAYERS": layers})
+    assert f"--partition-method {partition}" in first.log()
 
 
 @pytest.mark.full
 def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
-    train_leave_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
+    train_exit_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
 
 
 @pytest.mark.full
 def test_a_curriculum(submit: Submit, places: dict[str, object]) -> None:
     variables = {**TINY, **places, "CURRICULUM_START": 8, "CURRICULUM_STEPS": 4}
     tokens = {"TRAIN_TOKENS": 10_000, "LR_DECAY_TOKENS": 10_000, "TRAIN_SAMPLES": 4 * STEPS}
-    train_leave_and_resume(submit, "tr8b-104B-cl.slurm", **{**variables, **tokens})
+    train_exit_and_resume(submit, "tr8b-104B-cl.slurm", **{**variables, **tokens})
 
 
 @pytest.mark.full
@@ -162,6 +166,7 @@ def test_a_sweep_times_each_method(submit: Submit, places: dict[str, object], tm
     variables = {**TINY, **places, "METHODS": "type:transformer memory", "STEPS": 2}
     job = submit("sweep-partition.slurm", options=("--array=0-1%1",), **variables)
     assert job.end() == 0, job.log()
+    assert re.findall(r"global batch size: +(\d+)", job.log()) == ["4"] * 4
     for method in ("type:transformer", "memory"):
         assert re.search(rf"^{method}: median of \d+\.\d+ seconds per step$", job.log(), re.MULTILINE)
     assert not list(tmp_path.glob("runs/**/global_step*"))
@@ -179,13 +184,65 @@ def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[
         timeout=TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
-    assert "4 processes = tensor 1 x pipeline 2 x data 2" in run.stdout
+    assert "4 processes = TP 1 x PP 2 x DP 2" in run.stdout
     assert steps(run.stdout) == [1, 2]
+
+
+def kill_rank_2(env: dict[str, str], reports: Path) -> None:
+    (path,) = reports.glob("megatron-*/*/rank-2.json")
+    os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
+
+
+def cancel(env: dict[str, str], reports: Path) -> None:
+    (path, _) = reports.glob("megatron-*/slurm-*")
+    subprocess.run(["scancel", path.name.split("-")[1]], env=env, check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (kill_rank_2, r"^error: rank 2 on n2, stage 1 \(pid \d+\), after iteration \d+: killed \(SIGKILL\)"),
+        (cancel, r"^stopped by SIGTERM, after iteration (\d+): the same command resumes from iteration \1$"),
+    ],
+)
+def test_srun_without_a_launcher_names_the_cause(
+    action: Callable[..., None], expected: str, slurm: dict[str, str], data: list[str], tmp_path: Path
+) -> None:
+    flags = [
+        *MODEL,
+        *ABSOLUTE,
+        *SHORT,
+        *data,
+        "--pipeline-model-parallel-size",
+        "2",
+        "--train-iters",
+        "100000",
+    ]
+    flags += ["--save", str(tmp_path / "checkpoints")]
+    with subprocess.Popen(
+        ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", sys.executable, "-u"]
+        + [str(ROOT / "pretrain_gpt.py"), *flags],
+        env={**slurm, "TMPDIR": str(tmp_path)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        for line in process.stdout:
+            if re.search("^ iteration +3/", line):
+                action(slurm, tmp_path)
+                break
+        _, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode != 0
+    assert re.search(expected, stderr, re.MULTILINE), stderr
+    assert "Traceback" not in stderr
+    assert not list(tmp_path.glob("megatron-*/*"))
 
 
 PROBE = """\
 import os, sys, time
 from megatron.cluster.exit_codes import exit_code, exit_on_error
+from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 
 report = RankReport.from_environment()
@@ -196,22 +253,20 @@ with exit_on_error(report):
     report.set_iteration(1)
 while not report.stop_requested():
     time.sleep(0.1)
-sys.exit(exit_code(report, should_requeue=True))
+sys.exit(exit_code(report, ExitStatus.REQUEUE))
 """
 
 
 @pytest.fixture
 def probe(tmp_path: Path) -> Path:
-    """A repository whose pretrain_gpt.py tells what the scripts do with its processes."""
+    """A repository whose pretrain_gpt.py prints how the scripts treat its processes."""
     for folder in ("examples", "megatron"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "pretrain_gpt.py").write_text(PROBE)
     return tmp_path
 
 
-def test_a_job_that_may_not_requeue_says_by_its_code_that_it_is_to_be_continued(
-    submit: Submit, probe: Path
-) -> None:
+def test_a_job_that_may_not_requeue_exits_with_75(submit: Submit, probe: Path) -> None:
     job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, REQUEUE="no", **TINY)
     job.wait_for(": restart 0", times=4)
     job.control("scancel", "--batch", "--signal=USR2")
@@ -237,7 +292,7 @@ def test_a_failure_that_comes_again_ends_the_job_with_its_cause_last(submit: Sub
     assert job.log().count("ValueError: broken") == 4  # twice a traceback and a sentence
 
 
-TR8_LAYOUT = "256 processes = tensor 4 x pipeline 32 x data 2"
+TR8_LAYOUT = "512 processes = TP 4 x PP 32 x DP 4"
 # srun writes down the flags that it was to start pretrain_gpt.py with.
 STUBS = {
     "scontrol": '[ "$2" = hostnames ] && echo localhost || true',
@@ -250,17 +305,17 @@ STUBS = {
 @pytest.mark.parametrize(
     ("script", "nodes", "words", "layout"),
     [
-        ("tr8-104B.slurm", 64, 50_257, TR8_LAYOUT),
-        ("tr8-104B-mt5-32.slurm", 32, 250_100, "128 processes = tensor 4 x pipeline 32 x data 1"),
-        ("tr11-176B-ml.slurm", 48, 250_680, "384 processes = tensor 4 x pipeline 12 x data 8"),
-        ("tr8b-104B-bnb.slurm", 64, 50_257, TR8_LAYOUT),
-        ("tr8b-104B-cl.slurm", 64, 50_257, TR8_LAYOUT),
+        ("tr8-104B.slurm", 128, 50_257, TR8_LAYOUT),
+        ("tr8-104B-mt5-32.slurm", 32, 250_100, "128 processes = TP 4 x PP 32 x DP 1"),
+        ("tr11-176B-ml.slurm", 48, 250_680, "384 processes = TP 4 x PP 12 x DP 8"),
+        ("tr8b-104B-bnb.slurm", 128, 50_257, TR8_LAYOUT),
+        ("tr8b-104B-cl.slurm", 128, 50_257, TR8_LAYOUT),
     ],
 )
 def test_the_real_size_passes_a_dry_run(
     script: str, nodes: int, words: int, layout: str, tmp_path: Path
 ) -> None:
-    """The script as it stands, with stubs in place of Slurm."""
+    """The script as it stands, with stubs instead of Slurm."""
     for name, commands in STUBS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{commands}\n")
         (tmp_path / name).chmod(0o755)
@@ -290,7 +345,7 @@ def test_the_real_size_passes_a_dry_run(
 def test_outside_slurm_a_script_says_how_to_start_it(script: str) -> None:
     run = subprocess.run(["bash", str(EXAMPLES / script)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 2
-    assert run.stderr == f"error: there is no Slurm job: start it as sbatch {EXAMPLES / script}\n"
+    assert run.stderr == f"error: not inside a Slurm job: start the script with sbatch {EXAMPLES / script}\n"
 
 
 def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""From one format to another: universal checkpoints and Hugging Face."""
+"""Conversions: universal checkpoints and Hugging Face."""

@@ -1,4 +1,4 @@
-"""The bytes of a whole parameter out of the tensor ranks' shards, read a block at a time."""
+"""Merges the shards of all TP ranks into the global parameter, one block of bytes at a time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 
 from megatron.checkpoint.convert.rules import MergePlan, Rule
 from megatron.checkpoint.formats.torch_archive import StoredTensor
-from megatron.checkpoint.integrity.files import open_regular
 from megatron.config.errors import ConfigError
+from megatron.files import open_regular
 
-# Of a parameter; beside it a worker holds as much again of its shards.
+# Block size of a merged parameter. A worker holds one block, and as many bytes of its shards.
 BLOCK_BYTES = 1 << 20
 _ITEM_BYTES = 4
 
 
 class Shard:
-    """What one tensor rank holds of a parameter or moment, flat, in pieces that may lie in several files.
+    """One TP rank's flat shard of a parameter or moment, in pieces from one or more files.
 
-    A context: the files are open in it.
+    Used as a context manager, which keeps the files open.
     """
 
     def __init__(self, name: str, pieces: Sequence[StoredTensor]) -> None:
-        """ConfigError for numbers that are not fp32."""
+        """ConfigError for a dtype other than fp32."""
         self.name = name
         self._pieces = [piece for piece in pieces if piece.numel]
         for piece in self._pieces:
@@ -64,23 +64,23 @@ class Shard:
             part = flat[done : done + length]
             if not _read_fully(self._descriptors[index], part, piece.begin + offset * _ITEM_BYTES):
                 raise ConfigError(
-                    f"checkpoint file {piece.file.path} ends before {self.name} does: it is cut short"
+                    f"checkpoint file {piece.file.path} ends before {self.name} does: it is truncated"
                 )
             done += length
 
 
 class ReplicaMismatch:
-    """The largest difference between tensor ranks' copies that has been seen."""
+    """The largest difference between replicas on TP ranks so far."""
 
     def __init__(self) -> None:
         self.largest = 0.0
 
     def update(self, one: np.ndarray, other: np.ndarray) -> bool:
-        """Whether the two differ."""
+        """Compares two replicas; returns whether they differ."""
         if memoryview(one).cast("B") == memoryview(other).cast("B"):
             return False
         difference = float(np.abs(one - other).max())
-        # Numbers that are not finite are equal only bit by bit.
+        # Non-finite values are only equal if their bits are.
         self.largest = max(self.largest, difference if difference == difference else float("inf"))
         return self.largest > 0.0
 
@@ -88,18 +88,18 @@ class ReplicaMismatch:
 def merged_blocks(
     plan: MergePlan, shards: Sequence[Shard], mismatch: ReplicaMismatch
 ) -> Iterator[np.ndarray]:
-    """The whole's elements in order, without padding, each block valid until the next.
+    """Yields the elements of the global tensor in order, without padding. Each block is valid until the next.
 
-    shards: of all tensor ranks, in order. Of copies that differ the mean comes, and `mismatch` tells.
-    Raises ConfigError where the shards are not of the size that the whole asks for.
+    shards: those of all TP ranks, in order. If replicas differ, their mean is yielded and `mismatch`
+    updated. Raises ConfigError if a shard does not have the size that the plan requires.
     """
     saved = prod((plan.saved_rows, *plan.shape[1:]))
     expected = saved // len(shards) if plan.is_sharded else saved
     for rank, shard in enumerate(shards):
         if shard.numel != expected:
             raise ConfigError(
-                f"{plan.name}: tensor rank {rank} holds {shard.numel:,} elements, expected {expected:,} of "
-                f"a whole of shape {plan.shape}: the files are not of one checkpoint"
+                f"{plan.name}: TP rank {rank} holds {shard.numel:,} elements, expected {expected:,} of "
+                f"a tensor of shape {plan.shape}: the files are from different checkpoints"
             )
     if not plan.is_sharded:
         return _mean_of_replicas(shards, mismatch)
@@ -109,12 +109,12 @@ def merged_blocks(
 
 
 def _concat_rows(plan: MergePlan, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
-    """Cut along dimension 0: runs of elements that follow one another both here and there."""
+    """Sharded along dimension 0: elements that are consecutive in a shard are consecutive in the result."""
     left = prod(plan.shape)
     buffer = np.empty(min(BLOCK_BYTES // _ITEM_BYTES, left), np.float32)
-    for block in range(plan.blocks):
+    for block in range(plan.num_fused_parts):
         for shard in shards:
-            length = shard.numel // plan.blocks
+            length = shard.numel // plan.num_fused_parts
             for start in range(0, min(length, left), len(buffer)):
                 part = buffer[: min(len(buffer), length - start, left - start)]
                 shard.read(block * length + start, part)
@@ -123,21 +123,21 @@ def _concat_rows(plan: MergePlan, shards: Sequence[Shard]) -> Iterator[np.ndarra
 
 
 def _interleave_columns(plan: MergePlan, shards: Sequence[Shard]) -> Iterator[np.ndarray]:
-    """Cut along dimension 1: each row of the whole is made of a row of every shard."""
+    """Sharded along dimension 1: each row of the result is a concatenation of one row of every shard."""
     rows, columns = plan.shape
     width = columns // len(shards)
     step = min(max(BLOCK_BYTES // (columns * _ITEM_BYTES), 1), rows)
-    whole, part = np.empty((step, columns), np.float32), np.empty((step, width), np.float32)
+    block, part = np.empty((step, columns), np.float32), np.empty((step, width), np.float32)
     for first in range(0, rows, step):
         height = min(step, rows - first)
         for rank, shard in enumerate(shards):
             shard.read(first * width, part[:height])
-            whole[:height, rank * width : (rank + 1) * width] = part[:height]
-        yield whole[:height]
+            block[:height, rank * width : (rank + 1) * width] = part[:height]
+        yield block[:height]
 
 
 def _mean_of_replicas(shards: Sequence[Shard], mismatch: ReplicaMismatch) -> Iterator[np.ndarray]:
-    """Whole on every rank."""
+    """Replicated: every rank has the global tensor."""
     numel = shards[0].numel
     step = min(max(BLOCK_BYTES // _ITEM_BYTES // len(shards), 1), numel)
     buffers = [np.empty(step, np.float32) for _ in shards]
@@ -150,7 +150,7 @@ def _mean_of_replicas(shards: Sequence[Shard], mismatch: ReplicaMismatch) -> Ite
 
 
 def _read_fully(descriptor: int, target: memoryview, offset: int) -> bool:
-    """Whether the file had as many bytes from `offset` on; a single call reads at most 2 GB."""
+    """Fills `target`; False if the file ends before. A single call of preadv reads at most 2 GB."""
     done = 0
     while done < len(target):
         count = os.preadv(descriptor, [target[done:]], offset + done)

@@ -1,8 +1,8 @@
 r"""Patterns of parameter names that come from a file, matched in bounded time.
 
-Programs of the family write them as regular expressions, but use only a small part: literal characters,
-`.`, `\d`, `\w`, `[0-9]`, escaped punctuation, each alone or with `+` or `*`, and `^` and `$`. Only that part
-is read here, with all positions in the name at once: Python's matcher may take time exponential in a name.
+Megatron programs write regular expressions, but use only a small part of the syntax: literal characters, `.`,
+`\d`, `\w`, `[0-9]`, escaped punctuation, each alone or with `+` or `*`, and `^` and `$`. Only that part is
+accepted. Matching tracks all positions at once, while Python's `re` may take exponential time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.checkpoint.integrity.names import shown
+from megatron.files import HostileFileError
 
 _MAX_LENGTH = 300
 _TOKEN = re.compile(r"(?P<kind>\\[dw]|\\[^A-Za-z0-9]|\[0-9\]|[A-Za-z0-9_.-])(?P<repeat>[+*]?)")
@@ -20,7 +20,7 @@ _CLASSES = {r"\d": "[0-9]", "[0-9]": "[0-9]", r"\w": "[A-Za-z0-9_]", ".": "."}
 
 
 def check_pattern(pattern: object, source: Path) -> None:
-    """HostileFileError, naming `source`, the file it comes from, unless it is one that `matches` takes."""
+    """Raises HostileFileError that names the file `source`, unless `matches` accepts the pattern."""
     if not isinstance(pattern, str) or _parsed(pattern) is None:
         raise HostileFileError(
             f"{source} has the pattern {shown(pattern)}, expected names of parameters with . \\d+ \\w+ "
@@ -51,7 +51,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parsed(pattern: str) -> tuple[list[tuple[re.Pattern[str], str]], bool] | None:
-    """(what each character may be, how often; whether the name must end there); None if it is not read."""
+    """([(allowed character, repeat)], whether the name must end there); None for an unsupported pattern."""
     if len(pattern) > _MAX_LENGTH:
         return None
     to_end = pattern.endswith("$") and not pattern.endswith("\\$")

@@ -1,9 +1,9 @@
-"""How the tensor ranks' shards of each parameter make the whole, as patterns of names that DeepSpeed knows.
+"""How the shards of each parameter are merged: patterns of parameter names, in DeepSpeed's format.
 
 DeepSpeed's converter reads them under `universal_checkpoint_info` in the mp_rank files of a checkpoint: lists
-of regular expressions, each list a way to merge. A parameter that no pattern of DeepSpeed's matches is joined
-along dimension 0; here that has a list of its own, which DeepSpeed passes over, so that each parameter must
-match exactly one pattern and each pattern at least one parameter.
+of regular expressions, one list per merge rule. It concatenates a parameter that matches no pattern along
+dimension 0. Here that rule has its own list, which DeepSpeed ignores. So each parameter must match exactly
+one pattern, and each pattern at least one parameter.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.convert.patterns import check_pattern, matches
-from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.sections.model import MEGATRON_MODEL_ARGS
+from megatron.files import HostileFileError
+
+if TYPE_CHECKING:
+    from megatron.mpu.parameters import ParameterSpec
 
 INFO_KEY = "universal_checkpoint_info"
 VERSION_KEY = "universal_checkpoint_version"
@@ -33,7 +36,7 @@ PIPELINE_REPLICATED_KEY = "pipeline_replicated_parameter_patterns"
 TIED_PREFIX = "tied_modules."
 # A model has some twenty kinds of parameters.
 _MAX_PATTERNS = 1000
-# Ways to merge of DeepSpeed's that no parameter of this repo needs; a checkpoint with them is refused.
+# DeepSpeed's merge rules that no parameter here needs. A checkpoint with them is refused.
 _UNKNOWN_KEYS = (
     "parameter_with_sub_params",
     "autotp_unsupported_parameter_patterns",
@@ -42,26 +45,26 @@ _UNKNOWN_KEYS = (
 
 
 class Rule(Enum):
-    """A way to merge, by the key of its patterns in `universal_checkpoint_info`."""
+    """A merge rule. Its value is the key of its patterns in `universal_checkpoint_info`."""
 
     REPLICATED = "tp_replicated_parameter_patterns"
-    """Each tensor rank has the whole; the copies are equal."""
+    """Replicated over TP ranks, with equal replicas."""
     AVERAGED = "parameter_to_average_patterns"
-    """Each has the whole; the copies may differ in programs that let them drift."""
+    """Replicated over TP ranks; in some programs the replicas differ, and their mean is used."""
     ROWS = "parameter_with_row_parallelism_patterns"
-    """Row-parallel in Megatron's sense: cut along dimension 1."""
+    """Row-parallel (Megatron-LM): sharded along dimension 1."""
     TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
-    """A gated MLP: two halves one below the other, each cut along dimension 0."""
+    """A gated MLP: two matrices stacked along dimension 0, each sharded along it."""
     VOCABULARY = "vocabulary_parameter_patterns"
-    """Cut along dimension 0, with padding below that is not stored."""
+    """Sharded along dimension 0, with padded rows that are not stored."""
     COLUMNS = "parameter_with_column_parallelism_patterns"
-    """Cut along dimension 0."""
+    """Column-parallel: sharded along dimension 0."""
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A parameter and how it is put together: its rule, its whole shape without padding, and the rows that
-    the tensor ranks hold together, with padding."""
+    """How a parameter is merged. shape: global, without padding. saved_rows: rows of all shards, with
+    padding."""
 
     name: str
     rule: Rule
@@ -74,12 +77,12 @@ class MergePlan:
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
+        """The sharded dimension."""
         return 1 if self.rule is Rule.ROWS else 0
 
     @property
-    def blocks(self) -> int:
-        """As in `ParameterSpec`."""
+    def num_fused_parts(self) -> int:
+        """`num_fused_parts` of the `ParameterSpec`."""
         return 2 if self.rule is Rule.TWO_SUB_PARAMS else 1
 
     @property
@@ -88,34 +91,49 @@ class MergePlan:
         return 4 * prod(self.shape)
 
     def entry(self) -> dict[str, Any]:
-        """What stands beside the tensor in DeepSpeed's file of it."""
+        """What DeepSpeed's file of the parameter contains beside the tensor."""
         entry: dict[str, Any] = {"cat_dim": self.dim} if self.is_sharded else {}
-        if self.blocks > 1:
-            entry["param_n_sub_params"] = self.blocks
+        if self.num_fused_parts > 1:
+            entry["param_n_sub_params"] = self.num_fused_parts
         if self.rule is Rule.VOCABULARY:
             entry["vocab_tensor"] = True
         return entry
 
 
+# What `run.json` calls the fields of a ParameterSpec, where the names differ.
+_FILE_KEYS = {
+    "global_shape": "whole_shape",
+    "num_valid_rows": "used_rows",
+    "num_fused_parts": "blocks",
+    "lr_mult": "rate_factor",
+}
+
+
+def spec_record(spec: ParameterSpec) -> dict[str, Any]:
+    """A ParameterSpec as `run.json` stores it, in JSON types."""
+    record = {_FILE_KEYS.get(name, name): value for name, value in asdict(spec).items()}
+    return {**record, "whole_shape": list(spec.global_shape)}
+
+
 def rule_of(name: str, record: Mapping[str, Any]) -> Rule:
-    """The rule that a `ParameterSpec`, as a record of its fields, asks for; ValueError if none does."""
-    cut = (record["shard_dim"], record["blocks"])
+    """The merge rule for a `ParameterSpec`, given as its `spec_record`; ValueError if there is none."""
+    sharding = (record["shard_dim"], record["blocks"])
     if record["used_rows"] is not None:
         rules = {(0, 1): Rule.VOCABULARY}
     else:
         rules = {(0, 1): Rule.COLUMNS, (0, 2): Rule.TWO_SUB_PARAMS, (1, 1): Rule.ROWS}
         if record["shard_dim"] is None:
             return Rule.REPLICATED
-    if cut not in rules:
+    if sharding not in rules:
         raise ValueError(
-            f"{name} is cut along dimension {cut[0]} in {cut[1]} blocks, used rows: {record['used_rows']}; "
-            "no rule of universal checkpoints says how to merge it"
+            f"{name} is sharded along dimension {sharding[0]} with {sharding[1]} fused parts, valid rows "
+            f"{record['used_rows']}: universal checkpoints have no rule to merge it"
         )
-    return rules[cut]
+    return rules[sharding]
 
 
 def derive_info(records: Mapping[str, Mapping[str, Any]], vocab_size: int) -> dict[str, Any]:
-    """`universal_checkpoint_info` of a model with these parameters, by name, as records of `ParameterSpec`.
+    """`universal_checkpoint_info` of a model with these parameters, by name, as `spec_record`s.
 
     vocab_size: without padding. Raises ValueError for a parameter that none or more than one pattern matches.
     """
@@ -134,7 +152,7 @@ def derive_info(records: Mapping[str, Mapping[str, Any]], vocab_size: int) -> di
 
 
 def pattern_of(name: str) -> str:
-    """Matches the parameter in every layer: its name with any number in place of the layer's."""
+    """A pattern that matches the parameter in every layer: the layer's number becomes `\\d+`."""
     number, dot, rest = name.partition(".")
     return rf"^\d+\.{re.escape(rest)}$" if dot and number.isdigit() else f"^{re.escape(name)}$"
 
@@ -147,8 +165,8 @@ def matching(info: Mapping[str, Any], name: str) -> list[tuple[Rule, str]]:
 
 
 def check_info(info: Any, source: Path) -> dict[str, Any]:
-    """`universal_checkpoint_info` as `source`, a file, holds it, if it is made of patterns and numbers.
-    ConfigError otherwise."""
+    """Returns `universal_checkpoint_info` read from the file `source` if it consists of patterns and numbers.
+    Raises ConfigError otherwise."""
     lists = [info.get(rule.value, []) for rule in Rule] if isinstance(info, dict) else [None]
     if not all(isinstance(entry, (list, tuple)) for entry in lists):
         raise ConfigError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
@@ -176,10 +194,10 @@ def check_rules(info: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def external_rule(info: Mapping[str, Any], name: str) -> Rule:
-    """The rule for a parameter of a program that lists no columns: as DeepSpeed's converter, which joins
-    along dimension 0 what no pattern matches, and strips padding of what some other pattern matches too.
+    """The rule for a parameter of another program, chosen as DeepSpeed's converter does.
 
-    Raises ConfigError where the checkpoint needs what is not known here, or its patterns contradict.
+    A parameter that no pattern matches is concatenated along dimension 0. A vocabulary pattern may match
+    together with a column pattern. Raises ConfigError for unsupported rules and contradicting patterns.
     """
     for key in _UNKNOWN_KEYS:
         if info.get(key):
@@ -201,11 +219,11 @@ def unused_patterns(info: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     return [pattern for pattern in patterns if not any(matches(pattern, name) for name in names)]
 
 
-# --- what programs of the family expect beside ---
+# --- what other Megatron programs expect in the files ---
 
 
 def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
-    """What Megatron's programs look for under 'args' in an mp_rank file: the model and how far the run is.
+    """What Megatron programs read under 'args' in an mp_rank file: the model and the progress of the run.
 
     state: the fields of `TrainingState`.
     """
@@ -222,6 +240,5 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
 
 
 def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed's engine is to write into every mp_rank file, so that its tools and the programs of the
-    family read the checkpoint."""
+    """What DeepSpeed's engine writes into every mp_rank file for its tools and other Megatron programs."""
     return {INFO_KEY: info, "iteration": state["iteration"], "args": megatron_args(config, state)}

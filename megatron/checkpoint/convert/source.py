@@ -1,4 +1,4 @@
-"""The native checkpoint that a conversion starts from: its parameters and how they are put together."""
+"""The source of a conversion: a native checkpoint, its parameters and how their shards are merged."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from megatron.checkpoint.convert.rules import (
     matching,
     unused_patterns,
 )
-from megatron.checkpoint.discovery import RUN_FILE, open_checkpoint
-from megatron.checkpoint.formats.native import OptimizerFiles, model_files
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.deepspeed_files import OptimizerFiles, model_files
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.integrity.files import expect_layout
 from megatron.checkpoint.integrity.names import check_parameter, is_shape
+from megatron.checkpoint.record import RUN_FILE
 from megatron.config.errors import ConfigError
+from megatron.files import expect_layout
 
 
 @dataclass(frozen=True)
 class Source:
-    """A native checkpoint. run: what its `run.json` says; None if another program wrote it.
+    """A native checkpoint. run: the content of `run.json`; None if another program wrote it.
 
-    warnings: what is odd about its rules and was let pass.
+    warnings: problems with its merge rules that were accepted.
     """
 
     folder: Path
@@ -47,10 +48,10 @@ class Source:
 def open_source(folder: Path, strict: bool = True, derive_rules: bool = False) -> Source:
     """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
 
-    strict: refuse rules that match no parameter, instead of warning. derive_rules: make the rules of what
-    `run.json` says of the parameters where the checkpoint stores none, as this repo's first ones do.
+    strict: refuse patterns that match no parameter, instead of warning. derive_rules: derive the merge rules
+    from the parameters in `run.json` if the checkpoint has none, as in old checkpoints of this repository.
 
-    Raises ConfigError for a checkpoint that is damaged, incomplete, or that says too little.
+    Raises ConfigError for a checkpoint that is damaged, incomplete, or lacks information.
     """
     if (folder / RUN_FILE).is_file():
         return _native_source(folder, strict, derive_rules)
@@ -66,8 +67,8 @@ def _native_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
     if info is None:
         if not derive_rules:
             raise ConfigError(
-                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it is of an older version: "
-                "--inject_missing_state derives it from what is known of the parameters"
+                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it comes from an older version: "
+                "--inject_missing_state derives it from the parameters"
             )
         info = derive_info(records, vocab_size)
         run = {**run, INFO_KEY: info}
@@ -89,20 +90,20 @@ def _native_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
 
 
 def _external_source(folder: Path, strict: bool) -> Source:
-    """One that DeepSpeed wrote for another program of the family: it tells shapes of shards, and patterns."""
+    """A checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and patterns."""
     paths = model_files(folder)
     if not paths:
         raise ConfigError(
-            f"--input_folder {folder} is no checkpoint: it has neither {RUN_FILE} nor mp_rank files"
+            f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"
         )
     states = [read_file(path) for path in paths]
     if not all(isinstance(state, dict) for state in states):
-        raise ConfigError(f"checkpoint {folder}: an mp_rank file holds no dict: take another one")
+        raise ConfigError(f"checkpoint {folder}: an mp_rank file holds no dict: use another one")
     info = states[0].get(INFO_KEY)
     if not isinstance(info, dict):
         raise ConfigError(
-            f"checkpoint file {paths[0]} has no {INFO_KEY}, so nothing says how the tensor ranks' parts of a "
-            "parameter form the whole: convert it with the program that wrote it"
+            f"checkpoint file {paths[0]} has no {INFO_KEY}, so the merge rules of its shards are not "
+            "known: convert it with the program that wrote it"
         )
     check_info(info, paths[0])
     first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
@@ -119,15 +120,17 @@ def _external_source(folder: Path, strict: bool) -> Source:
                     plan = _external_plan(info, name, tuple(shape), tensor_size)
                     if plans.setdefault(name, _checked(plan, tensor_size, folder)) != plan:
                         raise ConfigError(
-                            f"checkpoint {folder}: the ranks hold parts of {name} of unequal shapes"
+                            f"checkpoint {folder}: the ranks hold shards of {name} with unequal shapes"
                         )
     if not plans:
-        raise ConfigError(f"checkpoint {folder}: the mp_rank files tell no param_shapes: it is not of ZeRO-1")
+        raise ConfigError(
+            f"checkpoint {folder}: the mp_rank files have no param_shapes: it was not saved with ZeRO-1"
+        )
     unused = unused_patterns(info, plans)
     if unused and strict:
         raise ConfigError(
-            f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: --no_strict lets it "
-            "pass"
+            f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: use --no_strict to "
+            "accept it"
         )
     warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
     return _complete(Source(folder, tensor_size, plans, OptimizerFiles(folder, tensor_size), None, warnings))
@@ -145,15 +148,15 @@ def _external_plan(info: Mapping[str, Any], name: str, shard: tuple[int, ...], t
 
 
 def _checked(plan: MergePlan, tensor_size: int, folder: Path) -> MergePlan:
-    """The plan, if tensors of such shapes can be put together so."""
+    """Returns the plan if tensors of these shapes can be merged; ConfigError otherwise."""
     shape = (plan.saved_rows, *plan.shape[1:])
     expected_dims = 2 if plan.rule is Rule.ROWS else len(shape)
     if not (is_shape(shape) and is_shape(plan.shape) and plan.shape[0] <= shape[0]):
         raise ConfigError(f"checkpoint {folder} gives {plan.name} a shape that no tensor has: it is damaged")
-    parts = tensor_size * plan.blocks
+    parts = tensor_size * plan.num_fused_parts
     if len(shape) != expected_dims or (plan.is_sharded and shape[plan.dim] % parts):
         raise ConfigError(
-            f"checkpoint {folder}: {plan.name} of shape {shape} cannot have been cut into {parts} parts "
+            f"checkpoint {folder}: {plan.name} of shape {shape} cannot have been sharded into {parts} parts "
             f"along dimension {plan.dim}: it is damaged"
         )
     return plan
@@ -164,19 +167,19 @@ def _complete(source: Source) -> Source:
     if missing:
         raise ConfigError(
             f"checkpoint {source.folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
-            "such parameters): take another one"
+            "such parameters): use another one"
         )
     return source
 
 
 def identity(source: Source) -> str:
-    """What tells this checkpoint from another, for a conversion that is continued."""
+    """Identifies the source, so that an interrupted conversion is only resumed with the same one."""
     digest = source.run["sha256"] if source.run is not None else _digest_of_names(source.folder)
     return json.dumps([str(source.folder.resolve()), digest])
 
 
 def _digest_of_names(folder: Path) -> str:
-    """Of names, sizes and times of change: another program's checkpoint says nothing of its files."""
+    """Digest of the names, sizes and modification times of the files of another program's checkpoint."""
     stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
     listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

@@ -1,25 +1,23 @@
-"""Making universal checkpoints: a file per parameter and moment, whole, in fp32, laid out as DeepSpeed's.
+"""Writes universal checkpoints in DeepSpeed's layout: one file per parameter and moment, global, in fp32.
 
     global_step5_universal/
-        zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": whole tensor, "cat_dim": ...}
+        zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
         zero/<parameter name>/step.pt                               the optimizer's step
-        zero/optimizer_state.pt                                     what the optimizer keeps for all of them
-        mp_rank_XX_model_states.pt                                  of the checkpoint that it was made from
-        run.json                                                    likewise, if this repo wrote that one
+        zero/optimizer_state.pt                                     optimizer state that is not per parameter
+        mp_rank_XX_model_states.pt                                  copied from the source
+        run.json                                                    copied, if the source has one
     latest_universal                                                the name of the folder
 
-The vocabulary is stored without its padding. `--load` opens native checkpoints of any layout by itself: this
-format is for exchange with other programs of the family. Hugging Face's models become such checkpoints too,
-without moments (`huggingface_import`).
+The vocabulary is stored without padding. `--load` opens native checkpoints on any layout: this format is for
+exchange with other Megatron programs. Hugging Face models are imported in this format, without moments
+(`huggingface.importer`).
 
-A conversion copies bytes from the places in the source where they lie, a block at a time, in threads:
-reading, checksums and writing let Python's other threads run. Nothing here needs torch, which takes seconds
-to import and hundreds of MB.
+A conversion copies bytes from the source files, a block at a time, in threads: reading, checksums and writing
+release the GIL. Nothing here needs torch, which takes seconds to import and hundreds of MB.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.checkpoint.convert.merging import BLOCK_BYTES, ReplicaMismatch, Shard, merged_blocks
-from megatron.checkpoint.convert.rules import MergePlan, rule_of
+from megatron.checkpoint.convert.rules import MergePlan, rule_of, spec_record
 from megatron.checkpoint.convert.source import Source, identity
-from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE
-from megatron.checkpoint.formats.native import VALUES, model_files
+from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files
 from megatron.checkpoint.formats.pickles import Stub
+from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.torch_archive import (
     StoredTensor,
     is_intact,
@@ -45,39 +43,46 @@ from megatron.checkpoint.formats.torch_archive import (
     write_plain,
     write_tensor,
 )
-from megatron.checkpoint.integrity.files import open_regular, read_small, rename_synced, sync_file, sync_tree
-from megatron.checkpoint.integrity.manifest import add_checksum, write_atomically
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.integrity.names import shown
-from megatron.checkpoint.reshard import spec_record
+from megatron.checkpoint.record import RUN_FILE
 from megatron.config.errors import ConfigError
+from megatron.files import (
+    open_regular,
+    read_small,
+    rename_synced,
+    sync_file,
+    sync_tree,
+    write_atomically,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.mpu.parameters import ParameterSpec
 
-LATEST_UNIVERSAL_FILE = "latest_universal"
 OPTIMIZER_STATE_FILE = "optimizer_state.pt"
 STEP_FILE = "step.pt"
-# DeepSpeed's name of the file per name that the optimizer uses; the fp32 values are called the same.
+# Moment, by the optimizer's name -> DeepSpeed's name of its file.
 MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
-# In optimizer_state.pt; DeepSpeed's own loader takes what is under 'loss_scaler' for an object of its class.
+# In optimizer_state.pt. DeepSpeed's loader expects an object of its own class under 'loss_scaler'.
 LOSS_SCALE_KEY = "loss_scaler_state"
-# In a conversion that is not over: parameters being written, and which checkpoint it is a conversion of.
+# In an unfinished conversion: parameters that are being written, and the identity of the source.
 UNFINISHED_FOLDER = "unfinished"
 SOURCE_FILE = "source.json"
-# An empty file in it per parameter of whose copies the mean was taken.
+# Holds an empty file per parameter whose replicas differed and were averaged.
 AVERAGED_FOLDER = "averaged"
-# A conversion that is not over is called this after its name.
+# Suffix of an unfinished conversion.
 PARTIAL = ".partial"
-# What optimizer_state.pt leaves out, for it is in the parameters' files.
+# Not in optimizer_state.pt: these are in the parameters' files.
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A parameter that is written. mismatch: largest difference between the tensor ranks' copies of it or of
-    its moments, of which the mean was taken."""
+    """A parameter that was written. mismatch: largest difference between replicas of it or its moments, if
+    they were averaged."""
 
     name: str
     mismatch: float = 0.0
@@ -86,13 +91,12 @@ class Converted:
 def convert(
     source: Source, target: Path, workers: int = 1, allow_replica_mismatch: bool = False
 ) -> Iterator[Converted]:
-    """Makes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
-    What an interrupted conversion of the same checkpoint has finished, and what is read and found to be as it
-    was written, is not made again; of one that was interrupted at its very end, the end is done.
+    """Writes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
 
-    allow_replica_mismatch: take the mean of a replicated parameter whose copies on the tensor ranks differ.
+    It resumes an interrupted conversion of the same source: parameters that are complete and match their
+    checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ.
 
-    Raises ConfigError for a damaged source, too little disk space or memory, and copies that differ.
+    Raises ConfigError for a damaged source, too little disk space or memory, and replicas that differ.
     """
     if target.exists():
         if not _is_of(source, target):
@@ -118,8 +122,7 @@ def convert(
 
 
 def move_into_place(partial: Path, target: Path) -> None:
-    """Gives a finished universal checkpoint, which is on the disk then, its name, and lets `latest_universal`
-    tell it."""
+    """Renames a finished universal checkpoint, syncs it, and writes its name into `latest_universal`."""
     shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
     sync_file(partial)
     rename_synced(partial, target)
@@ -127,7 +130,7 @@ def move_into_place(partial: Path, target: Path) -> None:
 
 
 def _announce(target: Path) -> None:
-    """The last that is done. While `SOURCE_FILE` is there it may not have been."""
+    """The last step. `SOURCE_FILE` is removed when it is done."""
     write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
     shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
     (target / SOURCE_FILE).unlink(missing_ok=True)
@@ -135,7 +138,7 @@ def _announce(target: Path) -> None:
 
 
 def _is_of(source: Source, target: Path) -> bool:
-    """Whether `target` is a finished conversion of this source that may not have been announced."""
+    """Whether `target` is a complete conversion of this source for which `_announce` may be missing."""
     mark = target / SOURCE_FILE
     return mark.is_file() and _text_of(mark) == identity(source)
 
@@ -145,21 +148,21 @@ def _text_of(mark: Path) -> str:
 
 
 def check_space(folder: Path, needed: int, flag: str) -> None:
-    """ConfigError, with the flag that names the place, if the folder's disk has fewer bytes free."""
+    """Raises ConfigError, which names the flag, if the folder's disk has fewer bytes free than needed."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
             f"{flag}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
-            "make space, or give another folder"
+            "free space, or pass another folder"
         )
 
 
 def write_parameter(
     folder: Path, name: str, spec: ParameterSpec, state: tuple[Tensor, dict[str, Tensor], dict[str, Any]]
 ) -> None:
-    """Writes the files of one whole parameter, without padding, into a universal checkpoint in the making.
+    """Writes the files of one global parameter, without padding, into an unfinished universal checkpoint.
 
-    state: on the CPU, fp32 values, moments by the optimizer's names, and the 'step' if there is one.
+    state: fp32 values on the CPU, moments by the optimizer's names, and the 'step' if there is one.
     """
     values, moments, others = state
     shape = (
@@ -190,12 +193,12 @@ def _convert_parameter(
         _write_files(partial, plan, blocks, _number(source.files.others(plan.name).get("step")))
     if mismatch.largest and not allow_replica_mismatch:
         raise ConfigError(
-            f"checkpoint {source.folder}: the copies of {plan.name} on the tensor ranks differ by up to "
-            f"{mismatch.largest:.2e}: convert an older checkpoint, or take their mean with "
+            f"checkpoint {source.folder}: the replicas of {plan.name} on the TP ranks differ by up to "
+            f"{mismatch.largest:.2e}: convert an older checkpoint, or use their mean with "
             "--allow-replica-mismatch"
         )
     if mismatch.largest:
-        # Before it is finished: whoever goes on after an interruption does not see the copies again.
+        # Written before the parameter is finished: a resumed conversion does not compare its replicas again.
         (partial / AVERAGED_FOLDER).mkdir(exist_ok=True)
         (partial / AVERAGED_FOLDER / plan.name).touch()
         sync_tree(partial / AVERAGED_FOLDER)
@@ -207,7 +210,7 @@ def _convert_parameter(
 def _write_files(
     folder: Path, plan: MergePlan, blocks: Mapping[str, Iterable[np.ndarray]], step: float | None
 ) -> None:
-    """blocks: by state, the whole's elements in order."""
+    """blocks: state -> the elements of the global tensor in order."""
     unfinished = folder / UNFINISHED_FOLDER / plan.name
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -215,7 +218,7 @@ def _write_files(
     for key, parts in blocks.items():
         if key not in names:
             raise ConfigError(
-                f"the optimizer's {key} of {plan.name} has no place in a universal checkpoint, which keeps "
+                f"the optimizer's {key} of {plan.name} cannot be stored in a universal checkpoint, only "
                 f"{', '.join(names)}"
             )
         write_tensor(unfinished / names[key], plan.shape, parts, plan.entry())
@@ -224,16 +227,15 @@ def _write_files(
 
 
 def _finish(folder: Path, name: str) -> None:
-    """Gives the parameter's folder its place once all that is in it is on the disk: whatever is found there
-    after a power failure is whole."""
+    """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
     (folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
     sync_tree(folder / UNFINISHED_FOLDER / name)
     rename_synced(folder / UNFINISHED_FOLDER / name, folder / PARAMETER_FOLDER / name)
 
 
 def _is_finished(source: Source, partial: Path, plan: MergePlan) -> bool:
-    """Whether an interrupted conversion has finished a parameter: all of its files are there, of the right
-    shape, and every byte agrees with the checksum that was written behind it. Else it is removed."""
+    """Whether an interrupted conversion has finished a parameter: all of its files exist, have the right
+    shape and match their checksums. Otherwise the parameter's folder is removed."""
     folder = partial / PARAMETER_FOLDER / plan.name
     if not folder.exists():
         return False
@@ -250,7 +252,7 @@ def _is_finished(source: Source, partial: Path, plan: MergePlan) -> bool:
 
 
 def _files_of(source: Source, plan: MergePlan) -> dict[str, tuple[int, ...]]:
-    """By name, the shapes of the tensors in the files that a conversion writes of a parameter."""
+    """File name -> shape of the tensor, for the files that a conversion writes for a parameter."""
     names = {VALUES: "fp32.pt", **MOMENT_FILES}
     files = {names[key]: plan.shape for key in (VALUES, *source.files.moments(plan.name)) if key in names}
     if _number(source.files.others(plan.name).get("step")) is not None:
@@ -259,22 +261,22 @@ def _files_of(source: Source, plan: MergePlan) -> dict[str, tuple[int, ...]]:
 
 
 def _number(step: Any) -> float | None:
-    """The optimizer's step, which some keep as a number and some as a tensor."""
+    """The optimizer's step, which is a number or a tensor."""
     return step.item() if isinstance(step, StoredTensor) else step
 
 
-# --- around them ---
+# --- before and after the parameters ---
 
 
 def _begin(source: Source, partial: Path) -> None:
-    """Makes the folder, or finds it as an interrupted conversion has left it."""
+    """Creates the folder, or accepts that of an interrupted conversion of the same source."""
     partial.mkdir(parents=True, exist_ok=True)
     if links := [path for path in (partial, *partial.iterdir()) if path.is_symlink()]:
-        raise ConfigError(f"{links[0]} is a link, which no conversion leaves: delete it")
+        raise ConfigError(f"{links[0]} is a link, which no conversion creates: delete it")
     mark = partial / SOURCE_FILE
     if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
         raise ConfigError(
-            f"{partial} is no interrupted conversion of a native checkpoint, for it has no {SOURCE_FILE}: "
+            f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
             "delete it, or give another --output_folder"
         )
     if mark.is_file() and _text_of(mark) != identity(source):
@@ -296,7 +298,7 @@ def _check_memory(workers: int) -> None:
 
 
 def _available_memory() -> int | None:
-    """Bytes; None where the system does not tell."""
+    """Available memory in bytes; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -306,7 +308,7 @@ def _available_memory() -> int | None:
 
 
 def _write_rest(source: Source, partial: Path) -> None:
-    """What is not of a single parameter: as DeepSpeed's converter leaves it, and `run.json`."""
+    """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
     common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
@@ -332,11 +334,12 @@ def _write_rest(source: Source, partial: Path) -> None:
         if averaged and "certificate" in content:
             content["certificate"] = _record_without(averaged, content["certificate"])
         run = add_checksum({**content, "files": sizes})
-        write_atomically(partial / RUN_FILE, json.dumps(run, indent=2) + "\n")
+        write_json(partial / RUN_FILE, run)
 
 
 def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
-    """What of a record still holds if the mean was taken of the copies of these parameters."""
+    """The part of an integrity record that is still valid if the replicas of these parameters were
+    averaged."""
     digests = {
         kind: {name: digest for name, digest in of_kind.items() if name not in averaged}
         for kind, of_kind in record["digests"].items()
@@ -345,8 +348,8 @@ def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any
 
 
 def _plain_types(value: Any) -> Any:
-    """In types that any program can read: None in place of tensors and of objects of other programs' classes,
-    but for the arguments, which all of them expect as a Namespace."""
+    """The value in types that any program can read. Tensors and objects of other programs' classes become
+    None; the arguments stay an `argparse.Namespace`, which Megatron programs expect."""
     if isinstance(value, dict):
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

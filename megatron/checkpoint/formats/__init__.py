@@ -1,1 +1,1 @@
-"""Readers of the formats on disk: one module per format."""
+"""Checkpoint formats: one `StateReader` per format, and the file formats that they use."""

@@ -1,150 +1,261 @@
-"""Where each parameter's fp32 values and moments lie in the optimizer files of a native checkpoint.
+"""Native checkpoints: DeepSpeed's files, as a run saves them.
 
-Every (stage, tensor rank) pair of the run that saved, and with ZeRO each of its data-parallel ranks, wrote
-a file of flat fp32 partitions that says which parameter lies where in them. The pieces of a parameter in the
-order of the data-parallel ranks are its tensor-parallel shard. DeepSpeed's layout; needs no torch.
+The layer files hold the weights in the precision of the run; the optimizer's files hold fp32 values and
+moments. Both are read on any layout: the parameter's spec says where the shards that were saved, and this
+rank's shard, are in the global tensor. Files are memory-mapped, so a rank reads what it needs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.formats.torch_archive import StoredTensor, read_file
-from megatron.checkpoint.integrity.files import expect_layout
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.formats.deepspeed_files import VALUES, OptimizerFiles
+from megatron.checkpoint.formats.reader import ParameterRecord, StateReader, check_shape
+from megatron.checkpoint.formats.torch_archive import StoredTensor, concat_pieces, load_file
+from megatron.checkpoint.integrity.layout_files import unneeded_files
+from megatron.checkpoint.integrity.manifest import file_problems
 from megatron.checkpoint.integrity.names import check_parameter
-from megatron.config.errors import ConfigError
+from megatron.checkpoint.reshard import reshard
+from megatron.config import ConfigError
+from megatron.config.vocab import padded_vocab_size
+from megatron.files import HostileFileError
+from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
+from megatron.text_table import first_few
 
-# The fp32 values of a parameter are asked for under this key, its moments under the optimizer's names.
-VALUES = "fp32"
-_ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
-_MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
-
-
-@dataclass(frozen=True)
-class _Fragment:
-    """Elements start to start + length - 1 of an optimizer group's partition in one file."""
-
-    state: dict
-    group: int
-    start: int
-    length: int
-
-    @property
-    def master(self) -> StoredTensor:
-        return self.state["single_partition_of_fp32_groups"][self.group]
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """What the optimizer keeps of the group: moments as long as the partition, and the step."""
-        return self.state["base_optimizer_state"]["state"].get(self.group, {})
-
-    def piece(self, key: str) -> StoredTensor:
-        tensor = self.master if key == VALUES else self.kept[key]
-        # A file may hold an object in its place that has all the attributes, and names another file.
-        if not isinstance(tensor, StoredTensor):
-            raise ConfigError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
-        return tensor.part(self.start, self.length)
+_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
-class OptimizerFiles:
-    """The pieces of every parameter. `common`: the optimizer's state in the first file, which besides tensors
-    holds what is the same in all (clipping, loss scale). `stage`: of ZeRO, 0, or 1 for all others."""
+class NativeReader(StateReader):
+    """Reads a native checkpoint of any layout."""
 
-    def __init__(self, folder: Path, tensor_size: int) -> None:
-        """tensor_size: of the run that saved. ConfigError names a file that is damaged, or that is of no
-        layout known here."""
-        self.folder = folder
-        self.tensor_size = tensor_size
-        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
-        files = optimizer_files(folder)
-        if not files:
-            raise ConfigError(f"checkpoint {folder} holds no optimizer state: take another one")
-        self.stage = int(files[0][2] == "optimizer_state_dict")
-        first_holder: dict[tuple[int, str], int] = {}
-        for model_rank, path, key in files:
-            state = _optimizer_state(path, key)
-            if path == files[0][1]:
-                self.common = state
-            tp_rank = model_rank % tensor_size
-            for name, fragment in _fragments(state, path):
-                # A tied parameter is on two stages: one of them is enough.
-                if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
-                    self._fragments[tp_rank].setdefault(name, []).append(fragment)
+    verified_unit = "files"
+
+    @cached_property
+    def _tp_size(self) -> int:
+        """Tensor-parallel size of the run that saved."""
+        return self.checkpoint.config.parallel.tensor_model_parallel_size
+
+    @cached_property
+    def _files(self) -> OptimizerFiles:
+        return OptimizerFiles(self.folder, self._tp_size)
+
+    @cached_property
+    def layers(self) -> LayerFiles:
+        """The layer files."""
+        return LayerFiles(self.folder)
 
     @property
-    def names(self) -> Iterable[str]:
-        """All parameters, by global name."""
-        return self._fragments[0].keys()
+    def stored_names(self) -> Collection[str]:
+        """See `StateReader`."""
+        return self._files.names
 
-    def moments(self, name: str) -> list[str]:
-        """The optimizer's names of what it keeps per element of the parameter."""
-        first = self._fragments[0][name][0]
-        return [key for key, value in first.kept.items() if _is_moment(value, first.master)]
-
-    def others(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps beside the moments: the step."""
-        first = self._fragments[0][name][0]
-        return {key: value for key, value in first.kept.items() if not _is_moment(value, first.master)}
-
-    def pieces(self, tp_rank: int, name: str, key: str) -> list[StoredTensor]:
-        """The flat shard of a tensor rank, cut in pieces that follow one another.
-
-        key: VALUES or a moment. ConfigError where this rank has none.
-        """
-        try:
-            return [fragment.piece(key) for fragment in self._fragments[tp_rank][name]]
-        except KeyError:
+    @cached_property
+    def names(self) -> list[str]:
+        """The parameters of the model. ConfigError if the optimizer's files lack one."""
+        missing = [name for name in self.specs if name not in self.stored_names]
+        if missing:
             raise ConfigError(
-                f"checkpoint {self.folder}: the files of tensor rank {tp_rank} lack {key} of {name}, "
-                "which others have: they are not of one checkpoint"
-            ) from None
+                f"checkpoint {self.folder}: the optimizer files hold no state of {missing[0]} "
+                f"({len(missing)} such parameters): use another one"
+            )
+        return list(self.specs)
+
+    @property
+    def loss_scaler(self) -> dict[str, Any] | None:
+        """See `StateReader`."""
+        return self._files.common["loss_scaler"]
+
+    def kinds(self, name: str) -> list[str]:
+        """See `StateReader`."""
+        return [VALUES, *self._files.moments(name)]
+
+    def optimizer_scalars(self, name: str) -> dict[str, Any]:
+        """See `StateReader`."""
+        others = self._files.others(name)
+        return {
+            key: value.tensor() if isinstance(value, StoredTensor) else value for key, value in others.items()
+        }
+
+    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+        """See `StateReader`. Of a replicated parameter it reads the first tensor-parallel rank's copy."""
+        saved = self._saved_spec(spec or self.specs[name])
+        num_shards = 1 if saved.shard_dim is None else self._tp_size
+        return merge_shards(saved, [self._saved_shard(rank, name, kind, saved) for rank in range(num_shards)])
+
+    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """See `StateReader`. Reads only what overlaps with this rank's shard."""
+        saved = self._saved_spec(spec)
+        if spec.shard_dim is None or (saved == spec and self._tp_size == tp_group.size):
+            rank = 0 if spec.shard_dim is None else tp_group.rank
+            return concat_pieces(self._files.pieces(rank, name, kind))
+
+        def saved_shard(rank: int) -> Tensor:
+            return concat_pieces(self._files.pieces(rank, name, kind))
+
+        return reshard(spec, tp_group, saved, self._tp_size, saved_shard).reshape(-1)
+
+    def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:
+        """The spec with the padding of the vocabulary that the run had which saved."""
+        if spec.num_valid_rows is None:
+            return spec
+        model = self.checkpoint.config.model
+        rows = padded_vocab_size(self.checkpoint.vocab_size, model, self._tp_size)
+        return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
+
+    def _saved_shard(self, rank: int, name: str, kind: str, saved: ParameterSpec) -> Tensor:
+        flat = concat_pieces(self._files.pieces(rank, name, kind))
+        shape = local_shape(saved, TPGroup(rank, self._tp_size))
+        if flat.numel() != prod(shape):
+            raise ConfigError(
+                f"checkpoint {self.folder}: TP rank {rank} holds {flat.numel():,} elements of {name}, "
+                f"expected {prod(shape):,}: the files are from different checkpoints"
+            )
+        return flat.view(shape)
+
+    def weights(
+        self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights in the layer files. verify: compare the files with their digests first."""
+        if verify:
+            self.verify_weights()
+        yield from self.layers.all_tensors(self.specs if specs is None else specs)
+
+    def weights_verification(self, master_weights: bool) -> str:
+        """See `StateReader`."""
+        return super().weights_verification(True) if master_weights else "the digests of the layer files"
+
+    def files_to_verify(self) -> list[str]:
+        """All files: each has a digest in `run.json`. Files that a resume does not need may be missing."""
+        run = self.checkpoint.run
+        unneeded = unneeded_files(run)
+        return [
+            name for name in sorted(run["files"]) if name not in unneeded or (self.folder / name).exists()
+        ]
+
+    def has_digests(self) -> bool:
+        """See `StateReader`."""
+        return True
+
+    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
+        """Compares all files, or the layer files, with the digests in `run.json`."""
+        files = self.checkpoint.run["files"]
+        chosen = {name: files[name] for name in files if name.startswith("layer_") or not weights_only}
+        return len(chosen), [problem for problem in file_problems(self.folder, chosen) if problem]
+
+    def inspect_parameters(self) -> tuple[list[ParameterRecord], list[str]]:
+        """What the layer files hold, and what is wrong with it."""
+        records: list[ParameterRecord] = []
+        problems: list[str] = []
+        try:
+            files = self.layers
+        except ConfigError as error:
+            return [], [str(error)]
+        unreadable = False
+        for layer in files.layers:
+            try:
+                global_tensors = files.global_tensors(layer, self.specs, meta=True)
+                shards = files.shards(layer)
+            except HostileFileError:
+                raise
+            except ConfigError as error:
+                problems.append(str(error))
+                unreadable = True
+                continue
+            for name, tensor in global_tensors.items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                records.append(ParameterRecord(name, tuple(tensor.shape), dtype))
+                copies = shards[name]
+                if self.specs[name].shard_dim is None and not all(torch.equal(copies[0], c) for c in copies):
+                    problems.append(f"the TP ranks hold different values of {name}, which is not sharded")
+        missing = self.specs.keys() - {record.name for record in records}
+        if missing and not unreadable:
+            problems.append(f"parameters that no file holds: {first_few(sorted(missing))}")
+        return records, problems
 
 
-def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
-    """(model-parallel rank, path, key of the optimizer's state), in the order of the data-parallel ranks:
-    the files of ZeRO, else those of ZeRO-0."""
-    zero = [
-        (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
-    ]
-    found = sorted((int(match["data"]), int(match["model"]), path) for match, path in zero if match)
-    if found:
-        return [(model, path, "optimizer_state_dict") for _, model, path in found]
-    plain = [(_MODEL_FILE.fullmatch(path.name), path) for path in model_files(folder)]
-    return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
+class LayerFiles:
+    """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and TP rank. The
+    layer's number does not depend on the pipeline stages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._paths: dict[int, list[Path]] = {}
+        for path in sorted(folder.glob("layer_*-model_states.pt")):
+            match = _LAYER_FILE.fullmatch(path.name)
+            if match and len(match.group(1)) < 10:
+                self._paths.setdefault(int(match.group(1)), []).append(path)
+        if not self._paths:
+            raise ConfigError(
+                f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
+            )
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have files, in order."""
+        return sorted(self._paths)
+
+    def shards(self, layer: int) -> dict[str, list[Tensor]]:
+        """Global parameter name -> the shards of all TP ranks in order, memory-mapped."""
+        paths = self._paths[layer]
+        states = [load_file(path) for path in paths]
+        for path, state in zip(paths, states, strict=True):
+            if not isinstance(state, dict) or not all(
+                isinstance(tensor, Tensor) for tensor in state.values()
+            ):
+                raise ConfigError(f"{path} holds something other than a dict of tensors: it is damaged")
+            if state.keys() != states[0].keys():
+                raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
+        prefix = _parameter_prefix(layer)
+        names = {name: check_parameter(prefix + str(name), paths[0]) for name in states[0]}
+        return {full: [state[name] for state in states] for name, full in names.items()}
+
+    def global_tensors(
+        self, layer: int, specs: Mapping[str, ParameterSpec], meta: bool = False
+    ) -> dict[str, Tensor]:
+        """The layer's parameters merged over TP ranks, with the dtype and padding of the files.
+
+        meta: return tensors without values, on the meta device, which reads next to nothing from the files.
+        Raises ConfigError for a parameter that is not in `specs`, or that has another shape.
+        """
+        global_tensors = {}
+        for name, shards in self.shards(layer).items():
+            if name not in specs:
+                raise ConfigError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
+            shards = [shard.to("meta") for shard in shards] if meta else shards
+            try:
+                global_tensors[name] = merge_shards(specs[name], shards)
+                shape = tuple(global_tensors[name].shape)
+            except (RuntimeError, IndexError):  # torch cannot join them
+                shape = tuple(shards[0].shape)
+            source = f"{self.folder}: the {len(shards)} files of layer {layer} make {name}"
+            check_shape(shape, specs[name], source, "they are not the files of one run")
+        return global_tensors
+
+    def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+        """(name, global tensor) of every parameter, a layer at a time; ConfigError if any of `specs` is
+        missing in the end."""
+        missing = set(specs)
+        for layer in self.layers:
+            global_tensors = self.global_tensors(layer, specs)
+            missing -= global_tensors.keys()
+            yield from global_tensors.items()
+        if missing:
+            raise ConfigError(
+                f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}"
+            )
 
 
-def model_files(folder: Path) -> list[Path]:
-    """What each (stage, tensor rank) pair says of the run, in the order of their ranks."""
-    paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
-
-
-def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
-    """(parameter, where it lies) for all in one file, checked to be laid out as DeepSpeed does."""
-    with expect_layout(path, "the optimizer's state by parameter"):
-        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
-        for group, addresses in enumerate(state["param_slice_mappings"]):
-            for name, address in addresses.items():
-                if not isinstance(masters[group], StoredTensor) or type(kept.get(group, {})) is not dict:
-                    raise TypeError(f"group {group} of parameters has no values")
-                check_parameter(name, path)
-                yield name, _Fragment(state, group, address.start, address.numel)
-
-
-def _is_moment(value: Any, master: StoredTensor) -> bool:
-    return isinstance(value, StoredTensor) and value.shape == master.shape
-
-
-def _optimizer_state(path: Path, key: str) -> dict:
-    content = read_file(path)
-    state = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(state, dict) or "param_slice_mappings" not in state:
-        raise ConfigError(
-            f"checkpoint file {path} holds no optimizer state by parameter ({key}, param_slice_mappings): "
-            "expected a checkpoint that says where each parameter lies, as ZeRO stages 0 and 1 write it"
-        )
-    return state
+def _parameter_prefix(layer_index: int) -> str:
+    """The embedding is the only layer before the first transformer layer that has parameters."""
+    return f"tied_modules.{TIED_EMBEDDING}." if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."

@@ -1,12 +1,12 @@
-"""Pickles read as data: nothing is imported, and only functions that the caller gives are called.
+"""Reads pickles as data: nothing is imported, and only functions that the caller passes are called.
 
-Python's own unpicklers, told which names to allow, still allocate what a few bytes ask for (`bytearray(n)`, a
-memo index), hash nested tuples without end and build what crashes whoever walks through it. This one executes
-the opcodes that a pickle of data consists of, itself, with a bound on the work and on the result:
+Python's own unpicklers are not safe even with a list of allowed names. They allocate what a few bytes request
+(`bytearray(n)`, a memo index), hash nested tuples without a limit, and build values that overflow the stack
+of code that walks through them. This module executes the opcodes of a pickle itself, with these limits:
 
-- the work: `_MAX_STEPS` opcodes and elements handed to calls, which bounds the memory too;
-- the result: `_MAX_DEPTH` levels, no cycles, `_MAX_NODES` values when all that is shared is counted as often
-  as it is reached, so that any walk through it ends.
+- work: `_MAX_STEPS` opcodes and elements passed to calls, which also limits memory;
+- result: `_MAX_DEPTH` levels, no cycles, and `_MAX_NODES` values, with shared ones counted as often as they
+  are reached, so that any walk through it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 _MAX_STEPS = 1 << 20
 _MAX_NODES = 1 << 22
 _MAX_DEPTH = 64
-# torch's generators and numpy's have numbers of 128 bits.
+# Random generators of torch and numpy have integers of 128 bits.
 _MAX_INT_BITS = 512
 _MAX_KEY_LENGTH = 16
 
@@ -29,14 +29,14 @@ class PickleError(ValueError):
 
 
 class HostilePickle(PickleError):
-    """It asks for more than a pickle of data has use for."""
+    """The pickle requires more memory or time than a pickle of data."""
 
 
 class Stub:
-    """Stands for an object of a class that is not loaded. `origin`: the class's full name;
-    `constructor_args`: its arguments; attributes: those that were saved."""
+    """Stands for an object of a class that is not imported. origin: full name of the class. constructor_args:
+    its arguments. Other attributes: those that were saved."""
 
-    # Slots come before the attributes that a file names.
+    # Slots take precedence over attributes from the file.
     __slots__ = ("origin", "constructor_args", "__dict__", "__weakref__")
 
     def __init__(self, origin: str, constructor_args: tuple[Any, ...] = ()) -> None:
@@ -44,7 +44,7 @@ class Stub:
 
 
 class StubType:
-    """A class that is not loaded, whose instances are `Stub`."""
+    """A class that is not imported; its instances become `Stub`."""
 
     __slots__ = ("origin",)
 
@@ -53,7 +53,7 @@ class StubType:
 
 
 class Function:
-    """What a pickle may call; it gets the arguments and raises PickleError unless they are as expected."""
+    """A function that a pickle may call. It raises PickleError for unexpected arguments."""
 
     __slots__ = ("call",)
 
@@ -67,8 +67,8 @@ _MARK = object()
 def read_pickle(content: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any]) -> Any:
     """The value that was pickled.
 
-    find: (module, name) -> a `Function`, an `StubType` or a value, or raises. persistent: persistent id ->
-    value, or raises. Raises PickleError, or ValueError for opcodes that are cut off.
+    find: (module, name) -> a `Function`, a `StubType` or a value, or raises. persistent: persistent id ->
+    value, or raises. Raises PickleError, or ValueError for a truncated opcode.
     """
     machine = _Machine(find, persistent)
     for steps, (opcode, argument, _) in enumerate(pickletools.genops(content)):
@@ -83,7 +83,7 @@ def read_pickle(content: bytes, find: Callable[[str, str], Any], persistent: Cal
 
 
 class _Machine:
-    """The stack and the memo of a pickle that is executed."""
+    """Executes a pickle: its stack and memo."""
 
     def __init__(self, find: Callable[[str, str], Any], persistent: Callable[[Any], Any]) -> None:
         self._find, self._persistent = find, persistent
@@ -115,11 +115,11 @@ class _Machine:
         else:
             handler = _HANDLERS.get(name)
             if handler is None:
-                raise PickleError(f"instruction {name}, which no checkpoint has use for")
+                raise PickleError(f"instruction {name}, which no checkpoint uses")
             handler(self)
 
     def pop(self) -> Any:
-        """The value on top of the stack, taken off."""
+        """Removes and returns the value on top of the stack."""
         value = self._top()
         del self._stack[-1]
         return value
@@ -182,7 +182,7 @@ class _Machine:
     def _global(self) -> None:
         name, module = self.pop(), self.pop()
         if type(name) is not str or type(module) is not str:
-            raise PickleError("it names a class by something that is not text")
+            raise PickleError("the name of a class is not text")
         self._stack.append(self._find(module, name))
 
     def _reduce(self) -> None:
@@ -191,7 +191,7 @@ class _Machine:
             raise PickleError("it calls a function without a tuple of arguments")
         self._elements += sum(map(_cost, arguments))
         if self._elements > _MAX_STEPS:
-            raise HostilePickle("it hands too much to functions")
+            raise HostilePickle("the arguments of its functions exceed the limit")
         if isinstance(function, StubType):
             self._stack.append(Stub(function.origin, arguments))
         elif isinstance(function, Function):
@@ -201,20 +201,20 @@ class _Machine:
 
     def _new(self) -> None:
         if not isinstance(self._stack[-2] if len(self._stack) > 1 else None, StubType):
-            raise PickleError("it makes an object of no class")
+            raise PickleError("it creates an object without a class")
         self._reduce()
 
     def _build(self) -> None:
         state, target = self.pop(), self._top()
         if isinstance(target, Stub):
-            # (attributes, slots) where a class has slots.
+            # (attributes, slots) if the class has slots.
             parts = state if type(state) is tuple and len(state) == 2 else (state,)
             if all(part is None or _is_attributes(part) for part in parts):
                 for part in parts:
                     target.__dict__.update(part or {})
             else:
                 target.__dict__["state"] = state
-        elif type(target) is not OrderedDict:  # its attributes are torch's notes on a module: not needed
+        elif type(target) is not OrderedDict:  # torch's metadata of a module: not needed
             raise PickleError(f"it would change a {type(target).__name__}")
 
     def _persistent_id(self) -> None:
@@ -253,14 +253,14 @@ _HANDLERS: dict[str, Callable[[_Machine], None]] = {
 
 
 def _cost(argument: Any) -> int:
-    """Of a copy, in elements: a text's characters take less than a list's."""
+    """Cost of copying an argument, in list elements; text costs less per character."""
     if isinstance(argument, (str, bytes)):
         return len(argument) // 16
     return len(argument) if isinstance(argument, (list, tuple, dict, set, frozenset)) else 0
 
 
 def check_key(key: Any) -> Any:
-    """The key of a dict or element of a set, if its hash takes no time and no stack."""
+    """Returns the key of a dict or the element of a set if it can be hashed in bounded time and depth."""
     if type(key) is tuple and len(key) <= _MAX_KEY_LENGTH and not any(type(part) is tuple for part in key):
         for part in key:
             check_key(part)
@@ -281,9 +281,9 @@ def _is_attributes(state: Any) -> bool:
 
 
 def check_bounded(value: Any) -> None:
-    """Raises HostilePickle for a value that is too deep, has cycles, or is too large to be walked through."""
+    """Raises HostilePickle for a value that is too deep, has cycles, or is too large to walk through."""
     sizes: dict[int, int] = {}
-    # Of the containers that are being walked through, outermost first: the next child, and the size so far.
+    # The containers on the current path, outermost first: id, next children, size so far.
     path: list[tuple[int, Iterator[Any], list[int]]] = []
 
     def enter(container: Any) -> None:

@@ -1,9 +1,9 @@
-"""Files of `torch.save`: what is in them and where, read without running anything, and without torch.
+"""Reads and writes files of `torch.save` without torch, and without running code from them.
 
-Such a file is a zip archive, stored without compression. `<name>/data.pkl` is a pickle in which each tensor
-names a storage; the storage's bytes are the member `<name>/data/<key>`. A pickle can name any function and
-have it called. Here it can name only what stands in the tables below, all of it harmless, and what is a class
-elsewhere becomes an `Stub` object that has its arguments and attributes and does nothing. See `pickles`.
+Such a file is an uncompressed zip archive. `<name>/data.pkl` is a pickle in which each tensor names a
+storage; the storage's bytes are the member `<name>/data/<key>`. A pickle can name any function and call it.
+Here it can only name what is listed in the tables below, all of it harmless. Other programs' classes become
+`Stub` objects, which hold the arguments and attributes. See `pickles`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron.checkpoint.formats.pickles import (
     check_key,
     read_pickle,
 )
-from megatron.checkpoint.integrity.files import HostileFileError, open_regular
 from megatron.checkpoint.integrity.names import is_plain, one_line, shown
 from megatron.config.errors import ConfigError
+from megatron.files import HostileFileError, open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ _STORAGES = {
     **{"BFloat16Storage": "bfloat16", "BoolStorage": "bool", "LongStorage": "int64", "IntStorage": "int32"},
     **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8"},
 }
-# A pickle of a file with tens of thousands of parameters has a few MB.
+# A pickle with tens of thousands of parameters has a few MB.
 _MAX_PICKLE_BYTES = 1 << 26
-# The list of a zip archive's members, which is read as a whole.
+# Limit for one read, such as the list of the archive's members.
 _MAX_READ_BYTES = 1 << 27
 _MAX_DIMS = 16
-# torch begins a storage at a multiple of this many bytes of the file.
+# torch aligns storages in the file to this many bytes.
 _ALIGNMENT = 64
 
 
@@ -72,9 +72,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that lies in a file.
+    """A tensor in a file.
 
-    dtype: torch's name of it. begin: byte of the file where element 0 lies. stride: in elements, as torch's.
+    dtype: torch's name. begin: offset in bytes of element 0 in the file. stride: in elements, as torch's.
     """
 
     file: StoredFile
@@ -99,7 +99,7 @@ class StoredTensor:
         """Elements start to start + length - 1 of a flat tensor; ConfigError if it has fewer."""
         if not (type(start) is type(length) is int and 0 <= start <= start + length <= self.numel):
             raise ConfigError(
-                f"checkpoint file {self.file.path} tells of {length} elements from {start} on in a tensor of "
+                f"checkpoint file {self.file.path} names {length} elements from {start} on in a tensor of "
                 f"{self.numel:,}: it is damaged"
             )
         return replace(self, begin=self.begin + start * self.item_bytes, shape=(length,))
@@ -118,7 +118,7 @@ class StoredTensor:
         return number
 
     def tensor(self) -> Tensor:
-        """It as torch's, sharing memory with the mapped file."""
+        """The torch tensor, which shares memory with the mapped file."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -137,10 +137,10 @@ def concat_pieces(pieces: Sequence[StoredTensor]) -> Tensor:
 
 
 def read_file(path: Path) -> Any:
-    """What was saved, with a `StoredTensor` for each tensor. Reads the structure only.
+    """Reads what was saved, with a `StoredTensor` for each tensor. Reads the structure only.
 
-    Raises ConfigError, naming the file, if it is damaged; HostileFileError if it names a class or function
-    that no checkpoint has use for (nothing has run then), or asks for more memory or time than one needs.
+    Raises ConfigError, which names the file, if it is damaged. Raises HostileFileError if it names a class or
+    function that checkpoints do not use (none was run), or requires more memory or time than a checkpoint.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
@@ -148,22 +148,22 @@ def read_file(path: Path) -> Any:
             return _Archive(path, file, archive, pickled.removesuffix("data.pkl")).read()
     except _Refused as error:
         raise HostileFileError(
-            f"checkpoint file {path} cannot be read: it names {error}, for which a checkpoint has no use. "
-            "Nothing of it was run; it may be meant to do harm: ask where it comes from"
+            f"checkpoint file {path} cannot be read: it names {error}, which checkpoints do not use. "
+            "No code of it was run; it may be malicious: check where it comes from"
         ) from None
     except HostilePickle as error:
         raise HostileFileError(
-            f"checkpoint file {path} cannot be read: {error}, for which a checkpoint has no use. It may be "
-            "meant to do harm: ask where it comes from"
+            f"checkpoint file {path} cannot be read: {error}, which checkpoints do not use. It may be "
+            "malicious: check where it comes from"
         ) from None
     except Exception as error:  # a damaged file can fail anywhere
         raise ConfigError(
-            f"checkpoint file {path} cannot be read ({one_line(error)}): take an older checkpoint"
+            f"checkpoint file {path} cannot be read ({one_line(error)}): use an older checkpoint"
         ) from error
 
 
 class _Bounded:
-    """A file whose reader cannot take more into memory at once than any checkpoint's structure has."""
+    """A file with a limit on the size of one read."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         self._file = file
@@ -181,23 +181,32 @@ class _Bounded:
 
 
 def load_file(path: Path) -> Any:
-    """As `read_file`, with torch's tensors, memory-mapped, in dicts, lists and tuples."""
+    """As `read_file`, with memory-mapped torch tensors in dicts, lists and tuples."""
     return _with_tensors(read_file(path))
 
 
 def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
-    """Whether the file holds a tensor of this shape, alone or under 'param', and every byte is what was
-    written: the archive keeps a checksum of each member. Reads all. ConfigError if torch.save did not write
-    it."""
+    """Whether the file holds a tensor of this shape, alone or under 'param', and matches its checksums. Reads
+    the whole file. ConfigError if torch.save did not write it."""
     content = read_file(path)
     tensor = content.get("param") if isinstance(content, dict) else content
-    if not isinstance(tensor, StoredTensor) or tensor.shape != shape:
-        return False
+    return isinstance(tensor, StoredTensor) and tensor.shape == shape and bool(matches_checksums(path))
+
+
+def matches_checksums(path: Path) -> bool | None:
+    """Reads the whole file and compares each member of the archive with its CRC-32; None if the archive has
+    no checksums. ConfigError if torch.save did not write it."""
+    read_file(path)
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            return archive.testzip() is None
+            return archive.testzip() is None if _has_checksums(archive) else None
     except (zipfile.BadZipFile, EOFError, NotImplementedError):
         return False
+
+
+def _has_checksums(archive: zipfile.ZipFile) -> bool:
+    """torch.save writes 0 as every checksum after torch.serialization.set_crc32_options(False)."""
+    return any(info.CRC for info in archive.infolist())
 
 
 def _with_tensors(value: Any) -> Any:
@@ -215,11 +224,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-# --- what a pickle may name ---
+# --- names that a pickle may use ---
 
 
 class _Refused(PickleError):
-    """A class or function that is in no table."""
+    """A class or function that is not in a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +248,9 @@ class _Storage:
         if len(shape) > _MAX_DIMS or not all(
             type(number) is int and 0 <= number < 1 << 62 for number in (offset, *shape, *stride)
         ):
-            raise PickleError("a tensor's shape is not of whole numbers")
-        # Elements may lie in any order, and none is there twice: such a tensor would take more memory, once
-        # it is copied, than its file has bytes.
+            raise PickleError("the sizes of a tensor are not integers")
+        # Elements may be in any order, but none may occur twice: a copy of such a tensor could need more
+        # memory than its file has bytes.
         last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         fits = prod(shape) <= self.length and last < self.length
         if not (fits if all(shape) else prod(filter(None, shape)) < 1 << 62):
@@ -264,13 +273,13 @@ def _parameter(tensor: Any = None, *_: Any) -> StoredTensor:
 
 def _plain_tuple(values: Any = (), *more: Any) -> tuple[Any, ...]:
     if type(values) not in (list, tuple) or more:
-        raise PickleError("a list of sizes that is none")
+        raise PickleError("a list of sizes that is not a list")
     return tuple(values)
 
 
 def _encoded(text: Any = None, *_: Any) -> bytes:
     if type(text) is not str:
-        raise PickleError("bytes that are not made of text")
+        raise PickleError("bytes that are not encoded as text")
     return text.encode("latin1")
 
 
@@ -295,14 +304,14 @@ def _collection(make: Callable[..., Any]) -> Callable[..., Any]:
         if make is OrderedDict:
             values = tuple(map(_plain_tuple, values))
             if any(len(pair) != 2 for pair in values):
-                raise PickleError("a dict of what are no pairs")
+                raise PickleError("a dict of elements that are not pairs")
             return OrderedDict((check_key(key), value) for key, value in values)
         return make(map(check_key, values))
 
     return call
 
 
-# Called for their result.
+# Functions that a pickle may call.
 _FUNCTIONS: dict[tuple[str, str], Function] = {
     key: Function(function)
     for key, function in {
@@ -312,7 +321,7 @@ _FUNCTIONS: dict[tuple[str, str], Function] = {
         ("torch", "device"): _scalars(lambda *args: ":".join(map(str, args))),
         ("collections", "OrderedDict"): _collection(OrderedDict),
         ("collections", "defaultdict"): lambda *_: {},
-        # In which protocol 2 writes bytes.
+        # Protocol 2 writes bytes with these.
         ("_codecs", "encode"): _encoded,
         ("__builtin__", "bytearray"): _encoded,
         ("builtins", "bytearray"): _encoded,
@@ -326,7 +335,7 @@ _FUNCTIONS: dict[tuple[str, str], Function] = {
         },
     }.items()
 }
-# Replaced by inert objects: what the programs of this family keep beside tensors.
+# Replaced by stubs: objects that Megatron programs save beside tensors.
 _STUBBED = {
     ("argparse", "Namespace"),
     ("types", "SimpleNamespace"),
@@ -344,7 +353,7 @@ _STUBBED = {
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 }
-# Enumerations of Megatron and its forks, by the modules that hold nothing else.
+# Modules of Megatron and its forks that contain only enumerations.
 _STUBBED_MODULES = (
     *(f"megatron.{part}enums" for part in ("", "model.", "core.", "core.transformer.")),
     "numpy.dtypes",
@@ -352,18 +361,19 @@ _STUBBED_MODULES = (
 
 
 class _Archive:
-    """A file whose members' names begin with `root`."""
+    """An open archive. root: the common prefix of its members' names."""
 
     def __init__(self, path: Path, file: io.BufferedIOBase, archive: zipfile.ZipFile, root: str) -> None:
         self._file, self._archive, self._root = file, archive, root
         self._file_bytes = os.fstat(file.fileno()).st_size
         self._stored_file = StoredFile(path)
         self._storages: dict[str, _Storage] = {}
+        self._has_checksums = _has_checksums(archive)
         if f"{root}byteorder" in archive.namelist() and self._content("byteorder", 16) != b"little":
-            raise PickleError("its numbers have the bytes in another order than this machine's")
+            raise PickleError("it is big-endian, expected little-endian")
 
     def read(self) -> Any:
-        """What was pickled."""
+        """The value in the pickle."""
         return read_pickle(self._content("data.pkl", _MAX_PICKLE_BYTES), self._find, self._storage)
 
     def _find(self, module: str, name: str) -> Any:
@@ -397,8 +407,10 @@ class _Archive:
         return self._storages[key]
 
     def _info(self, member: str) -> zipfile.ZipInfo:
-        """Of a member that takes no more memory than it has bytes in the file."""
+        """The entry of an uncompressed member."""
         info = self._archive.getinfo(member)
+        if not self._has_checksums and hasattr(info, "CRC"):
+            del info.CRC  # else zipfile compares the content with a checksum that was never computed
         if info.compress_type != zipfile.ZIP_STORED:
             raise PickleError(f"{member} is compressed, which torch never does")
         return info
@@ -410,9 +422,10 @@ class _Archive:
         return self._archive.read(info)
 
     def _place(self, member: str) -> tuple[int, int]:
-        """First byte and number of bytes of a member."""
+        """(offset in the file, size in bytes) of a member."""
         info = self._info(member)
-        # The header before the data has 30 bytes, the name and an extra field, whose lengths stand in it.
+        # The header before the data has 30 bytes, with the lengths of the name and the extra field that
+        # follow.
         self._file.seek(info.header_offset)
         header = self._file.read(30)
         name_length, extra_length = struct.unpack_from("<HH", header, 26)
@@ -423,15 +436,15 @@ class _Archive:
 
 
 def write_plain(path: Path, value: Any) -> None:
-    """Writes a value without tensors: of numbers, strings, dicts, lists and tuples."""
+    """Writes a value without tensors: numbers, strings, dicts, lists and tuples."""
     _write_archive(path, pickle.dumps(value, protocol=2), 0, ())
 
 
 def write_tensor(
     path: Path, shape: tuple[int, ...], blocks: Iterable[Any], entry: dict[str, Any] | None = None
 ) -> None:
-    """Writes an fp32 tensor, whose bytes `blocks` gives one after the other: `entry` with it under the key
-    'param', or it alone."""
+    """Writes an fp32 tensor, either alone or under the key 'param' of `entry`. blocks: its bytes, in
+    order."""
     pickled = b"\x80\x02" + _pickled_tensor(shape) + b"."
     if entry is not None:
         members = b"".join(_pickled(key) + _pickled(value) for key, value in entry.items())
@@ -440,13 +453,13 @@ def write_tensor(
 
 
 def _pickled(value: Any) -> bytes:
-    """To stand inside another pickle: without its first opcode, the protocol, and its last, the stop."""
+    """A pickle to embed in another one: without the first opcode (protocol) and the last (stop)."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
 def _pickled_tensor(shape: tuple[int, ...]) -> bytes:
-    """The call that makes a contiguous fp32 tensor of storage 0. The opcodes: c global, ( mark, t tuple,
-    Q persistent id, R call."""
+    """The call that builds a contiguous fp32 tensor from storage 0. The opcodes: c global, ( mark, t tuple, Q
+    persistent id, R call."""
     storage = b"(" + _pickled("storage") + b"ctorch\nFloatStorage\n"
     storage += b"".join(_pickled(value) for value in ("0", "cpu", prod(shape))) + b"tQ"
     place = b"".join(_pickled(value) for value in (0, shape, contiguous_stride(shape), False))

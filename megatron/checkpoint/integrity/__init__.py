@@ -1,1 +1,1 @@
-"""Files that anybody may have written: names, sizes and digests are checked before they are used."""
+"""Checks of untrusted files: names, sizes and digests are verified before they are used."""

@@ -1,4 +1,4 @@
-"""The files that DeepSpeed writes for a layout, to see that a manifest lacks none of them."""
+"""The files that DeepSpeed writes for a layout, to find missing ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OPTIONAL_PREFIX = "bf16_"
 
 
 def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
-    """The names that `run`'s layout and parameters imply and that are not among `files`, in order.
+    """The files that the layout and parameters in `run` require and that are not among `files`, in order.
 
-    run: the content of `run.json`. Empty for a checkpoint that says nothing of its layout. Raises
-    ValueError, KeyError, TypeError or AttributeError for one that is malformed.
+    run: the content of `run.json`. Returns [] if it has no layout. Raises ValueError, KeyError, TypeError or
+    AttributeError if it is malformed.
     """
     if "layout" not in run:
         return []
@@ -27,15 +27,26 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
         int(layout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
     )
     replicas = data if int(layout["zero_stage"]) > 0 else 0
-    # A malformed layout of a billion ranks is answered before its names are made.
+    # A malformed layout of a billion ranks is refused before its names are listed.
     if tensor * pipeline * max(replicas, 1) > len(plain):
-        return [f"a file of tensor x pipeline x data parallel size {tensor} x {pipeline} x {data}"]
+        return [f"files for TP x PP x DP = {tensor} x {pipeline} x {data}"]
     expected = _expected(tensor, pipeline, replicas, run.get("parameters", {}))
     return [name for name in expected if name not in plain]
 
 
+def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
+    """The names of `run`'s files that a resume does not read, so that it may start without them.
+
+    With ZeRO these are the mp_rank files, the states of DeepSpeed's engine: weights and optimizer state are
+    in the zero_pp_rank files, all else is in `run.json`. Without ZeRO the mp_rank files hold the optimizer.
+    """
+    if int(run.get("layout", {}).get("zero_stage", 0)) < 1:
+        return frozenset()
+    return frozenset(name for name in run["files"] if re.fullmatch(r"mp_rank_[0-9]+_model_states\.pt", name))
+
+
 def _expected(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
-    """replicas: that write files of their own, as with ZeRO."""
+    """replicas: data-parallel ranks that write their own files, as with ZeRO."""
     for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
         yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
     for rank in range(tensor * pipeline):

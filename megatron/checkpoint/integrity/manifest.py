@@ -1,4 +1,4 @@
-"""What a complete checkpoint consists of: every file's size and digest, so that damage is seen and named."""
+"""The manifest of a checkpoint: size and SHA-256 of every file, to detect missing and damaged files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.integrity.files import open_regular, sync_file
+from megatron.files import open_regular
 
 # File name -> {"bytes": size, "sha256": digest in hex}.
 Files = dict[str, dict[str, Any]]
+READ_THREADS = 4
 
 
 def describe_files(folder: Path) -> Files:
-    """Size and digest of every file in the folder, each of which is on the disk after this. Collective: the
-    ranks share the work, and all get the whole."""
+    """Size and digest of every file in the folder, and syncs each to the disk. Collective: the ranks share
+    the work, and all get the result."""
     import torch.distributed as dist
 
     # One rank lists: on a shared file system another's listing may be older.
@@ -27,12 +30,17 @@ def describe_files(folder: Path) -> Files:
     return _shared(names, lambda name: describe_file(folder / name, to_disk=True))
 
 
-def first_size_mismatch(folder: Path, files: Files) -> str | None:
-    """The first file that is missing or of another size, in words; None if all are there. Reads no file."""
+def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
+    """The first file that is missing or has another size, in words; None if there is none. Reads no file.
+
+    unneeded: files that may be missing.
+    """
     for name, expected in sorted(files.items()):
         try:
             status = (folder / name).stat()
         except OSError:
+            if name in unneeded:
+                continue
             return f"{name} is missing"
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
@@ -42,60 +50,55 @@ def first_size_mismatch(folder: Path, files: Files) -> str | None:
     return None
 
 
-def first_damaged(folder: Path, files: Files) -> str | None:
-    """The first file that is not as it was written, in words. Reads all. Collective, as `describe_files`."""
+def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
+    """Reads a file. Returns what is wrong with it, in words; None if it has the expected digest."""
+    try:
+        is_intact = describe_file(folder / name) == expected
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror or error})"
+    return None if is_intact else f"{name} is damaged: its digest differs from that in run.json"
 
-    def describe(name: str) -> dict[str, Any]:
-        try:
-            return describe_file(folder / name)
-        except OSError as error:
-            return {"unreadable": str(error)}
 
-    for name, now in _shared(sorted(files), describe).items():
-        if "unreadable" in now:
-            return f"{name} cannot be read ({now['unreadable']})"
-        if now != files[name]:
-            return f"{name} is damaged: its digest is not the one that it was written with"
-    return None
+def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> Iterator[str | None]:
+    """`file_problem` of every file, in order, read by several threads."""
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(lambda name: file_problem(folder, name, files[name]), files)
+
+
+def first_problem(names: list[str], find_problem: Callable[[str], str | None]) -> str | None:
+    """The first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks share
+    the files, so that each is read once."""
+    import torch.distributed as dist
+
+    shared = [names]
+    dist.broadcast_object_list(shared)  # another rank's listing of a folder may be older
+    (names,) = shared
+    problems = _shared(names, find_problem)
+    return next((problem for _, problem in sorted(problems.items()) if problem), None)
 
 
 def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a digest of itself."""
+    """The record with a SHA-256 of its content."""
     return {**record, "sha256": _digest_of(record)}
 
 
 def has_valid_checksum(record: dict[str, Any]) -> bool:
-    """Whether the record is as `add_checksum` left it."""
+    """Whether the record has the checksum that `add_checksum` adds."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     return record.get("sha256") == _digest_of(content)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file that is there whole, and on the disk under its name, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", opener=_not_through_a_link) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_file(path.parent)
-
-
-def _not_through_a_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _shared(names: list[str], describe: Any) -> Files:
-    """describe(name) per name, each done by one rank; an OSError of one of them is raised on all."""
-    # Imported only now: tools that look at checkpoints have no use for torch, which takes seconds.
+def _shared(names: list[str], describe: Callable[[str], Any]) -> dict[str, Any]:
+    """describe(name) of every name, each computed by one rank. An OSError on one rank is raised on all."""
+    # Imported only here: tools that inspect checkpoints do not need torch, which takes seconds.
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    own: Files | str
+    own: dict[str, Any] | str
     try:
         own = {name: describe(name) for name in names[rank::size]}
     except OSError as error:
@@ -109,7 +112,7 @@ def _shared(names: list[str], describe: Any) -> Files:
 
 
 def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:
-    """Size and digest of one file. to_disk: it is on the disk after this."""
+    """Size and digest of one file. to_disk: sync it to the disk."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
         if to_disk:

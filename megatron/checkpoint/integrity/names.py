@@ -1,8 +1,8 @@
-"""Names that come from a file, checked before a path is made of any of them.
+"""Checks names that were read from a file before they are used in paths.
 
-A parameter, a file of a checkpoint, a checkpoint in a lineage: what a file calls so becomes a path that is
-opened, written or deleted. Each is a plain name, or for some files a few plain names below one another, so
-that the path stays inside the folder it is joined to. HostileFileError names the file and the name otherwise.
+Names of parameters, files and checkpoints become paths that are opened, written or deleted. Each must be a
+plain name, or for some files a few plain names with / between them, so that the path stays inside its folder.
+Otherwise a HostileFileError names the file and the name.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.integrity.files import HostileFileError, read_small
+from megatron.files import HostileFileError, read_small
 
 # A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.
 _MAX_LENGTH = 200
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
 _PARAMETER = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# Of a file that holds one name.
+# Size limit of a file that holds one name.
 _MAX_NAME_FILE_BYTES = 4096
 # run.json of a universal checkpoint lists zero/<parameter>/<file>.
 _MAX_PARTS = 3
@@ -26,26 +26,26 @@ _MAX_SHOWN = 60
 
 
 def shown(name: object) -> str:
-    """A name as an error may print it: in quotes, short, without control characters."""
+    """A name for an error message: in quotes, short, without control characters."""
     text = repr(name[: 2 * _MAX_SHOWN]) if isinstance(name, (str, bytes)) else f"a {type(name).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def one_line(text: object, limit: int = 200) -> str:
-    """What another error says, or a value of a file, as an error may print it."""
+    """Another error, or a value from a file, for an error message: one line, short, printable."""
     lines = str(text).strip().splitlines() or [type(text).__name__]
     line = "".join(c if c.isprintable() else "?" for c in lines[0][: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]}..."
 
 
 def is_plain(name: object) -> bool:
-    """Whether it is a string that is one component of a path: no separator, no `..`, no control character."""
+    """Whether it is a string that is one path component: no separator, no `..`, no control character."""
     return isinstance(name, str) and len(name) <= _MAX_LENGTH and bool(_PLAIN.fullmatch(name))
 
 
 def read_name(path: Path) -> str | None:
-    """The name of a folder beside it that a file such as `latest` holds; None if there is no such file, or if
-    it holds something else, as after a power failure."""
+    """The folder name in a file such as `latest`; None if the file does not exist, or holds something else,
+    as after a power failure."""
     try:
         name = read_small(path, _MAX_NAME_FILE_BYTES).decode(errors="replace").strip()
     except (OSError, HostileFileError):
@@ -54,14 +54,14 @@ def read_name(path: Path) -> str | None:
 
 
 def check_plain(name: object, source: Path | str, what: str = "file") -> str:
-    """A name of one component, of a file or a checkpoint; `source`: the file that it comes from."""
+    """Returns a plain name of a file or a checkpoint. source: the file that it was read from."""
     if not is_plain(name):
         raise _refused(name, source, what, "letters, digits and any of _ . + @ = -")
     return str(name)
 
 
 def check_file(name: object, source: Path | str) -> str:
-    """A file's path inside a checkpoint: plain names with / between them."""
+    """Returns a file's path inside a checkpoint: plain names with / between them."""
     parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
     if not (0 < len(parts) <= _MAX_PARTS and all(map(is_plain, parts))):
         raise _refused(name, source, "file", "a path inside the checkpoint's folder")
@@ -69,7 +69,7 @@ def check_file(name: object, source: Path | str) -> str:
 
 
 def check_parameter(name: object, source: Path | str) -> str:
-    """A parameter's name: words with dots between them. It becomes a folder's name."""
+    """Returns a parameter's name: words with dots between them. It becomes a folder's name."""
     named = isinstance(name, str) and len(name) <= _MAX_LENGTH and _PARAMETER.fullmatch(name)
     if not named or str(name).endswith(".pt"):
         raise _refused(name, source, "parameter", "words with dots between them")
@@ -78,8 +78,8 @@ def check_parameter(name: object, source: Path | str) -> str:
 
 def _refused(name: object, source: Path | str, what: str, expected: str) -> HostileFileError:
     return HostileFileError(
-        f"{source} names a {what} {shown(name)}, expected {expected}: it may be meant to do harm, ask where "
-        "it comes from"
+        f"{source} names a {what} {shown(name)}, expected {expected}: it may be malicious, check where it "
+        "comes from"
     )
 
 
@@ -124,13 +124,15 @@ def _check_digests(kind: str, digests: Any, source: Path) -> None:
 
 
 def _check_record(name: str, record: Any) -> None:
-    """What `reshape.spec_record` makes."""
+    """Checks the result of `spec_record`."""
     shape = record.get("whole_shape") if isinstance(record, dict) else None
     if not isinstance(shape, list) or not is_shape(shape):
         raise ValueError(f"it does not give the shape of {name}")
     dim, blocks, rows = (record.get(key) for key in ("shard_dim", "blocks", "used_rows"))
-    cut = dim is None or (_is_count(dim) and dim < len(shape))
-    if not (cut and _is_count(blocks) and blocks > 0 and (rows is None or 0 < _count(rows) <= shape[0])):
+    dim_is_valid = dim is None or (_is_count(dim) and dim < len(shape))
+    if not (
+        dim_is_valid and _is_count(blocks) and blocks > 0 and (rows is None or 0 < _count(rows) <= shape[0])
+    ):
         raise ValueError(f"it does not say how {name} is sharded")
 
 
@@ -153,7 +155,7 @@ def _check_numbers(run: Mapping[str, Any]) -> None:
 
 
 def is_shape(shape: Iterable[Any]) -> bool:
-    """Whether these are the sizes of a tensor that could exist: of 1 to 8 dimensions, none of them empty."""
+    """Whether a tensor of this shape can exist: 1 to 8 dimensions, none of them empty."""
     sizes = list(shape)
     total = 1
     for size in sizes[:9]:
@@ -166,5 +168,5 @@ def _is_count(value: object) -> bool:
 
 
 def _count(value: Any) -> int:
-    """The number, 0 if it is none."""
+    """The number; 0 if it is not a count."""
     return value if _is_count(value) else 0

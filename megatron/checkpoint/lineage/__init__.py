@@ -1,1 +1,1 @@
-"""Which run a checkpoint and a --save folder belong to: run ids, lineage, owner, where a run starts."""
+"""Which run a checkpoint and a --save folder belong to: run ids, lineage, owner, start of a run."""

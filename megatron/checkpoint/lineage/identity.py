@@ -1,9 +1,9 @@
-"""Which run a checkpoint belongs to: a run id, and the digests of the checkpoints that it descends from.
+"""The identity of a run: a run id, and the digests of its earlier checkpoints.
 
-Names such as `global_step4` are the same in every run, so they identify nothing. `run.json` therefore holds
-`run_id` (128 random bits, made when a run begins in a --save folder) and `lineage`: the checkpoints before
-this one, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids have a lineage
-of names only; they are still read, and such a name means what it meant then.
+Names such as `global_step4` are the same in every run, so they do not identify a checkpoint. `run.json`
+therefore holds `run_id` (128 random bits, created when a run starts in a --save folder) and `lineage`: the
+earlier checkpoints, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids
+have a lineage of names only. They can still be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 CHECKPOINT_NAME = re.compile(r"global_step([0-9]{1,12})")
-# Entries that are kept and read: enough for every checkpoint that may be deleted, resumed or rolled back to.
+# Number of entries that are kept: enough for every checkpoint that may be deleted or resumed.
 MAX_LINEAGE = 1000
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -34,12 +34,11 @@ class LineageEntry:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that this job continues or begins; known on rank 0 only.
+    """The run of this job; known on rank 0 only.
 
-    lineage: its checkpoints so far, oldest first; the last one is the parent of the next. origin: the
-    checkpoint outside --save, or the universal one, that the run started from. claimed: names in --save that
-    belong to the run although they have no run id (see `lineage.start`). attempt: random, different in each
-    job.
+    lineage: its checkpoints so far, oldest first. origin: the checkpoint outside --save, or the converted
+    one, that the run was started from. claimed: names in --save that belong to the run although they have no
+    run id (see `lineage.start`). attempt: random, different in each job.
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -49,7 +48,7 @@ class RunIdentity:
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def with_checkpoint(self, entry: LineageEntry) -> RunIdentity:
-        """The identity once `entry` is the newest checkpoint."""
+        """The identity after `entry` was saved."""
         before = (other for other in self.lineage if other.name != entry.name)
         return replace(self, lineage=(*before, entry)[-MAX_LINEAGE:])
 
@@ -58,8 +57,14 @@ class RunIdentity:
         position = [entry.name for entry in self.lineage].index(name)
         return replace(self, lineage=self.lineage[: position + 1])
 
+    def record(self) -> dict[str, Any]:
+        """The identity as `run.json` of the next checkpoint stores it."""
+        lineage = lineage_record(self.lineage)
+        return {"run_id": self.run_id, "origin": self.origin, "lineage": lineage}
+
     def saved(self, entry: LineageEntry) -> bool:
-        """Whether this run saved the checkpoint of its lineage, and not a run that it began from."""
+        """Whether this run saved a checkpoint of its lineage, rather than the run that it was started
+        from."""
         return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.claimed)
 
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:

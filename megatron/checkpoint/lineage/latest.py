@@ -8,15 +8,13 @@ user has edited `latest`, and `latest` decides.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.integrity.files import HostileFileError, read_json, read_small
-from megatron.checkpoint.integrity.manifest import add_checksum, has_valid_checksum, write_atomically
+from megatron.checkpoint.integrity.manifest import add_checksum, has_valid_checksum
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LineageEntry,
@@ -26,6 +24,7 @@ from megatron.checkpoint.lineage.identity import (
     parse_lineage,
     parse_run_id,
 )
+from megatron.files import HostileFileError, read_json, read_small, write_atomically, write_json
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
@@ -94,4 +93,4 @@ def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None
 def _write(folder: Path, record: LatestRecord) -> None:
     short = replace(record, lineage=())
     content = {**asdict(short), "lineage": lineage_record(record.lineage)}
-    write_atomically(folder / RECORD_FILE, json.dumps(add_checksum(content), indent=1) + "\n")
+    write_json(folder / RECORD_FILE, add_checksum(content), indent=1)

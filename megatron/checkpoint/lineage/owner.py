@@ -1,13 +1,14 @@
-"""The owner of a --save folder: one job writes checkpoints there, and a second one stops before it starts.
+"""Ownership of a --save folder: only one job writes checkpoints there, and a second one stops at its start.
 
-A job claims the folder by a file `owner-<n>-<token>.json` that no other job ever has, n being above all
-numbers there. The file stays empty until the job has looked again: it withdraws if there is a higher claim,
-or one that is filled and alive, and waits until every other empty one is gone. So of jobs that look and claim
-at once, or see an old list of the files, one fills its file, and that one is the owner. Its rank 0 then
-writes a heartbeat into it. A claim is dead if its process is gone from this machine, if Slurm has requeued
-its job, or if it has not changed while this job watched; the new owner removes it. Clocks of two hosts are
-never compared. A job that was taken over finds its own file removed, or a higher one that is filled: it has
-lost the folder for good, and stops before it writes.
+A job claims the folder with an empty file `owner-<n>-<token>.json`. The token is random, and n is greater
+than all numbers there. Then the job lists the folder again. It withdraws if there is a higher claim, or a
+filled one that is alive, and waits until all other empty claims are gone. So if several jobs claim at once,
+or see an old listing, only one of them fills its file and becomes the owner. Its rank 0 then writes a
+heartbeat into the file.
+
+A claim is dead if its process has ended on this machine, if Slurm has requeued its job, or if it did not
+change while this job watched it. The new owner removes dead claims. Clocks of two hosts are never compared. A
+job that lost the folder finds its own file removed, or a higher filled one, and stops before it writes.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from typing import Any
 
 from megatron.config.errors import ConfigError
 
-# Without a token: as earlier versions of this program wrote it.
+# Earlier versions wrote names without a token.
 _FILE = re.compile(r"owner-([0-9]{6,12})(?:-([0-9a-f]{32}))?\.json")
-# The file is overwritten in place: its size is taken when it is filled, so a full disk stops no heartbeat.
+# The file is overwritten in place with a fixed size, so a full disk does not stop the heartbeat.
 _FILE_BYTES = 1024
 _LONGEST_TEXT = 60
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How often the owner writes, how long it may be silent, and how often another job looks, in seconds."""
+    """Intervals of the owner's heartbeat, of the timeout without one, and of polling by others, in
+    seconds."""
 
     heartbeat_s: float = 10.0
     dead_after_s: float = 60.0
@@ -47,8 +49,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of an owner file. machine: boot and process-id namespace, "" if unknown. process_start: as
-    the kernel counts it. since, seen: the owner's clock, for people to read."""
+    """The content of an owner file. machine: boot id and process-id namespace, "" if unknown. process_start:
+    in clock ticks, from /proc. since, seen: the owner's clock, for people to read."""
 
     token: str
     job: str
@@ -85,11 +87,11 @@ class Owner:
         return f"{job} on {self.host} (process {self.pid}, since {self.since})"
 
     def is_on_same_machine(self, other: Owner) -> bool:
-        """Whether both are processes of one machine that see each other's ids."""
+        """Whether both are processes in one process-id namespace of one machine."""
         return bool(self.machine) and self.machine == other.machine
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. It has to be one of this machine."""
+        """Whether the process has ended. Only valid on the same machine."""
         start = _start_of(self.pid)
         return start is None or start != self.process_start
 
@@ -108,12 +110,12 @@ class FolderOwner:
 
     @property
     def loss(self) -> str | None:
-        """Why this job must not write to the folder any more, if a heartbeat or `problem` has found that out.
-        Reads no file."""
+        """Why this job must not write to the folder any more, as found by a heartbeat or `problem`. Reads no
+        file."""
         return self._loss
 
     def start(self) -> None:
-        """Begins the heartbeat."""
+        """Starts the heartbeat."""
         self._thread.start()
 
     def set_run_id(self, run_id: str) -> None:
@@ -131,8 +133,8 @@ class FolderOwner:
         return self._loss is None
 
     def problem(self) -> str | None:
-        """Why this job must not write to the folder any more; None as long as it is the owner. Raises OSError
-        if that cannot be known."""
+        """Why this job must not write to the folder any more; None while it is the owner. OSError if the
+        folder cannot be read."""
         with self._lock:
             return self._find_problem()
 
@@ -140,7 +142,7 @@ class FolderOwner:
         if self._loss is None:
             folder = self._path.parent
             claims = _claims(folder)
-            # By its name, for the list of a network file system may be old.
+            # Opened by name, because a listing of a network file system may be old.
             exists = _content(self._path) is not None
             own = _Claim.of(self._path)
             takers = [claim for claim in claims if claim.owner is not None and claim.path != self._path]
@@ -150,7 +152,7 @@ class FolderOwner:
             else:
                 by = f"lost its {self._path.name}"
             if takers or not exists:
-                self._loss = f"{folder} {by}: this job stops, for two jobs must not write to one folder"
+                self._loss = f"{folder} {by}, stopping: only one job may write to a folder"
         return self._loss
 
     def release(self) -> None:
@@ -168,7 +170,7 @@ class FolderOwner:
 
 @dataclass(frozen=True, order=True)
 class _Claim:
-    """An owner file. Of two claims the one with the higher number is the higher, then by token."""
+    """An owner file. Claims are ordered by number, then by token."""
 
     number: int
     token: str
@@ -177,14 +179,14 @@ class _Claim:
 
     @classmethod
     def of(cls, path: Path, content: bytes = b"") -> _Claim:
-        """Of a file with an owner file's name."""
+        """The claim of a file with an owner file's name."""
         match = _FILE.fullmatch(path.name)
         assert match is not None
         return cls(int(match[1]), match[2] or "", path, content)
 
     @property
     def owner(self) -> Owner | None:
-        """Who has filled it; None if nobody has so far."""
+        """The owner that filled the file; None while it is empty."""
         return _parsed(self.content)
 
 
@@ -192,7 +194,7 @@ class _Claim:
 def hold_folder(
     folder: str | None, host: str, print_fn: Callable[[str], object]
 ) -> Iterator[FolderOwner | None]:
-    """Owns a folder for the time of the block; folder None: nothing to own."""
+    """Owns a folder during the block. With folder None there is nothing to own."""
     if folder is None:
         yield None
         return
@@ -207,9 +209,9 @@ def hold_folder(
 def acquire(
     folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`. Waits while it cannot be known whether the owner is alive.
+    """Makes this process the owner of `folder`. Waits until it is known whether the current owner is alive.
 
-    print_fn: gets a line on what it waits for, and on whom it took over. Raises ConfigError, which names the
+    print_fn: receives a line when it waits, and when it takes over. Raises ConfigError, which names the
     owner, if that one is alive.
     """
     attempt = _Attempt(folder, me, print_fn, timing or Timing())
@@ -225,24 +227,24 @@ def acquire(
 
 
 class _Attempt:
-    """A job on its way to become the owner: what it has seen of the claims, and its own, if it has one."""
+    """The attempt of a job to become the owner: its own claim, and what it has seen of others."""
 
     def __init__(self, folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing) -> None:
         self.folder, self.me, self.print_fn, self.timing = folder, me, print_fn, timing
         self.own: _Claim | None = None
         self.started = timing.now()
         self.seen: dict[Path, tuple[bytes, float]] = {}  # content of each claim, and since when
-        self.told_of: Path | None = None
+        self.reported: Path | None = None
 
     def step(self) -> FolderOwner | None:
-        """Looks at the folder once; returns the ownership as soon as nobody else can have it."""
+        """Lists the folder once; returns the ownership if no other job can have it."""
         claims = _claims(self.folder)
         if self.own is not None and self.own not in claims:
-            self.withdraw()  # this process was silent for so long that another has removed its file
+            self.withdraw()  # this process did not write for so long that another removed its file
         others = [claim for claim in claims if claim != self.own]
         before = dict(self.seen)
         deaths = {claim.path: self._look_at(claim) for claim in others}
-        # The owner, if there is one; else the job that comes first to be it.
+        # The owner if there is one, else the claim with the highest priority.
         living = [claim for claim in others if not deaths[claim.path]]
         rival = max(living, key=lambda claim: (claim.owner is not None, claim), default=None)
         if rival is not None:
@@ -265,7 +267,7 @@ class _Attempt:
             self.own = None
 
     def _look_at(self, claim: _Claim) -> str:
-        """Why another's claim is dead, in words; "" if it may be alive."""
+        """Why another job's claim is dead, in words; "" if it may be alive."""
         content, since = self.seen.get(claim.path, (None, 0.0))
         if content != claim.content:
             since = self.timing.now()
@@ -273,7 +275,7 @@ class _Attempt:
         return _reason_owner_is_dead(claim.owner, self.me, self.timing.now() - since, self.timing)
 
     def _wait_for(self, rival: _Claim, before: tuple[bytes, float] | None) -> None:
-        """Raises ConfigError if the rival is alive. before: what was seen of it at the last look."""
+        """Raises ConfigError if the rival is alive. before: its content and time in the last listing."""
         timing, other = self.timing, rival.owner
         beating = before is not None and before[0] != rival.content
         if _is_same_job(other, self.me):
@@ -286,15 +288,15 @@ class _Attempt:
                 f"--save {self.folder} is in use by {other.description}, whose last heartbeat was at "
                 f"{other.seen}: give another --save, or end that job first"
             )
-        if self.told_of != rival.path:
-            self.told_of = rival.path
+        if self.reported != rival.path:
+            self.reported = rival.path
             self.print_fn(
                 f"--save {self.folder} belongs to {_describe(other)}: waiting up to "
                 f"{timing.dead_after_s:.0f} s to see whether it is alive"
             )
 
     def _confirm(self, own: _Claim, dead: list[_Claim], deaths: Mapping[Path, str]) -> FolderOwner | None:
-        """Fills this job's claim and removes the dead ones; None if it was too late."""
+        """Fills this job's claim and removes dead ones; None if another job was faster."""
         try:
             _write(own.path, self.me)
         except OSError as error:
@@ -330,11 +332,11 @@ def _is_same_job(other: Owner | None, me: Owner) -> bool:
 
 
 def _describe(owner: Owner | None) -> str:
-    return owner.description if owner else "a job that wrote no name"
+    return owner.description if owner else "a job that did not write its name"
 
 
 def _claim(folder: Path, number: int, me: Owner) -> _Claim:
-    """Makes the empty file of a claim."""
+    """Creates the empty file of a claim."""
     path = folder / f"owner-{number:06d}-{me.token}.json"
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
@@ -344,7 +346,7 @@ def _claim(folder: Path, number: int, me: Owner) -> _Claim:
 
 
 def _write(path: Path, owner: Owner) -> None:
-    """Fills an owner file. Never creates it: who removed it owns the folder now."""
+    """Fills an owner file. It is never created here: if it was removed, another job owns the folder."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.pwrite(descriptor, _encoded(owner), 0)
@@ -354,7 +356,7 @@ def _write(path: Path, owner: Owner) -> None:
 
 
 def _claims(folder: Path) -> list[_Claim]:
-    """The owner files of a folder, the highest last; without content where it cannot be read now."""
+    """The owner files of a folder, the highest last. The content is empty if it cannot be read."""
     claims = []
     for path in _listed(folder):
         if _FILE.fullmatch(path.name):
@@ -377,7 +379,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _content(path: Path) -> bytes | None:
-    """Of a file that may be gone: then None."""
+    """The content of a file; None if the file does not exist."""
     try:
         with open(path, "rb") as file:
             return file.read(_FILE_BYTES)
@@ -392,7 +394,7 @@ def _encoded(owner: Owner) -> bytes:
 
 
 def _parsed(content: bytes) -> Owner | None:
-    """The owner that a file describes; None if it does not, as while it is written."""
+    """Parses an owner file; None if it is not complete."""
     try:
         values: Any = json.loads(content)
     except (ValueError, RecursionError):
@@ -412,7 +414,7 @@ def _clock() -> str:
 
 
 def _machine() -> str:
-    """Where process ids mean the same: containers of one machine may each count from 1."""
+    """Boot id and process-id namespace. Containers on one machine have their own process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -421,7 +423,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process of this machine started; None if there is none, or it has ended."""
+    """Start time of a process on this machine; None if it does not exist or has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,5 +1,5 @@
-"""Decisions at the start of a run: which checkpoint to load, which run it continues, may it write to
---save."""
+"""Decisions at the start of a run: which checkpoint to load, which run to continue, and whether --save may be
+written."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE
 from megatron.checkpoint.discovery import (
-    RUN_FILE,
-    Checkpoint,
     current_path,
     find_latest,
-    is_universal,
+    find_universal,
     native_names,
     open_checkpoint,
-    step_of,
 )
-from megatron.checkpoint.formats.universal import find_universal
+from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.text_table import first_few
 
@@ -43,29 +40,33 @@ def check_load_folder(config: Config) -> None:
         raise ConfigError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
     if save is None or not (_is_same(load, save) or _continuation(config.checkpoint, None)):
         raise ConfigError(
-            f"--load {load} does not exist: give a folder that does; for a fresh start leave it out, or give "
-            "--load and --save the same folder"
+            f"--load {load} does not exist: pass an existing folder, or omit --load; to start "
+            "from scratch and resume later, pass the same folder as --load and --save"
         )
 
 
 def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """The checkpoint that --load names, or, if this run has started from it before, the newest one that the
-    run has saved in --save since: the same command, given again, resumes. None if --load holds no
-    checkpoint."""
+    """The checkpoint in --load; or, if this run was started from it before, the newest one that the run has
+    saved to --save since. So the same command, given again, resumes. None if --load holds no checkpoint.
+
+    --finetune and --no-load-optim apply to the checkpoint in --load, not to those that this run has saved."""
     if config.load is None:
         return None
     load = Path(config.load)
     try:
         given = find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
+        if given is not None and (problem := (damaged or {}).get(str(given.folder))):
+            raise ConfigError(f"checkpoint {given.folder}: {problem}; give another one to --load")
     except ConfigError as error:
-        # The run may have saved its own checkpoints since, and not need the first one any more.
+        # The run may have saved its own checkpoints since, and not need --load any more.
         continued = _continuation(config, damaged)
         if continued is None:
             raise
         return _with_reasons(continued, str(error), continued.skip_reason)
     if given is None:
         return _continuation(config, damaged)
-    if config.save is None or is_universal(Path(config.save)):
+    given = replace(given, weights_only=config.finetune, no_optimizer=config.finetune or config.no_load_optim)
+    if config.save is None or format_of(Path(config.save)) != NATIVE:
         return given
     if not config.universal_checkpoint and _is_same(load, config.save):
         return given
@@ -80,13 +81,13 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
 
 
 def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
-    """The checkpoint, with the reasons that are not empty for taking it and no other."""
+    """The checkpoint, with the non-empty reasons why it was selected."""
     return replace(checkpoint, skip_reason="; ".join(filter(None, reasons)))
 
 
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """What the run that began at --load has saved in another folder, --save, by the path that its origin
-    records; None if there is no such checkpoint."""
+    """The newest checkpoint in --save of a run that was started from --load, which is another folder. The
+    path in its origin decides. None if there is none."""
     if config.load is None or config.save is None or _is_same(config.load, config.save):
         return None
     try:
@@ -95,14 +96,15 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         return None
     origin = None if own is None else own.run.get("origin")
     path = origin.get("path") if isinstance(origin, dict) else None
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not _is_loaded_alike(origin, config):
         return None
     return own if os.path.realpath(config.load) in (path, os.path.dirname(path)) else None
 
 
 def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    checkpoint = None if is_universal(load) else find_latest(load, damaged)
-    if checkpoint is None and (is_universal(load) or (load / LATEST_UNIVERSAL_FILE).is_file()):
+    universal = format_of(load) == UNIVERSAL
+    checkpoint = None if universal else find_latest(load, damaged)
+    if checkpoint is None and (universal or (load / LATEST_UNIVERSAL_FILE).is_file()):
         raise ConfigError(
             f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
         )
@@ -112,24 +114,27 @@ def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
     """Identifies a checkpoint. Stored as `origin` of a run that starts from it.
 
-    path: where it was then. It decides only if there is no digest, or if the checkpoint is gone or damaged.
+    path: its path at that time. It is compared only if there is no digest, or if the checkpoint no longer
+    exists or is damaged. weights_only, no_optimizer: what was not loaded.
     """
     return {
         "folder": checkpoint.folder.name,
         "iteration": checkpoint.state.iteration,
         "sha256": checkpoint.run.get("sha256"),
         "path": os.path.realpath(checkpoint.folder),
+        "weights_only": checkpoint.weights_only,
+        "no_optimizer": checkpoint.no_optimizer,
     }
 
 
 def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
-    """Whether `origin` is the given checkpoint, or an earlier one of the same run, if --load is that run's
-    folder and the run has saved more since."""
-    if not isinstance(origin, dict):
+    """Whether `origin` is the given checkpoint, or an earlier one of its run if --load is that run's
+    folder; loaded with the same --finetune and --no-load-optim."""
+    if not isinstance(origin, dict) or not _is_loaded_alike(origin, config):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
     if digest is None or digest == now["sha256"]:
-        # Without a digest, as in other programs' universal checkpoints, the path tells two of one name apart.
+        # Without a digest, as in other programs' checkpoints, the path distinguishes two of the same name.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
     if config.universal_checkpoint or _is_same(given.folder, config.load):
@@ -137,29 +142,38 @@ def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bo
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
 
 
+def _is_loaded_alike(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
+    """Whether a run with this origin did not load what the flags exclude, and nothing else."""
+    was = (origin.get("weights_only", False), origin.get("no_optimizer", False))
+    return was == (config.finetune, config.finetune or config.no_load_optim)
+
+
 def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
-    """The run that a start from `checkpoint` continues, or the new one that it begins.
+    """The identity of the run that a start from `checkpoint` continues, or of a new run.
 
     The run is continued if the checkpoint is in --save and is the newest there, or if a user has set `latest`
-    to it. A start from a checkpoint in another folder begins a new run with that checkpoint as its origin.
+    to it. A start from a checkpoint in another folder, or with --finetune, begins a new run with that
+    checkpoint as its origin.
     """
     if checkpoint is None:
         return RunIdentity()
-    universal = is_universal(checkpoint.folder)
-    lineage = () if universal else (*checkpoint.lineage, checkpoint.entry)
+    # A converted checkpoint has the run.json of its source, and is not in its lineage.
+    converted = format_of(checkpoint.folder) != NATIVE
+    lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
     origin: Any = origin_record(checkpoint)
     if config.save is None:
         return RunIdentity(lineage=lineage, origin=origin)
     save = Path(config.save)
     record = read_record(save)
-    if _is_same(checkpoint.folder.parent, save) and (universal or _is_current(checkpoint, config)):
+    resumes = not checkpoint.weights_only and _is_same(checkpoint.folder.parent, save)
+    if resumes and (converted or _is_current(checkpoint, config)):
         run_id = checkpoint.run_id or RunIdentity().run_id
-        if not universal:
+        if not converted:
             origin = checkpoint.run.get("origin")
         claimed = _claimed(save, lineage, record if record and record.run_id == run_id else None)
         return RunIdentity(run_id, lineage, origin, claimed)
     if record is not None and started_from(record.origin, checkpoint, config):
-        # This run has saved here before, but all its checkpoints are damaged.
+        # This run has saved to this folder before, but all its checkpoints are damaged.
         return RunIdentity(record.run_id, lineage, origin, _claimed(save, lineage, record))
     return RunIdentity(lineage=lineage, origin=origin)
 
@@ -173,18 +187,17 @@ def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
 
 
 def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) -> frozenset[str]:
-    """Names in --save that belong to the run that resumes there although no run id says so: those that were
-    never finished, those that cannot be read and that the run's own files name, and those from before run
-    ids that descend from the same names."""
-    told = {read_latest(save)}
+    """Names in --save that belong to the resumed run although they have no run id: unfinished ones,
+    unreadable ones that the run's own files name, and those from before run ids with the same lineage."""
+    recorded = {read_latest(save)}
     if record is not None:
-        told |= {entry.name for entry in (*record.lineage, record.upcoming) if entry is not None}
+        recorded |= {entry.name for entry in (*record.lineage, record.upcoming) if entry is not None}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
     claimed = set()
     for name, path in native_names(save).items():
         run = _run_of(path)
         if run is None:
-            belongs = name in told or not (path / RUN_FILE).exists()
+            belongs = name in recorded or not (path / RUN_FILE).exists()
         else:
             names = {name, *(entry if isinstance(entry, str) else "" for entry in run.get("lineage", []))}
             belongs = "run_id" not in run and bool(names & old_names)
@@ -194,12 +207,12 @@ def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) ->
 
 
 def checkpoints_of_other_runs(save: Path, identity: RunIdentity) -> list[str]:
-    """The native checkpoints in --save that are not this run's, by number."""
+    """The native checkpoints in --save that belong to other runs, by iteration."""
     return [name for name, path in native_names(save).items() if not identity.owns(name, _run_of(path))]
 
 
 def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
-    """Whether there is no checkpoint of this name, or one of this run, which may be replaced."""
+    """Whether no checkpoint of this name exists, or it belongs to this run."""
     path = current_path(save, name)
     return not path.exists() or identity.owns(name, _run_of(path))
 
@@ -213,8 +226,8 @@ def _run_of(path: Path) -> Mapping[str, Any] | None:
 
 def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
     """Raises ConfigError, unless --overwrite-checkpoints is given, if a new run would start in a --save
-    folder with checkpoints of another run, or a resumed run would reach steps of which another run has
-    checkpoints."""
+    folder with checkpoints of another run, or if a resumed run would reach iterations for which another run
+    has checkpoints."""
     options = config.checkpoint
     if options.save is None or config.training.no_train or options.overwrite_checkpoints:
         return
@@ -226,24 +239,26 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
     )
     if checkpoint is None and options.load is not None and not _is_same(options.load, options.save):
         raise ConfigError(
-            f"--load {options.load} holds no checkpoint, and --save is {save}: give a --load that does; for "
-            "a fresh start leave it out, or give --load and --save the same folder"
+            f"--load {options.load} holds no checkpoint, and --save is {save}: pass a folder with "
+            "one, or omit --load to start from scratch"
         )
-    if checkpoint is None or not _is_same(checkpoint.folder.parent, save):
+    if checkpoint is None or checkpoint.weights_only or not _is_same(checkpoint.folder.parent, save):
         start = "a new run" if checkpoint is None else f"a start from {checkpoint.folder}"
+        if checkpoint is not None and checkpoint.weights_only:
+            start += " with --finetune"
         if found:
             raise ConfigError(
                 f"--save {save} holds checkpoints of another run ({first_few(found)}), and this is {start}: "
                 f"resume that run with --load {save}, {remedy}"
             )
         return
-    ahead = [name for name in found if step_of(name) > checkpoint.state.iteration]
-    if ahead:
+    newer = [name for name in found if step_of(name) > checkpoint.state.iteration]
+    if newer:
         name = checkpoint.folder.name
         is_named = _is_same(checkpoint.folder, options.load)
         first = f"to resume that run write {name} into {save / 'latest'}" if is_named else "move them away"
         raise ConfigError(
-            f"--save {save} holds checkpoints of another run ({first_few(ahead)}) ahead of {name}, "
+            f"--save {save} holds checkpoints of another run ({first_few(newer)}) ahead of {name}, "
             f"from which this one resumes: {first}, {remedy}"
         )
 
@@ -257,23 +272,21 @@ def share_checkpoint(
     checkpoint: Checkpoint | None,
     delays_s: Sequence[float] = RETRY_DELAYS_S,
     sleep: Callable[[float], object] = time.sleep,
+    env: Mapping[str, str] = os.environ,
 ) -> Checkpoint | None:
     """Returns rank 0's checkpoint on every rank. Collective.
 
-    Raises ConfigError on every rank if one of them cannot open it after some retries.
+    The first rank of every node compares the sizes of its files, so that a checkpoint with thousands of files
+    does not load the metadata server with a request per file and rank. Raises ConfigError on every rank if
+    one node cannot open the checkpoint after some retries.
     """
-    found: list[Any] = [None]
-    if checkpoint is not None:
-        found = [(str(checkpoint.folder), checkpoint.run.get("sha256"), checkpoint.skip_reason)]
-    dist.broadcast_object_list(found)
+    shared = [checkpoint]
+    dist.broadcast_object_list(shared)
+    (checkpoint,) = shared
     problem = None
-    if found[0] is None:
-        checkpoint = None
-    elif dist.get_rank() != 0:
+    if checkpoint is not None and dist.get_rank() != 0 and env.get("LOCAL_RANK", "0") == "0":
         try:
-            folder, sha256, skip_reason = found[0]
-            opened = _open_with_retries(Path(folder), sha256, delays_s, sleep)
-            checkpoint = replace(opened, skip_reason=skip_reason)
+            _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
         except ConfigError as error:
             problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
@@ -289,14 +302,15 @@ def share_checkpoint(
 
 def _open_with_retries(
     folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
-) -> Checkpoint:
+) -> None:
+    """Raises ConfigError unless the folder holds the checkpoint with this digest."""
     delays = iter(delays_s)
     while True:
         try:
-            checkpoint = find_universal(folder) if is_universal(folder) else open_checkpoint(folder)
+            checkpoint = open_checkpoint(folder)
             if checkpoint.run.get("sha256") != sha256:
                 raise ConfigError(f"checkpoint {folder}: it differs from the one that rank 0 sees")
-            return checkpoint
+            return
         except ConfigError:
             delay_s = next(delays, None)
             if delay_s is None:

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in what they say of themselves, and parameter by parameter."""
+"""The differences between two checkpoints: settings in `run.json`, and parameters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.discovery import Checkpoint
-from megatron.checkpoint.states import open_states, specs_of
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.record import Checkpoint
 
 ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """largest: by kind ('fp32', 'exp_avg', ...) the largest absolute difference; None where the two cannot be
-    subtracted, and `note` says why."""
+    """largest: kind ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two cannot be
+    subtracted, with the reason in `note`."""
 
     name: str
     largest: dict[str, float | None]
@@ -32,7 +32,7 @@ class ParameterDifference:
 @dataclass(frozen=True)
 class Comparison:
     """settings: dotted name in run.json -> the two values, for those that differ. parameters: all, in order;
-    those that are equal have the differences 0."""
+    equal ones have differences of 0."""
 
     folders: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
@@ -40,8 +40,8 @@ class Comparison:
 
 
 def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
-    """The differences. Whole fp32 values and moments are compared: layout, precision and format may differ.
-    A parameter of each is in memory at a time. Raises ConfigError for files that cannot be read."""
+    """Compares two checkpoints by their global fp32 values and moments: layout, precision and format may
+    differ. One parameter of each is in memory at a time. Raises ConfigError for files that cannot be read."""
     return Comparison(
         (str(one.folder), str(other.folder)),
         different_settings(one.run, other.run),
@@ -50,7 +50,7 @@ def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
 
 
 def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Leaves of two nested dicts that differ, by dotted name; what one lacks is 'absent' there."""
+    """Leaves of two nested dicts that differ, by dotted name; 'absent' stands for a missing one."""
     first, second = dict(_leaves(one)), dict(_leaves(other))
     pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in first | second}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
@@ -65,9 +65,9 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[ParameterDifference]:
-    sides = [open_states(one), open_states(other)]
-    # Another program's universal checkpoint may have padding that only the other of the two can tell.
-    rows = {name: spec.num_valid_rows for side in (one, other) for name, spec in specs_of(side).items()}
+    sides = [open_reader(one), open_reader(other)]
+    # The padding of another program's checkpoint is only known from the other checkpoint of the two.
+    rows = {name: spec.num_valid_rows for side in sides for name, spec in side.specs.items()}
     for name in dict.fromkeys([*sides[0].names, *sides[1].names]):
         if not all(name in side.names for side in sides):
             yield ParameterDifference(
@@ -83,7 +83,7 @@ def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[Param
                 largest[kind], note = None, f"{kind} only in {where}"
             else:
                 largest[kind], note = _difference(
-                    *(side.read(name, kind)[: rows.get(name)] for side in sides)
+                    *(side.read_unpadded(name, kind)[: rows.get(name)] for side in sides)
                 )
             notes += [note] if note else []
         yield ParameterDifference(name, largest, "; ".join(dict.fromkeys(notes)))
@@ -93,4 +93,4 @@ def _difference(one: Tensor, other: Tensor) -> tuple[float | None, str]:
     if one.shape != other.shape:
         return None, f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
     largest = (one.float() - other.float()).abs().max().item()
-    return (largest, "") if math.isfinite(largest) else (None, "values that are not finite")
+    return (largest, "") if math.isfinite(largest) else (None, "non-finite values")

@@ -1,7 +1,7 @@
-"""What is in a checkpoint folder: what it says of itself, which files there are, and what is wrong with them.
+"""Describes the checkpoints in a folder: run, files, parameters and problems.
 
-Nothing here is written, and nothing raises for a damaged file: it is named among the problems. A file such as
-no program of the family writes raises HostileFileError.
+It writes nothing. A damaged file is listed among the problems and raises no error. A malicious file raises
+HostileFileError.
 """
 
 from __future__ import annotations
@@ -14,33 +14,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatron.checkpoint.convert.to_universal import LATEST_UNIVERSAL_FILE, PARTIAL, SOURCE_FILE
-from megatron.checkpoint.discovery import (
-    LATEST_FILE,
-    PARAMETER_FOLDER,
-    RUN_FILE,
-    SAVING,
-    Checkpoint,
-    is_universal,
-    open_checkpoint,
-    step_of,
-)
-from megatron.checkpoint.formats.native import VALUES
-from megatron.checkpoint.formats.universal import find_universal
-from megatron.checkpoint.integrity.files import HostileFileError
+from megatron.checkpoint.convert.to_universal import PARTIAL, SOURCE_FILE
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.reader import ParameterRecord, StateReader
+from megatron.checkpoint.formats.registry import FORMATS, NATIVE, PARAMETER_FOLDER, format_of, open_reader
 from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import Files, first_size_mismatch
 from megatron.checkpoint.integrity.names import one_line, read_name
-from megatron.checkpoint.integrity.verify import tensor_digests, verify_digests
-from megatron.checkpoint.reading import check_run_file
-from megatron.checkpoint.states import UniversalStates, specs_of
-from megatron.checkpoint.weights import LayerFiles
+from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
+from megatron.checkpoint.saved_config import check_run_file
 from megatron.config import ConfigError
 from megatron.config.sections.model import model_summary
-from megatron.mpu.parameters import ParameterSpec
+from megatron.files import HostileFileError
 from megatron.text_table import first_few
 
 FILE_KINDS = {
@@ -50,17 +35,17 @@ FILE_KINDS = {
     "fp32 values": f"{PARAMETER_FOLDER}/*/fp32.pt",
     "moments and steps": f"{PARAMETER_FOLDER}/*/[!f]*.pt",
 }
-NOT_COMPARED = "not compared: --verify reads all that has one"
+NOT_COMPARED = "not compared: use --verify to read and compare the contents"
 _STEP_FOLDER = re.compile(r"global_step\d+")
 _REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One folder. Numbers are None where it does not say them; `problem`: what is wrong, if something is.
+    """One folder. Unknown numbers are None. problem: what is wrong; "" if nothing is.
 
-    kind: 'native', 'universal', or what a save or a conversion has left: 'being saved', 'replaced' (by one of
-    the same step), 'being converted'.
+    kind: a checkpoint format, or the state of an unfinished save or conversion: 'being saved', 'replaced' (by
+    one of the same step), 'being converted'.
     """
 
     name: str
@@ -85,19 +70,10 @@ class FileGroup:
 
 
 @dataclass(frozen=True)
-class ParameterRecord:
-    """A whole parameter, put together over tensor ranks, with the vocabulary's padding."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
 class Report:
-    """One checkpoint. Where it does not say what it is, only folder, files and problems are known.
+    """One checkpoint. Without a readable `run.json`, only folder, files and problems are known.
 
-    digests: how many were compared, or why none.
+    digests: how many were compared, or why none was.
     """
 
     folder: str
@@ -117,8 +93,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Overview:
-    """A folder: what `latest` and `latest_universal` say, its checkpoints, and the newest complete one in
-    full, a native one if there is any; of a folder that is a checkpoint itself that one alone."""
+    """A folder: the content of `latest` and `latest_universal`, its checkpoints, and a report on the newest
+    complete one, preferably native. For a folder that is itself a checkpoint only the report."""
 
     folder: str
     latest: str | None
@@ -129,22 +105,20 @@ class Overview:
 
     @property
     def is_intact(self) -> bool:
-        """Nothing is damaged or missing."""
+        """Whether nothing is damaged or missing."""
         return self.checkpoint is not None and not self.problems and not self.checkpoint.problems
 
 
 def inspect_folder(folder: Path, verify: bool = False) -> Overview:
-    """What is in `folder`: checkpoints, of which the newest complete one is looked into, or just one.
+    """Describes a folder of checkpoints and reports on the newest complete one, or on `folder` itself.
 
-    Sizes of files are compared in all of them. verify: the digests too, in the one that is looked into.
+    File sizes are compared in all checkpoints. verify: compare the digests of the reported one too.
     """
     if _kind(folder):
         return Overview(str(folder), None, None, [], [], inspect_checkpoint(folder, verify))
     paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
     if not paths:
-        raise ConfigError(
-            f"{folder}: there is no checkpoint, expected a folder with global_stepN folders, or one of them"
-        )
+        raise ConfigError(f"{folder} holds no checkpoint, expected global_stepN folders, or the path of one")
     latest = {kind: _named_by(folder / file) for kind, file in _LATEST_FILES.items()}
     paths.sort(key=lambda path: (step_of(path.name), path.name))
     found = [_summary(path, path.name == latest.get(_kind(path))) for path in paths]
@@ -162,21 +136,21 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
 
 
-# In the order in which one of them is looked into.
-_LATEST_FILES = {"native": LATEST_FILE, "universal": LATEST_UNIVERSAL_FILE}
+# By format, in the order in which one of them is described.
+_LATEST_FILES = {name: entry.latest_file for name, entry in FORMATS.items() if entry.latest_file}
 
 
 def _kind(path: Path) -> str:
-    """As in `Summary`; '' for a folder that is no checkpoint."""
+    """The kind of a `Summary`; '' for a folder that is not a checkpoint."""
     if path.name.startswith(SAVING):
         return "being saved"
-    if path.name.endswith(PARTIAL) and (is_universal(path) or (path / SOURCE_FILE).is_file()):
+    name = format_of(path)
+    if path.name.endswith(PARTIAL) and (name != NATIVE or (path / SOURCE_FILE).is_file()):
         return "being converted"
     if path.name.endswith(_REPLACED) and step_of(path.name) >= 0:
         return "replaced"
-    if is_universal(path):
-        return "universal"
-    return "native" if _STEP_FOLDER.fullmatch(path.name) or (path / RUN_FILE).is_file() else ""
+    is_native = _STEP_FOLDER.fullmatch(path.name) or (path / RUN_FILE).is_file()
+    return name if name != NATIVE or is_native else ""
 
 
 def _named_by(path: Path) -> str | None:
@@ -195,7 +169,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
     except HostileFileError:
         raise
     except ConfigError as error:
-        # What a save or a conversion has left is not expected to be complete.
+        # An unfinished save or conversion is not expected to be complete.
         if kind in _LATEST_FILES or state is not None:
             problem = str(error).removeprefix(f"checkpoint {path}: ")
     return Summary(
@@ -213,16 +187,14 @@ def _summary(path: Path, is_latest: bool) -> Summary:
 
 
 def _open(folder: Path) -> Checkpoint:
-    """What the checkpoint says of itself, whatever is wrong with its files."""
-    if (folder / RUN_FILE).exists():
-        return open_checkpoint(folder, with_files=False)
-    if is_universal(folder):
-        return find_universal(folder)
-    raise ConfigError(f"{RUN_FILE}, which is written last, is missing")
+    """The checkpoint, whatever is wrong with its files."""
+    if format_of(folder) == NATIVE and not (folder / RUN_FILE).exists():
+        raise ConfigError(f"{RUN_FILE}, which is written last, is missing")
+    return open_checkpoint(folder, with_files=False)
 
 
 def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
-    """All that can be said of the checkpoint in `folder`. verify: after reading all that has a digest."""
+    """The report on the checkpoint in `folder`. verify: read everything that has a digest and compare."""
     groups = _file_groups(folder)
     try:
         checkpoint = _open(folder)
@@ -234,12 +206,11 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
         return Report(str(folder), False, groups, [str(error), *_truncated_files(folder)])
     run = checkpoint.run
     problems = list(_file_problems(folder, run.get("files", {})))
-    if is_universal(folder):
-        parameters, more = _universal_parameters(checkpoint)
-    else:
+    if format_of(folder) == NATIVE:
         problems += _never_written(run)
-        parameters, more = _native_parameters(folder, specs_of(checkpoint))
-    digests, damages = _compare_digests(checkpoint, verify)
+    reader = open_reader(checkpoint)
+    parameters, more = reader.inspect_parameters()
+    digests, damages = _compare_digests(reader, verify)
     return Report(
         folder=str(folder),
         is_complete=True,
@@ -257,16 +228,14 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
     )
 
 
-def _compare_digests(checkpoint: Checkpoint, verify: bool) -> tuple[str, list[str]]:
-    """What was compared, in words, and what was found to be damaged."""
-    universal = is_universal(checkpoint.folder)
-    if universal and not tensor_digests(checkpoint):
+def _compare_digests(reader: StateReader, verify: bool) -> tuple[str, list[str]]:
+    """What was compared, in words, and what is damaged."""
+    if not reader.has_digests():
         return "there are none to compare", []
     if not verify:
         return NOT_COMPARED, []
-    count, damages = verify_digests(checkpoint)
-    what = "tensors" if universal else "files"
-    return f"{count:,} {what} compared, {count - len(damages):,} equal", damages
+    count, problems = reader.verify()
+    return f"{count:,} {reader.verified_unit} compared, {count - len(problems):,} equal", problems
 
 
 def _file_groups(folder: Path) -> list[FileGroup]:
@@ -288,14 +257,14 @@ def _file_problems(folder: Path, files: Files) -> Iterator[str]:
     if files.keys() - found:
         yield f"missing: {first_few(sorted(files.keys() - found))}"
     if found - files.keys():
-        yield f"left over, not of this checkpoint: {first_few(sorted(found - files.keys()))}"
+        yield f"left over, not part of this checkpoint: {first_few(sorted(found - files.keys()))}"
     for name in sorted(files.keys() & found):
         if problem := first_size_mismatch(folder, {name: files[name]}):
             yield problem
 
 
 def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
-    """What the layout in `run.json` implies and its list of files lacks."""
+    """Files that the layout in `run.json` requires and its list of files lacks."""
     if not run.get("files"):
         return
     try:
@@ -308,7 +277,7 @@ def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def printable(value: Any) -> Any:
-    """A value of a file without control characters, which could forge lines on a terminal."""
+    """A value from a file without control characters, which could forge lines on a terminal."""
     if isinstance(value, dict):
         return {one_line(key): printable(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -317,75 +286,15 @@ def printable(value: Any) -> Any:
 
 
 def _truncated_files(folder: Path) -> Iterator[str]:
-    """Of files that were cut short: torch's format is a zip archive, whose directory stands at the end."""
+    """Files without a readable zip directory, which torch.save writes at the end."""
     for path in sorted(folder.glob("*.pt")):
         if path.is_file() and not zipfile.is_zipfile(path):
-            yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are no file of torch"
-
-
-def _universal_parameters(checkpoint: Checkpoint) -> tuple[list[ParameterRecord], list[str]]:
-    """What the parameters' folders hold, and what is wrong with it."""
-    states, specs = UniversalStates(checkpoint), specs_of(checkpoint)
-    records: list[ParameterRecord] = []
-    problems: list[str] = []
-    for name in states.names:
-        try:
-            shapes = {kind: tuple(states.read(name, kind).shape) for kind in states.kinds(name)}
-        except HostileFileError:
-            raise
-        except ConfigError as error:
-            problems.append(str(error))
-            continue
-        records.append(ParameterRecord(name, shapes[VALUES], "float32"))
-        problems += [
-            f"{kind} of {name} has the shape {shape}, its values {shapes[VALUES]}"
-            for kind, shape in shapes.items()
-            if shape != shapes[VALUES]
-        ]
-    if specs and (missing := [name for name in specs if name not in states.names]):
-        problems.append(f"parameters that no file holds: {first_few(sorted(missing))}")
-    if specs and (surplus := [name for name in states.names if name not in specs]):
-        problems.append(f"parameters that the model does not have: {first_few(sorted(surplus))}")
-    return records, problems
-
-
-def _native_parameters(
-    folder: Path, specs: Mapping[str, ParameterSpec]
-) -> tuple[list[ParameterRecord], list[str]]:
-    """What the layer files hold, and what is wrong with it."""
-    records: list[ParameterRecord] = []
-    problems: list[str] = []
-    try:
-        files = LayerFiles(folder)
-    except ConfigError as error:
-        return [], [str(error)]
-    unreadable = False
-    for layer in files.layers:
-        try:
-            wholes, shards = files.wholes(layer, specs, meta=True), files.shards(layer)
-        except HostileFileError:
-            raise
-        except ConfigError as error:
-            problems.append(str(error))
-            unreadable = True
-            continue
-        for name, whole in wholes.items():
-            records.append(ParameterRecord(name, tuple(whole.shape), str(whole.dtype).removeprefix("torch.")))
-            if specs[name].shard_dim is None and not _all_equal(shards[name]):
-                problems.append(f"the tensor ranks hold different values of {name}, which is not cut")
-    missing = specs.keys() - {record.name for record in records}
-    if missing and not unreadable:
-        problems.append(f"parameters that no file holds: {first_few(sorted(missing))}")
-    return records, problems
-
-
-def _all_equal(copies: list[Tensor]) -> bool:
-    return all(torch.equal(copies[0], copy) for copy in copies[1:])
+            yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are not a file of torch.save"
 
 
 def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
     if checkpoint.is_external:
-        return f"of another program, {num_parameters:,} parameters, padding of the vocabulary included"
+        return f"of another program, {num_parameters:,} parameters, including the padding of the vocabulary"
     config = checkpoint.config
     return (
         f"{model_summary(config.model)}, {config.precision.name}, "

@@ -1,4 +1,4 @@
-"""Reports of `inspect` and `compare` as text. Transformer layers that are alike share a row."""
+"""Reports of `inspect` and `compare` as text. Equal transformer layers share a row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from megatron.checkpoint.formats.reader import ParameterRecord
 from megatron.checkpoint.report.compare import Comparison
-from megatron.checkpoint.report.inspect import Overview, ParameterRecord, Report, Summary
+from megatron.checkpoint.report.inspect import Overview, Report, Summary
 from megatron.text_table import format_table, number_ranges
 
-# Of run.json: what differs between any two checkpoints, a line per file or parameter.
+# Entries of run.json that differ between any two checkpoints.
 _NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha256")
 
 
 def overview_text(overview: Overview) -> str:
-    """A row per folder, what is wrong with them, then the newest complete one in full."""
+    """A row per folder, their problems, then the report on the newest complete one."""
     parts = []
     if overview.checkpoints:
         rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
@@ -36,20 +37,20 @@ def overview_text(overview: Overview) -> str:
 
 def _summary_row(item: Summary) -> list[str]:
     numbers = (item.iteration, item.consumed_samples, item.consumed_tokens)
-    remarks = ["latest"] * item.is_latest + ["incomplete"] * (not item.is_complete)
-    remarks += ["damaged"] * (item.is_complete and bool(item.problem))
+    status = ["latest"] * item.is_latest + ["incomplete"] * (not item.is_complete)
+    status += ["damaged"] * (item.is_complete and bool(item.problem))
     return [
         item.name,
         item.kind,
         *("-" if number is None else f"{number:,}" for number in numbers),
         f"{item.num_files:,}",
         size_text(item.size_bytes),
-        ", ".join(remarks),
+        ", ".join(status),
     ]
 
 
 def report_text(report: Report) -> str:
-    """What one checkpoint is, its files, its parameters, then what is wrong."""
+    """The run, files, parameters and problems of one checkpoint."""
     lines = [report.folder]
     if report.is_complete:
         lines.append(f"model      {report.model}")
@@ -67,7 +68,7 @@ def report_text(report: Report) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The settings that differ, then by kind how many tensors are equal, then the parameters that differ."""
+    """The settings that differ, the number of equal tensors by kind, and the parameters that differ."""
     lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
     shown = {name: pair for name, pair in comparison.settings.items() if not name.startswith(_NOT_SHOWN)}
     if shown:

@@ -1,1 +1,1 @@
-"""What a checkpoint proves when it is loaded: digests of every parameter and moment, and a loss."""
+"""Verification of a loaded checkpoint: digests of every parameter and moment, and a canary loss."""

@@ -1,9 +1,9 @@
-"""Digests of whole parameters and moments that every layout computes alike.
+"""Digests of global parameters and moments, equal on every layout.
 
 The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key, a hash of the
-position in the whole tensor), modulo 2^64. A sum does not mind who adds which part, so each rank adds up what
-it holds. One changed element always changes it, for an odd key has an inverse; several do but for one chance
-in some 2^60. It finds errors, not forgeries.
+position in the global tensor), modulo 2^64. A sum does not depend on its order, so each rank sums its own
+elements. One changed element always changes the digest, because an odd key has an inverse. Several changes
+cancel with a probability of about 2^-60. The digest detects errors, not forgeries.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 from megatron.mpu.random import mix64
 from megatron.optimizer.mixed_precision import LocalParamState, MixedPrecisionOptimizer
 
-# Elements that are worked on at once: their positions and keys stay in a core's cache.
+# Elements per step: their positions and keys fit in a core's cache.
 CHUNK = 1 << 16
 _WORD = 1 << 64
 
 
 @dataclass(frozen=True)
 class StateDigests:
-    """What a run's optimizer holds."""
+    """Digests of the state of all optimizers of a run."""
 
     tensors: dict[str, dict[str, str]]
     """Digest in hex by kind ('fp32', 'exp_avg', ...) and parameter."""
     step: float | None
-    """Updates that the optimizer has made, if it counts them."""
+    """Number of updates, if the optimizer counts them."""
     quantized: frozenset[str]
-    """The parameters whose moments have 8 bits."""
-    unequal: tuple[str, ...]
-    """Of what should be equal on several ranks, the '<kind> of <parameter>' that is not."""
+    """The parameters with 8-bit moments."""
+    mismatched: tuple[str, ...]
+    """'<kind> of <parameter>' whose replicas on several ranks differ."""
 
 
 class UnquantizedDigests:
-    """This rank's part of the digests of moments as they came from a checkpoint, before 8 bits rounded them:
-    by parameter and kind."""
+    """This rank's part of the digests of moments as read from a checkpoint, before they are rounded to 8
+    bits: parameter -> kind -> digest."""
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, int]] = {}
 
     def add(self, part: LocalParamState) -> None:
-        """Takes what was read of one moment."""
+        """Adds the digest of a part of one moment."""
         digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
         self.parts.setdefault(part.name, {}).update(digests)
 
@@ -57,9 +57,9 @@ class UnquantizedDigests:
 def digest_state(
     optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, unquantized: UnquantizedDigests | None = None
 ) -> StateDigests:
-    """Digests of all that the optimizers of all ranks hold. Collective; every rank gets the whole.
+    """Digests of the optimizer state of all ranks. Collective; every rank gets the result.
 
-    unquantized: of moments that are there it takes these digests instead.
+    unquantized: digests that are used for the moments that it contains.
     """
     read_parts = unquantized.parts if unquantized is not None else {}
     place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
@@ -87,9 +87,9 @@ def digest_state(
 def fragment_digests(
     spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
-    """What elements start, start + 1, ... of this rank's shard add to the digests of the whole tensors.
+    """What the elements start, start + 1, ... of this rank's shard add to the digests of the global tensors.
 
-    values: flat fp32 tensors of one length, by kind. Padding of the vocabulary adds nothing.
+    values: flat fp32 tensors of one length, by kind. Padded rows of the vocabulary add 0.
     """
     length, device = next((value.numel(), value.device) for value in values.values())
     sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
@@ -107,7 +107,7 @@ def fragment_digests(
 
 
 def _whole_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
-    """Positions in this rank's flat shard -> positions in the flat whole."""
+    """Positions in this rank's flat shard -> positions in the flat global tensor."""
     dim = spec.shard_dim
     if dim is None or tp_group.size == 1:
         return local
@@ -124,8 +124,8 @@ def _whole_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> T
 
 
 def _combined(records: list[Any]) -> StateDigests:
-    """Adds up what belongs to one copy, and compares the copies: those of tied weights on several stages, of
-    replicated parameters on tensor ranks, and without ZeRO of everything on data-parallel ranks."""
+    """Sums the parts of each replica, and compares the replicas: tied weights on several stages, replicated
+    parameters on TP ranks, and without ZeRO everything on data-parallel ranks."""
     copies: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
     quantized: set[str] = set()
@@ -139,9 +139,9 @@ def _combined(records: list[Any]) -> StateDigests:
                 sums[copy] = (sums.get(copy, 0) + part) % _WORD
     tensors: dict[str, dict[str, str]] = {}
     for (kind, name), sums in sorted(copies.items()):
-        # A checkpoint is read from the first stage and tensor rank that hold a parameter.
+        # A checkpoint is read from the first stage and TP rank that hold a parameter.
         tensors.setdefault(kind, {})[name] = f"{sums[min(sums)]:016x}"
-    unequal = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
+    mismatched = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
     if len(steps) > 1:
-        unequal.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
-    return StateDigests(tensors, min(steps, default=None), frozenset(quantized), tuple(sorted(unequal)))
+        mismatched.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
+    return StateDigests(tensors, min(steps, default=None), frozenset(quantized), tuple(sorted(mismatched)))

@@ -1,1 +1,1 @@
-"""Checks of one setting against another; a mistake is a ConfigError before anything has started."""
+"""Checks of settings against each other. A contradiction is a ConfigError, raised before the run starts."""

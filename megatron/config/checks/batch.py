@@ -1,30 +1,78 @@
-"""Checks of batch sizes and of the length of the run."""
+"""Checks of batch sizes, of the length of the run, and of a curriculum of sequence lengths."""
 
 from __future__ import annotations
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
+from megatron.config.parsing.curriculum import SOURCE, LengthCurriculum
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.training import TrainingConfig
 
 
 def check_batches(config: Config) -> None:
-    """Raise ConfigError for a batch size that micro-batches and replicas do not divide."""
-    micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
+    """Raise ConfigError for batch sizes that the layout does not support.
+
+    A run with --load may resume after the smaller batches of a ramp-up: `check_remaining_batches` checks them
+    when the checkpoint is known.
+    """
+    resumes = config.checkpoint.load is not None
     schedule = BatchSchedule.from_config(config.batch)
-    for size in schedule.sizes():
-        if size % (micro * data) == 0:
-            continue
-        product = f"--micro-batch-size {micro} x data-parallel size {data} = {micro * data}"
-        if size == config.batch.global_batch_size:
+    check_remaining_batches(
+        config, schedule.consumed_at_size(config.batch.global_batch_size) if resumes else 0
+    )
+
+
+def check_remaining_batches(config: Config, consumed_samples: int) -> None:
+    """Raise ConfigError for an unsupported batch size of a step after `consumed_samples`."""
+    schedule = BatchSchedule.from_config(config.batch)
+    if problem := _batch_problem(config, schedule.global_batch_size):
+        raise ConfigError(f"--global-batch-size {problem}")
+    for size in schedule.sizes(consumed_samples):
+        if problem := _batch_problem(config, size):
+            ramp = " ".join(map(str, schedule.rampup or ()))
             raise ConfigError(
-                f"--global-batch-size {size} is not divisible by {product}: change one of the two sizes, or "
-                "the number of processes"
+                f"--rampup-batch-size {ramp}: a batch of {problem} (or START or INCREMENT), or resume a "
+                f"checkpoint of at least {first_supported_sample(config):,} consumed samples"
             )
-        ramp = " ".join(map(str, config.batch.rampup_batch_size or ()))
-        raise ConfigError(
-            f"--rampup-batch-size {ramp} has a batch of {size}, which is not divisible by {product}: "
-            "change START or INCREMENT"
+
+
+def check_batch_size(config: Config, size: int) -> None:
+    """Raise ConfigError if the layout does not support batches of `size` samples."""
+    if problem := _batch_problem(config, size):
+        raise ConfigError(f"a batch of {problem}")
+
+
+def first_supported_sample(config: Config) -> int:
+    """The number of consumed samples from which on the layout supports all batch sizes of the run."""
+    schedule = BatchSchedule.from_config(config.batch)
+    smallest = config.batch.global_batch_size
+    for size in reversed(schedule.sizes()):
+        if _batch_problem(config, size) is not None:
+            break
+        smallest = size
+    return schedule.consumed_at_size(smallest)
+
+
+def _batch_problem(config: Config, size: int) -> str | None:
+    """Why the layout does not support batches of `size` samples, and the remedy; None if it does."""
+    parallel, micro = config.parallel, config.batch.micro_batch_size
+    data = parallel.data_parallel_size
+    if size % (micro * data):
+        return (
+            f"{size} is not divisible by --micro-batch-size {micro} x data-parallel size {data} = "
+            f"{micro * data}: change one of the sizes, or the number of processes"
         )
+    needed, accumulation = parallel.min_micro_batches, size // (micro * data)
+    if accumulation < needed:
+        return (
+            f"{size} has {accumulation} micro-batches per step and replica, and --pipeline-schedule "
+            f"{parallel.pipeline_schedule} needs {parallel.schedule.micro_batches_per_rank} x "
+            f"--pipeline-model-parallel-size = {needed}: increase the batch, or reduce "
+            "--micro-batch-size"
+        )
+    return None
 
 
 def check_length(config: Config) -> None:
@@ -42,4 +90,26 @@ def check_length(config: Config) -> None:
         raise ConfigError(
             f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
             "increase it, or reduce --global-batch-size"
+        )
+
+
+def check_curriculum(
+    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
+) -> None:
+    """Raise ConfigError for sequence lengths that the run does not support."""
+    if curriculum.max_length > model.seq_length:
+        raise ConfigError(
+            f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
+            "its max_difficulty, or increase the latter"
+        )
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):
+        raise ConfigError(
+            f"{SOURCE} has sequences of {odd[0]} tokens, which with --sequence-parallel must be "
+            f"divisible by --tensor-model-parallel-size {tensor}: choose multiples of it (difficulty_step)"
+        )
+    if training.compile:
+        raise ConfigError(
+            "--compile with a curriculum of sequence lengths: layers would be recompiled for each length, "
+            "remove the flag until the curriculum is complete"
         )

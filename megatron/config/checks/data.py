@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from fractions import Fraction
 from pathlib import Path
 
+from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
@@ -11,6 +14,9 @@ from megatron.config.parsing.split import SPLIT_NAMES, parse_split
 from megatron.config.parsing.weighted_paths import parse_data_path, parse_groups
 from megatron.config.registries import TOKENIZERS
 from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
+
+# Bytes per sample of the arrays that `data.indices.build_sample_index` holds at once.
+_INDEX_BYTES_PER_SAMPLE = 32
 
 
 def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:
@@ -120,6 +126,45 @@ def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
         for group in parse_groups(option, getattr(data, f"{name}_weighted_split_paths")):
             found += [(option, path.prefix) for path in group.paths]
     return found
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_index_memory(config: Config, memory_bytes: int) -> None:
+    """Raise ConfigError if the sample index of the training or validation data cannot be built in memory."""
+    training, batch = config.training, BatchSchedule.from_config(config.batch)
+    iterations = batch.total_iterations(training, config.model.seq_length, config.curriculum)
+    evaluations = (iterations // training.eval_interval + 1) * training.eval_iters
+    unit = "iters" if training.train_iters is not None else "samples"
+    requests = {
+        f"--train-{unit} {getattr(training, f'train_{unit}')}": (
+            0 if training.no_train else batch.consumed_after(iterations)
+        ),
+        f"--eval-iters {training.eval_iters} every --eval-interval {training.eval_interval}": (
+            evaluations * batch.global_batch_size if any(what_is_evaluated(config.data)[:2]) else 0
+        ),
+    }
+    for flags, samples in requests.items():
+        needed = samples * _INDEX_BYTES_PER_SAMPLE * _largest_share(config.data)
+        if needed > memory_bytes:
+            raise ConfigError(
+                f"{flags} with --global-batch-size {batch.global_batch_size} reads {samples:,} samples: "
+                f"building their index takes {needed / 1e9:,.0f} GB of memory, and this machine has "
+                f"{memory_bytes / 1e9:,.0f} GB: reduce these values"
+            )
+
+
+def _largest_share(data: DataConfig) -> Fraction:
+    """The largest share of a prefix in the training data; each prefix has its own index."""
+    paths = (
+        parse_groups(groups_option(data, "train"), data.train_weighted_split_paths)[0].paths
+        if data.train_weighted_split_paths
+        else parse_data_path(data.data_path)
+    )
+    return max(path.weight for path in paths) / sum(path.weight for path in paths)
 
 
 def check_files(data: DataConfig) -> None:

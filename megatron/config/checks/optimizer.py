@@ -1,9 +1,10 @@
-"""Checks of the optimizer."""
+"""Checks of the optimizer, the number format and the loss scale."""
 
 from __future__ import annotations
 
 from megatron.config.errors import ConfigError
 from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.precision import PrecisionConfig
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> None:
@@ -17,3 +18,23 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
         )
     if optimizer.use_apex:
         raise ConfigError("--use-bnb-optimizer with --use-apex: each has its own Adam, remove one of the two")
+
+
+def check_precision(precision: PrecisionConfig) -> None:
+    """Raise ConfigError for contradicting number formats and for loss scales without fp16."""
+    if precision.fp16 and precision.bf16:
+        raise ConfigError("--fp16 and --bf16 are both given: remove one of them")
+    if precision.loss_scale is not None and not precision.fp16:
+        raise ConfigError(
+            f"--loss-scale {precision.loss_scale:g} without --fp16: {precision.name} has no loss scaling, "
+            "remove it or add --fp16"
+        )
+    if precision.fp32_residual_connection and precision.name == "fp32":
+        raise ConfigError(
+            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32, remove it"
+        )
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise ConfigError(
+            f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale "
+            f"{precision.initial_loss_scale:g}: reduce the former"
+        )

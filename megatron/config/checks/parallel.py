@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
@@ -44,22 +43,8 @@ def check_pipeline(config: Config) -> None:
             f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
             "the method profile uses it, change the method or remove the file"
         )
-    if parallel.pipeline_schedule == "dualpipev":
-        _check_dualpipev(config)
-
-
-def _check_dualpipev(config: Config) -> None:
-    stages = config.parallel.pipeline_model_parallel_size
-    if stages == 1:
+    if parallel.schedule.stages_per_rank > 1 and parallel.pipeline_model_parallel_size == 1:
         raise ConfigError(
-            "--pipeline-schedule dualpipev with --pipeline-model-parallel-size 1: it needs a "
-            "pipeline, use 2 or more, or the schedule 1f1b"
+            f"--pipeline-schedule {parallel.pipeline_schedule} with --pipeline-model-parallel-size 1: "
+            "expected 2 or more, or the schedule 1f1b"
         )
-    per_micro_step = config.batch.micro_batch_size * config.parallel.data_parallel_size
-    for size in BatchSchedule.from_config(config.batch).sizes():
-        if size // per_micro_step < 2 * stages:
-            raise ConfigError(
-                f"--pipeline-schedule dualpipev needs 2 x --pipeline-model-parallel-size = {2 * stages} "
-                f"micro-batches per step and replica, and a batch of {size} has {size // per_micro_step}: "
-                "increase --global-batch-size (or the ramp-up's START), or reduce --micro-batch-size"
-            )

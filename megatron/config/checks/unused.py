@@ -1,4 +1,4 @@
-"""Notes on settings without effect."""
+"""Notes on settings without effect, and on a combination that is known to fail."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def unused_setting_notes(config: Config) -> tuple[str, ...]:
             if getattr(section, name) != defaults[name]:
                 found.append(f"{option_name(name)} has no effect {reason}")
     return tuple(found)
+
+
+def risk_notes(config: Config) -> tuple[str, ...]:
+    """One sentence for a combination of settings with which published runs have failed."""
+    if config.optimizer.use_bnb_optimizer and not config.model.embed_layernorm:
+        return (
+            "--use-bnb-optimizer without --embed-layernorm: BigScience's 104B run stagnated with 8-bit Adam "
+            "and no norm after the word embeddings; add --embed-layernorm to a new run",
+        )
+    return ()
 
 
 def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
@@ -73,8 +83,11 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
         yield config.checkpoint, ("keep_last", "overwrite_checkpoints"), "without --save"
     if config.checkpoint.keep_last is None:
         yield config.checkpoint, ("save_retain_interval",), "without --keep-last"
+    if config.checkpoint.finetune:
+        yield config.checkpoint, ("no_load_optim",), "with --finetune"
     if config.checkpoint.load is None:
-        yield config.checkpoint, ("override_data", "allow_replica_mismatch"), "without --load"
+        names = ("override_data", "allow_replica_mismatch", "no_load_optim")
+        yield config.checkpoint, names, "without --load"
         yield schedule, ("override_lr_scheduler", "use_checkpoint_lr_scheduler"), "without --load"
     if stability.spike_policy is None:
         names = ("spike_loss_factor", "spike_grad_norm_factor", "spike_window", "max_rollbacks")

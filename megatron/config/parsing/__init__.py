@@ -1,1 +1,1 @@
-"""Texts that flags and small files hold: partition methods, splits, weighted paths, curricula."""
+"""Parsers of structured flag values and small files: partition methods, splits, weighted paths, curricula."""

@@ -13,6 +13,8 @@ from megatron.config.errors import ConfigError
 
 SOURCE = "the DeepSpeed config's curriculum_learning"
 _SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete")
+# The sequence length of every step is computed at the start.
+_MAX_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -90,21 +92,32 @@ def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
             f"{SOURCE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
         )
     if schedule == "fixed_discrete":
-        return _discrete(details, shortest, longest)
+        return _with_bounded_steps(_discrete(details, shortest, longest))
     multiple = _number(details, "difficulty_step")
     if longest % multiple:
         raise ConfigError(
             f"{SOURCE}: max_difficulty {longest} is not a multiple of difficulty_step {multiple} and would "
             "never be reached: change one of them"
         )
-    return LengthCurriculum(
-        schedule,
-        shortest,
-        longest,
-        total_steps=_number(details, "total_curriculum_step"),
-        multiple=multiple,
-        root_degree=_number(details, "root_degree") if schedule == "fixed_root" else 1,
+    return _with_bounded_steps(
+        LengthCurriculum(
+            schedule,
+            shortest,
+            longest,
+            total_steps=_number(details, "total_curriculum_step"),
+            multiple=multiple,
+            root_degree=_number(details, "root_degree") if schedule == "fixed_root" else 1,
+        )
     )
+
+
+def _with_bounded_steps(curriculum: LengthCurriculum) -> LengthCurriculum:
+    if curriculum.steps > _MAX_STEPS:
+        raise ConfigError(
+            f"{SOURCE} reaches its final sequence length in step {curriculum.steps:,}: expected at most "
+            f"{_MAX_STEPS:,}"
+        )
+    return curriculum
 
 
 def _discrete(details: Mapping[str, Any], shortest: int, longest: int) -> LengthCurriculum:

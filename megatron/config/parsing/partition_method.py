@@ -25,7 +25,7 @@ EXAMPLES = {
 }
 # Methods without an argument.
 WORDS = tuple(name for name in PARTITION_METHODS if name not in EXAMPLES)
-# More than any pipeline has: a mistake such as (t*999)*9999 is an error and does not exhaust the memory.
+# More than any pipeline has. So a mistake such as (t*999)*9999 is an error, and cannot exhaust the memory.
 _MAX_LAYERS = 100_000
 _MAX_DEPTH = 100
 
@@ -209,8 +209,7 @@ def _stages(text: str, rest: str) -> list[StageContent]:
 
 
 def _with_ends(text: str, stages: list[StageContent], example: str) -> tuple[StageContent, ...]:
-    """The stages with the embedding on the first and the head on the last one, even if E and L are "
-    "omitted."""
+    """The stages with the embedding on the first and the head on the last, also if E and L are omitted."""
     if any(stage.embedding for stage in stages[1:]):
         raise _error(text, "the embedding E can only be on the first stage", example)
     if any(stage.head for stage in stages[:-1]):

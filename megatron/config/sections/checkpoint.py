@@ -30,6 +30,21 @@ class CheckpointConfig(Section):
         help="--load contains a universal checkpoint, made by tools/ds_to_universal.py, "
         "tools/convert_huggingface.py, DeepSpeed or for BLOOM",
     )
+    finetune: bool = flag(
+        False,
+        help="start a new training from the weights of --load: iteration 0, fresh optimizer, learning-rate "
+        "schedule and data; the same command, given again, resumes from --save",
+    )
+    no_load_optim: bool = flag(
+        False,
+        help="do not load the optimizer's moments and loss scale from --load; iteration, data and schedule "
+        "continue, and fp32 weights are loaded; the same command, given again, resumes from --save",
+    )
+    use_checkpoint_args: bool = flag(
+        False,
+        help="take the flags of the model and of the tokenizer from the checkpoint in --load; a flag of the "
+        "model that is given too must have the same value",
+    )
     override_data: bool = flag(
         False,
         help="resume with other data than the checkpoint's, at the same number of consumed samples",

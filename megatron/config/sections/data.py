@@ -46,6 +46,18 @@ class DataConfig(Section):
     train_weighted_split_paths_path: str | None = _groups_file("the training group")
     valid_weighted_split_paths_path: str | None = _groups_file("the validation groups")
     test_weighted_split_paths_path: str | None = _groups_file("the test groups")
+    data_cache_path: str | None = flag(
+        None,
+        metavar="FOLDER",
+        help="folder for the index files of the sample order, created if it does not exist (default: the "
+        "folder of the data)",
+    )
+    max_epochs_per_dataset: float = flag(
+        4.0,
+        above=0,
+        help="warn if training reads a data set more often (the default is from arXiv:2305.16264: repeating "
+        "data up to 4 times is almost as good as new data)",
+    )
     num_workers: int = flag(
         2, at_least=0, help="data loading threads for training; 0: load in the main thread"
     )

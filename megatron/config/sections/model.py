@@ -19,24 +19,40 @@ class ModelConfig(Section):
     group: ClassVar[str] = "network size"
     changes_model: ClassVar[bool] = True
 
-    num_layers: int = flag(megatron_arg=True, help="number of transformer layers", at_least=1)
-    hidden_size: int = flag(megatron_arg=True, help="hidden size of the transformer", at_least=1)
+    num_layers: int = flag(
+        megatron_arg=True, help="number of transformer layers", at_least=1, at_most=100_000
+    )
+    hidden_size: int = flag(
+        megatron_arg=True, help="hidden size of the transformer", at_least=1, at_most=2**20
+    )
     ffn_hidden_size: int = flag(
         megatron_arg=True,
         derived="4 x hidden size",
         at_least=1,
+        at_most=2**24,
         help="hidden size of the MLP; with --glu-activation the size of each half",
     )
-    num_attention_heads: int = flag(megatron_arg=True, help="number of attention heads", at_least=1)
+    num_attention_heads: int = flag(
+        megatron_arg=True, help="number of attention heads", at_least=1, at_most=2**16
+    )
     kv_channels: int = flag(
-        megatron_arg=True, derived="hidden size / heads", at_least=1, help="head dimension of the attention"
+        megatron_arg=True,
+        derived="hidden size / heads",
+        at_least=1,
+        at_most=2**20,
+        help="head dimension of the attention",
     )
     seq_length: int = flag(
-        changes_model=False, help="sequence length in tokens", group="data and dataloader", at_least=1
+        changes_model=False,
+        help="sequence length in tokens",
+        group="data and dataloader",
+        at_least=1,
+        at_most=2**24,
     )
     max_position_embeddings: int = flag(
         derived="--seq-length; required for absolute positions",
         at_least=1,
+        at_most=2**24,
         help="number of position embeddings, the longest sequence that absolute positions support",
     )
     position_embedding_type: str = flag(
@@ -49,18 +65,21 @@ class ModelConfig(Section):
         None,
         changes_model=False,
         at_least=1,
+        at_most=2**31 - 1,
         help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
     )
     make_vocab_size_divisible_by: int = flag(
         128,
         changes_model=False,
         at_least=1,
+        at_most=2**31 - 1,
         help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
     )
     pad_vocab_size_to: int | None = flag(
         None,
         changes_model=False,
         at_least=1,
+        at_most=2**31 - 1,
         help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
     )
     layernorm_epsilon: float = flag(1e-5, above=0, megatron_arg=True, help="epsilon of the norms")
@@ -145,7 +164,7 @@ class ModelConfig(Section):
         return self.init_method_std / math.sqrt(self.width_ratio)
 
     @property
-    def matrix_rate_factor(self) -> float:
+    def matrix_lr_mult(self) -> float:
         """Multiplier of the learning rate of the matrices of the transformer layers."""
         return 1.0 / self.width_ratio
 

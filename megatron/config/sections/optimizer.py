@@ -37,7 +37,8 @@ class OptimizerConfig(Section):
         aliases=("--use_bnb_optimizer",),
         group="training",
         help="use 8-bit Adam from bitsandbytes (pip install bitsandbytes); the word embeddings, norms, "
-        "biases and parameters with fewer than 4096 elements keep 32-bit moments",
+        "biases and parameters with fewer than 4096 elements keep 32-bit moments. Use it with "
+        "--embed-layernorm, which BigScience's flag of this name included",
     )
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.fields import Section, flag
-from megatron.config.registries import PARTITION_METHODS
+from megatron.config.registries import PARTITION_METHODS, PIPELINE_SCHEDULES, PipelineSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class ParallelConfig(Section):
 
     tensor_model_parallel_size: int = flag(1, at_least=1, help="tensor-parallel size (TP)")
     pipeline_model_parallel_size: int = flag(
-        1, at_least=1, help="pipeline-parallel size (PP), the number of pipeline ranks"
+        1, at_least=1, at_most=100_000, help="pipeline-parallel size (PP), the number of pipeline ranks"
     )
     partition_method: str = flag(
         "type:transformer",
@@ -34,9 +34,8 @@ class ParallelConfig(Section):
     )
     pipeline_schedule: str = flag(
         "1f1b",
-        choices=("1f1b", "dualpipev"),
-        help="pipeline schedule. dualpipev: each rank holds two stages, the first and the last stage are on "
-        "rank 0, which reduces the pipeline bubble",
+        choices=PIPELINE_SCHEDULES,
+        help="pipeline schedule",
     )
     sequence_parallel: bool = flag(
         False,
@@ -79,10 +78,19 @@ class ParallelConfig(Section):
     )
 
     @property
+    def schedule(self) -> PipelineSchedule:
+        """The properties of --pipeline-schedule."""
+        return PIPELINE_SCHEDULES[self.pipeline_schedule]
+
+    @property
     def num_stages(self) -> int:
-        """Number of pipeline stages: one per pipeline rank, two with dualpipev."""
-        ranks = self.pipeline_model_parallel_size
-        return 2 * ranks if self.pipeline_schedule == "dualpipev" else ranks
+        """Number of pipeline stages: one or two per pipeline rank."""
+        return self.schedule.stages_per_rank * self.pipeline_model_parallel_size
+
+    @property
+    def min_micro_batches(self) -> int:
+        """Least number of micro-batches per step and replica."""
+        return max(self.schedule.micro_batches_per_rank * self.pipeline_model_parallel_size, 1)
 
     @property
     def data_parallel_size(self) -> int:

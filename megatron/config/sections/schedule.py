@@ -33,8 +33,12 @@ class ScheduleConfig(Section):
         None, at_least=0, below=1, help="length of the warm-up as a fraction of the length of the decay"
     )
     override_lr_scheduler: bool = flag(
-        False, help="on resume, use the learning-rate schedule of the flags if it differs from the checkpoint"
+        False,
+        aliases=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+        help="on resume, use the learning-rate schedule of the flags if it differs from the checkpoint",
     )
     use_checkpoint_lr_scheduler: bool = flag(
-        False, help="on resume, use the checkpoint's learning-rate schedule if it differs from the flags"
+        False,
+        aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        help="on resume, use the checkpoint's learning-rate schedule if it differs from the flags",
     )

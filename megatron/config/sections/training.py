@@ -39,15 +39,17 @@ class TrainingConfig(Section):
         ("SIGUSR2", "SIGTERM"),
         nargs="*",
         metavar="SIGNAL",
-        help="save and exit with exit code 75 on these signals; without a value, on none",
+        help="save and exit with exit code 75 on these signals; without a value, on none. SIGINT (Ctrl-C) "
+        "saves and exits with 130 unless it is listed here; a second one ends the process at once",
     )
     kill_switch_path: str | None = flag(None, metavar="FILE", help="save and exit when this file exists")
     hang_timeout: float = flag(
         540.0,
         at_least=0,
         metavar="SECONDS",
-        help="time limit of an iteration, an evaluation or a checkpoint, after which the run prints the "
-        "stacks of all threads and aborts; 0: no limit (torch.distributed itself times out after 600 s)",
+        help="time without progress (a micro-batch, a step, bytes of a checkpoint) after which the run "
+        "prints the stacks of all threads and aborts; 0: no limit. A load or save has 4 times this limit, "
+        "the start 10 times, and every phase at least 3 times its median duration",
     )
     no_preflight: bool = flag(
         False, help="skip the check at the start that nodes are consistent, have memory and see the files"
@@ -102,6 +104,11 @@ class TrainingConfig(Section):
     )
     dry_run: bool = flag(
         False, help="check all flags, print the layout, batches and stages, and exit without reading data"
+    )
+    simulate: bool = flag(
+        False,
+        help="with --dry-run: also run a training step of every pipeline stage on a simulated device, and "
+        "print its memory, work and communication, see docs/simulation.md",
     )
     deepspeed_config: str | None = flag(
         None,

@@ -1,1 +1,1 @@
-"""What a run prints and writes about itself: iteration lines, curves, memory, moments."""
+"""Console lines, TensorBoard and Weights & Biases curves, memory and moments tables."""

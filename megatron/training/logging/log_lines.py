@@ -1,6 +1,6 @@
-"""The console lines that users' scripts parse, in the format of Megatron-DeepSpeed: written and read here.
+"""Formats and parses the console lines, in the format of Megatron-DeepSpeed.
 
-Needs no torch, so that a tool which reads logs starts at once.
+Needs no torch, so that tools which parse logs start at once.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import math
 import re
 from dataclasses import dataclass
 
-# exp() of a loss above this is no perplexity any more; the peers cap it here too.
+# Perplexity is capped at the exp() of this loss, as in Megatron-LM.
 _LARGEST_LOSS_FOR_PERPLEXITY = 20.0
 
 _TRAINING_START = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 _VALIDATION_START = re.compile(r"([\w.-]+) loss at ([^|]*?)\s*\|")
 _ITERATION = re.compile(r"iteration (\d+)")
 
-# Names that do not follow from the text of the field; all others become lower_snake_case.
+# Names that are not the field's text in lower_snake_case.
 _NAMES = {
     "elapsed time per iteration (s)": "seconds_per_iteration",
     "TFLOPs": "tflops_per_device",
@@ -31,12 +31,12 @@ ParsedLine = dict[str, int | float | str]
 
 @dataclass(frozen=True)
 class IntervalSummary:
-    """What one training line says about the steps since the line before it.
+    """The values of one training line, for the steps since the previous line.
 
-    lm_loss: mean over the steps that moved the weights; None if there were none.
+    lm_loss: mean over the steps that updated the weights; None if there were none.
     learning_rate, global_batch_size, seq_length, loss_scale, grad_norm: of the last step. seq_length: None
-    where it is always the same; loss_scale: None without fp16.
-    skipped, not_finite: steps that left the weights unchanged; steps whose loss was not finite.
+    without a curriculum; loss_scale: None without fp16.
+    skipped: steps without an update. not_finite: steps whose loss was non-finite.
     """
 
     iteration: int
@@ -92,17 +92,18 @@ def format_validation_lines(name: str, at: str, loss: float) -> list[str]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), for losses up to 20 nats; that of 20 beyond."""
+    """exp(min(loss, 20)), loss in nats."""
     return math.exp(min(_LARGEST_LOSS_FOR_PERPLEXITY, loss))
 
 
 def parse_log_line(line: str) -> ParsedLine | None:
-    """What a training or validation line says, ours or a peer's; None for any other line.
+    """Parses a training or validation line of this repository, Megatron-LM or Megatron-DeepSpeed; None for
+    any other line.
 
     'kind' is 'training' or 'validation'. Field names are in lower_snake_case ('consumed_samples', 'lm_loss',
-    'grad_norm'), times in seconds ('seconds_per_iteration', from the peers' milliseconds too). A validation
-    line has 'name' and 'at', and 'iteration' where `at` tells it. Whatever stands before the line (a
-    launcher's prefix, a date) is passed over; so are fields that are cut off or hold no number.
+    'grad_norm'), times in seconds ('seconds_per_iteration', also if the line has milliseconds). A validation
+    line has 'name' and 'at', and 'iteration' if `at` contains it. Text before the line (a launcher's prefix,
+    a date) is ignored, as are fields that are cut off or not a number.
     """
     start = _TRAINING_START.search(line)
     if start:
@@ -127,7 +128,7 @@ def parse_log_line(line: str) -> ParsedLine | None:
 def _fields(text: str) -> ParsedLine:
     """The `name: value` fields of a line, each ended by a bar."""
     fields: ParsedLine = {}
-    for field in text.split("|")[:-1]:  # what follows the last bar is cut off
+    for field in text.split("|")[:-1]:  # a field without a final bar is cut off
         label, _, value = field.rpartition(":")
         label = label.strip()
         number = _number(value.strip())
@@ -152,5 +153,5 @@ def _number(text: str) -> int | float | None:
 
 
 def _two_digits(value: float) -> str:
-    """Two digits after the point, as the peers print; four below 1, where two would say little."""
+    """Two decimals, as Megatron-LM prints; four below 1."""
     return f"{value:.2f}" if value >= 1 else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""What a run shows of itself, all through one object: console lines, a progress bar, curves."""
+"""The logger of a run: console lines, a progress bar, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from megatron.training.logging.writers import Position, Writer
 
 __all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "parse_log_line"]
 
+# Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged. An
+# untrained model has such a loss for some tens of steps.
+_DIVERGED_STEPS = 100
+
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step; `loss` and `grad_norm` may be tensors, which are read when a line is due.
+    """One training step. `loss` and `grad_norm` may be tensors; they are read only when a line is printed.
 
-    iteration, consumed_samples, consumed_tokens: with this step included. seq_length: tokens per sample.
-    loss: mean over the global batch. loss_scale: None without fp16. skipped: the weights were left unchanged,
-    by an fp16 overflow or a policy. seconds: wall time.
+    iteration, consumed_samples, consumed_tokens: including this step. seq_length: tokens per sample. loss:
+    mean over the global batch. loss_scale: None without fp16. skipped: whether the weights were not updated,
+    after an fp16 overflow or because of a policy. seconds: wall time.
     """
 
     iteration: int
@@ -54,7 +58,7 @@ class StepRecord:
 class ValidationRecord:
     """One evaluation. loss: mean over all its samples. name: 'validation' or 'test'.
 
-    at: what the line says of the moment; '' stands for 'iteration N'.
+    at: the moment, as printed in the line; '' for 'iteration N'.
     """
 
     iteration: int
@@ -67,10 +71,10 @@ class ValidationRecord:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns samples per second into the other rates.
+    """Converts samples per second to the other rates.
 
-    flops_per_sample: `megatron.planner.flops.iteration_flops` of a batch of one sample of so many tokens.
-    has_curriculum: steps differ in their tokens per sample, so lines tell them.
+    flops_per_sample: tokens per sample -> `megatron.planner.flops.iteration_flops` for a batch of one sample.
+    has_curriculum: whether the sequence length changes, so that lines include it.
     """
 
     flops_per_sample: Callable[[int], float]
@@ -80,10 +84,10 @@ class Throughput:
 
 
 class MetricsLogger:
-    """Logs steps and evaluations on one rank; on the others (enabled=False) every method returns at once.
+    """Logs steps and evaluations on one rank. On the others (enabled=False) every method returns at once.
 
-    A line comes every `log_interval` steps, at the last iteration, and at `close` for what came since. Only
-    then are tensors read, so the steps between are not synchronised.
+    A line is printed every `log_interval` steps, at the last iteration, and at `close` for the remaining
+    steps. Tensors are read only then, so the steps between do not synchronize with the device.
     """
 
     def __init__(
@@ -94,9 +98,11 @@ class MetricsLogger:
         enabled: bool = True,
         stream: TextIO | None = None,
         writers: Sequence[Writer] = (),
+        vocab_size: int | None = None,
     ) -> None:
-        """stream: where lines go, stdout if not given; the progress bar is there too, if it is a terminal.
-        writers: where curves go. With --log-path lines go to the end of that file too."""
+        """stream: for lines, and for a progress bar if it is a terminal; default stdout. writers: for curves.
+        With --log-path lines are also appended to that file. vocab_size: for a warning if the loss stays
+        above that of a uniform distribution; None for no warning."""
         self._logging = logging
         self._throughput = throughput
         self._enabled = enabled
@@ -104,11 +110,13 @@ class MetricsLogger:
         self._pending: list[tuple[float, StepRecord]] = []
         self._bar: tqdm | None = None
         self._last_loss: float | None = None
+        self._uniform_loss = math.inf if vocab_size is None else math.log(vocab_size)
+        self._diverged_steps = 0
         self._writers = list(writers) if enabled else []
         self._log = open(logging.log_path, "a") if enabled and logging.log_path else None
 
     def log_step(self, record: StepRecord) -> None:
-        """Takes one step in; prints and writes those since the last line if a line is due."""
+        """Records one step; prints and writes the steps since the last line if a line is due."""
         if not self._enabled:
             return
         self._pending.append((time.time(), record))
@@ -143,7 +151,7 @@ class MetricsLogger:
             self._log.flush()
 
     def close(self) -> None:
-        """Prints and writes what is left, and ends the bar and the event file. Closing twice does no harm."""
+        """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
         if self._pending:
             self._flush()
         if self._bar is not None:
@@ -162,6 +170,7 @@ class MetricsLogger:
         summary = self._summarise(records, losses)
         self._last_loss = summary.lm_loss
         self.print(format_training_line(summary))
+        self._warn_of_divergence(records, losses)
         if self._writers:
             norms = _read([math.nan if r.grad_norm is None else r.grad_norm for r in records])
             for (when, record), loss, norm in zip(self._pending, losses, norms, strict=True):
@@ -170,6 +179,20 @@ class MetricsLogger:
                 self._write_throughput(summary, records[-1])
             self._flush_writers()
         self._pending.clear()
+
+    def _warn_of_divergence(self, records: Sequence[StepRecord], losses: Sequence[float]) -> None:
+        for record, loss in zip(records, losses, strict=True):
+            if not record.skipped and loss <= self._uniform_loss:
+                self._diverged_steps = 0
+            self._diverged_steps += loss > self._uniform_loss
+            if self._diverged_steps == _DIVERGED_STEPS:
+                self.print(
+                    f"WARNING: iteration {record.iteration}: the loss has been above ln(vocabulary size) = "
+                    f"{self._uniform_loss:.2f}, that of a uniform distribution, for {_DIVERGED_STEPS} steps: "
+                    "the training has probably diverged; resume from an earlier checkpoint with a lower "
+                    "learning rate, or skip the data (--skip-train-iteration-range, --spike-policy)"
+                )
+                self._uniform_loss = math.inf  # once per start
 
     def _summarise(self, records: Sequence[StepRecord], losses: Sequence[float]) -> IntervalSummary:
         last = records[-1]
@@ -218,7 +241,7 @@ class MetricsLogger:
         if self._last_loss is not None:
             parts.insert(0, f"loss {self._last_loss:.4f}")
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
-        self._bar.update(record.iteration - self._bar.n)  # not 1 behind iterations that were skipped
+        self._bar.update(record.iteration - self._bar.n)  # more than 1 after skipped iterations
 
     def _write_step(self, record: StepRecord, loss: float, grad_norm: float, when: float) -> None:
         values = {"learning-rate/learning-rate": record.learning_rate}
@@ -228,7 +251,7 @@ class MetricsLogger:
             values["curriculum_seqlen"] = record.seq_length
         if record.loss_scale is not None:
             values["loss-scale/loss-scale"] = record.loss_scale
-        if not record.skipped:  # a skipped step has neither a loss nor a norm worth a point
+        if not record.skipped:  # the loss and norm of a skipped step are not part of the curve
             values["lm-loss-training/lm loss"] = loss
             if record.grad_norm is not None:
                 values["grad-norm/grad-norm"] = grad_norm

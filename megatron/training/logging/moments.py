@@ -1,4 +1,4 @@
-"""How each parameter's moments are really kept, read off the tensors and held against the rule for 8 bits."""
+"""The bits of each parameter's moments, read from the tensors and compared with the rule for 8-bit Adam."""
 
 import math
 import re
@@ -19,20 +19,21 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 
 @dataclass(frozen=True)
 class MomentStorage:
-    """expected: bits by the rule; found: bits per element of each kind of tensor that holds moments; whole:
-    elements of the whole parameter; elements, state_bytes: of what the ranks hold, copies counted."""
+    """How a parameter's moments are stored. expected_bits: by the rule. actual_bits: per element, of each
+    tensor that holds moments. global_numel: elements of the unsharded parameter. local_numel, state_bytes:
+    summed over ranks, replicas included."""
 
-    expected: int
-    found: frozenset[int]
-    whole: int
-    elements: int
+    expected_bits: int
+    actual_bits: frozenset[int]
+    global_numel: int
+    local_numel: int
     state_bytes: int
 
 
 def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
-    """A table of all parameters by the bits of their moments, for an optimizer that has taken a step.
+    """A table of all parameters, grouped by the bits of their moments, after the first optimizer step.
 
-    Collective. RunStopped on every rank, with the name, if a parameter's moments are not what the rule says.
+    Collective. Raises RunStopped on every rank, with the name, if a parameter's moments break the rule.
     """
     everywhere: list[dict[str, MomentStorage]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, local_moments(optimizer))
@@ -41,31 +42,31 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
         for name, part in here.items():
             merged[name] = _sum(merged[name], part) if name in merged else part
     for name, moments in merged.items():
-        if moments.found != {moments.expected}:
-            found = " and ".join(str(bits) for bits in sorted(moments.found)) or "no"
+        if moments.actual_bits != {moments.expected_bits}:
+            found = " and ".join(str(bits) for bits in sorted(moments.actual_bits)) or "no"
             raise RunStopped(
                 f"the moments of {name} have {found} bits per element, the rule of --use-bnb-optimizer says "
-                f"{moments.expected}: this is a mistake in the program, train without the flag"
+                f"{moments.expected_bits}: this is a bug in the program, train without the flag"
             )
-    lines = ["moments, as the first step has left them:"]
-    for bits in sorted({moments.expected for moments in merged.values()}):
-        lines += _rows(bits, {name: m for name, m in merged.items() if m.expected == bits})
+    lines = ["moments after the first step:"]
+    for bits in sorted({moments.expected_bits for moments in merged.values()}):
+        lines += _rows(bits, {name: m for name, m in merged.items() if m.expected_bits == bits})
     return "\n".join(lines)
 
 
 def local_moments(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentStorage]:
-    """By name, of the parameters of which this rank holds moments."""
+    """The moments on this rank, by parameter name."""
     result = {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
-            # Of each moment its elements, then, if they are quantised, the scales.
+            # For each moment: its elements, and the scales if they are quantized.
             moments = [_tensors(m, start, length) for m in optimizer.moments_of(flat).values()]
             name, spec = optimizer.names[parameter], spec_of(parameter)
             result[name] = MomentStorage(
-                expected=moment_bits(name, spec),
-                found=frozenset(8 * elements.element_size() for elements, *_ in moments),
-                whole=math.prod(spec.global_shape),
-                elements=length,
+                expected_bits=moment_bits(name, spec),
+                actual_bits=frozenset(8 * elements.element_size() for elements, *_ in moments),
+                global_numel=math.prod(spec.global_shape),
+                local_numel=length,
                 state_bytes=sum(tensor.nbytes for moment in moments for tensor in moment),
             )
     return result
@@ -80,15 +81,15 @@ def _tensors(moment: Tensor | QuantizedMoment, start: int, length: int) -> tuple
 def _sum(one: MomentStorage, other: MomentStorage) -> MomentStorage:
     return replace(
         one,
-        found=one.found | other.found,
-        elements=one.elements + other.elements,
+        actual_bits=one.actual_bits | other.actual_bits,
+        local_numel=one.local_numel + other.local_numel,
         state_bytes=one.state_bytes + other.state_bytes,
     )
 
 
 def _rows(bits: int, parameters: dict[str, MomentStorage]) -> list[str]:
-    elements = sum(moments.whole for moments in parameters.values())
-    held = sum(moments.elements for moments in parameters.values())
+    elements = sum(moments.global_numel for moments in parameters.values())
+    held = sum(moments.local_numel for moments in parameters.values())
     per_element = sum(moments.state_bytes for moments in parameters.values()) / held
     blocks = f", in blocks of {BLOCK_SIZE}" if bits == 8 else ""
     head = (
@@ -100,6 +101,6 @@ def _rows(bits: int, parameters: dict[str, MomentStorage]) -> list[str]:
 
 
 def _summarised(names: Iterable[str]) -> list[str]:
-    """Names with the layer's number left out, and how many layers have one."""
+    """Names with * for the layer's number, and the number of layers."""
     counts = Counter(re.sub(r"^\d+\.", "*.", name) for name in names)
     return [f"{name} x {count}" if count > 1 else name for name, count in counts.items()]

@@ -1,4 +1,4 @@
-"""What a run writes to, tried before it starts: hours later would be late to learn of it."""
+"""Creates the output folders of a run before it starts, and checks that they are writable."""
 
 import importlib.util
 import os
@@ -8,8 +8,8 @@ from megatron.config import Config, ConfigError
 
 
 def make_output_folders(config: Config) -> None:
-    """Makes the folders of --save and, on rank 0, of what that rank writes; ConfigError if one cannot be
-    written, or if --wandb-project has no wandb."""
+    """Creates --save and, on rank 0, the folders of its logs. Raises ConfigError if one is not writable, or
+    if --wandb-project is set without wandb."""
     if config.checkpoint.save:
         _make_writable("--save", config.checkpoint.save)
     if not is_main_process():
@@ -24,11 +24,11 @@ def make_output_folders(config: Config) -> None:
         if file:
             _make_writable(option, os.path.dirname(file) or ".")
             if os.path.isdir(file):
-                raise ConfigError(f"{option} {file} is a folder: give a file")
+                raise ConfigError(f"{option} {file} is a folder: set a file")
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or leave "
-            "the flag out"
+            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or omit "
+            "the flag"
         )
 
 
@@ -37,7 +37,7 @@ def _make_writable(option: str, folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{option} {folder} cannot be made ({error.strerror}): give a folder that can"
+            f"{option} {folder} cannot be created ({error.strerror}): set another folder"
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder} cannot be written by this user: give a folder that can")
+        raise ConfigError(f"{option} {folder} is not writable for this user: set another folder")

@@ -1,4 +1,4 @@
-"""Where curves go besides the console: TensorBoard's event files, Weights & Biases."""
+"""Writers of curves: TensorBoard event files and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config import Config, ConfigError
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the run a value belongs, and when it was measured (seconds since 1970)."""
+    """The step of a value, and when it was measured (`when`, Unix time in seconds)."""
 
     iteration: int
     consumed_samples: int
@@ -20,20 +20,20 @@ class Position:
 
 
 class Writer(Protocol):
-    """What takes values by their tags."""
+    """Takes values by tag."""
 
     def write(self, values: Mapping[str, float], position: Position) -> None:
-        """Takes the values of one step in."""
+        """Takes the values of one step."""
 
     def flush(self) -> None:
-        """Lets readers see what has been written."""
+        """Makes the written values visible to readers."""
 
     def close(self) -> None:
-        """Ends the record of this start."""
+        """Closes the record of this process."""
 
 
 def make_writers(config: Config) -> list[Writer]:
-    """Those of --tensorboard-dir and --wandb-project; ConfigError for one that cannot be used."""
+    """The writers of --tensorboard-dir and --wandb-project. Raises ConfigError if one cannot be used."""
     writers: list[Writer] = []
     if config.logging.tensorboard_dir:
         writers.append(
@@ -45,22 +45,22 @@ def make_writers(config: Config) -> list[Writer]:
 
 
 class TensorBoardWriter:
-    """Each value three times: over iterations, over samples and over tokens."""
+    """Writes each value three times: over iterations, samples and tokens."""
 
     def __init__(self, folder: str, queue_size: int) -> None:
-        # Imported only here: it takes a second, and most ranks need none.
+        # Imported here: it takes a second, and most ranks do not need it.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 f"--tensorboard-dir {folder}: TensorBoard cannot be imported ({error}): install tensorboard, "
-                "or leave the flag out"
+                "or omit the flag"
             ) from None
         try:
             self._events = SummaryWriter(log_dir=folder, max_queue=queue_size)
         except OSError as error:
             raise ConfigError(
-                f"--tensorboard-dir {folder} cannot be written ({error}): give a folder that can"
+                f"--tensorboard-dir {folder} is not writable ({error}): set another folder"
             ) from None
 
     def write(self, values: Mapping[str, float], position: Position) -> None:
@@ -84,7 +84,8 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A run of Weights & Biases. A resumed job goes on in the same one if WANDB_RUN_ID is the same."""
+    """Writes to a run of Weights & Biases. A resumed job continues the same run if WANDB_RUN_ID is the
+    same."""
 
     def __init__(self, project: str, name: str | None, settings: dict[str, Any]) -> None:
         import wandb
@@ -93,10 +94,10 @@ class WandbWriter:
             self._run = wandb.init(project=project, name=name, config=settings, resume="allow")
         except (wandb.Error, OSError) as error:
             raise ConfigError(
-                f"--wandb-project {project}: no run could be started ({error}): log in with 'wandb login', "
-                "or set WANDB_MODE=offline"
+                f"--wandb-project {project}: wandb could not start a run ({error}): log in with 'wandb "
+                "login' or set WANDB_MODE=offline"
             ) from None
-        # wandb's own step may not go back, and after a resume from an older checkpoint ours does.
+        # wandb's own step must not decrease; the iteration does after a resume from an older checkpoint.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
@@ -110,7 +111,7 @@ class WandbWriter:
         self._run.log({**values, **place})
 
     def flush(self) -> None:
-        """wandb's own process sends what it has as it comes."""
+        """Nothing: wandb's own process sends values as they come."""
 
     def close(self) -> None:
         """See `Writer`."""

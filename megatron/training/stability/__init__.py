@@ -1,1 +1,1 @@
-"""Bad data, spikes, skipped steps, and copies that must stay equal."""
+"""Skipped iterations, loss spikes, non-finite values, and replicas that must stay equal."""

@@ -1,8 +1,8 @@
-"""Whether what should be equal on several ranks still is, and all of it finite (--check-invariants-interval).
+"""Checks that replicas are equal on all ranks, and that all values are finite (--check-invariants-interval).
 
-Copies are: of the embedding on the first and the last stage; on tensor ranks, of parameters that are not cut;
-on replicas, of all weights, and of the optimizer's state where ZeRO does not share it out. They are compared
-by digest (see `megatron.checkpoint.verification.digests`), so that nothing but digests travels.
+Replicas are: the tied embedding on the first and the last stage; parameters that are not sharded, on tensor
+ranks; all weights, and the optimizer's state unless ZeRO shards it, on data-parallel ranks. Only their
+digests are communicated (see `megatron.checkpoint.verification.digests`).
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.text_table import rank_list
 
 _WORD = 1 << 64
+# Violations that the sentence names.
 _MAX_NAMED = 3
-"""Findings, and ranks, that a sentence names."""
-# Elements that are looked at together, which bounds the memory that it takes.
+# Elements per digest computation, to bound its memory.
 _CHUNK = 1 << 24
 
-# What is compared: 'weights' (in the run's precision), 'fp32' (the master weights) or the name of a moment,
-# of a parameter; and of a parameter that is cut the tensor rank.
-Subject = tuple[str, str, int | None]
-# Which of the copies: stage, tensor rank, data rank; the last is None where replicas share one.
-Copy = tuple[int, int, int | None]
+# A tensor that is compared: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
+# name of a moment), the parameter's name, and the TP rank if the parameter is sharded.
+TensorKey = tuple[str, str, int | None]
+# The place of a replica: stage, TP rank, DP rank (None if the data-parallel ranks shard the tensor).
+ReplicaKey = tuple[int, int, int | None]
 
 
 @dataclass
-class _Held:
-    """What a rank holds: its parts of copies, each with its digest, and what of it is not finite."""
+class _LocalDigests:
+    """The digests of this rank's parts of replicas, and the names of non-finite tensors."""
 
     rank: int
-    parts: dict[tuple[Subject, Copy], int] = field(default_factory=dict)
+    parts: dict[tuple[TensorKey, ReplicaKey], int] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)
 
 
 def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> str | None:
-    """What has drifted and on which ranks, or is not finite, in words that are the same on every rank; None
-    if nothing. Collective."""
-    held = _held(optimizer, layout)
+    """One sentence that names replicas that differ and non-finite values, with their ranks; None if
+    there are none. The same on every rank. Collective."""
+    local = _local_digests(optimizer, layout)
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(held, everywhere if dist.get_rank() == 0 else None)
+    dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
     sentence = [_sentence(everywhere) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sentence)
     return sentence[0]
 
 
-def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
-    held = _Held(layout.rank)
+def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _LocalDigests:
+    held = _LocalDigests(layout.rank)
     place = (layout.pipeline_stage, layout.tp_rank)
 
     def add(
@@ -68,7 +68,7 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
 
     for flat in optimizer.flat:
         if flat.shards_weights:
-            continue  # between steps there is one copy of them: the partitions, which are compared below
+            continue  # ZeRO-3: between steps only the partitions exist, which are compared below
         for parameter in flat.parameters:
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
             digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
@@ -85,7 +85,7 @@ def _held(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _Held:
 
 
 def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) -> tuple[int, bool]:
-    """The digest of a rank's flat elements from `start` on, of any precision, and whether all are finite."""
+    """The digest of a rank's flat elements from `start` on, in any precision, and whether all are finite."""
     digest, finite = 0, values.new_ones((), dtype=torch.bool)
     for first in range(0, values.numel(), _CHUNK):
         piece = values[first : first + _CHUNK].float()
@@ -94,31 +94,31 @@ def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) 
     return digest % _WORD, bool(finite)
 
 
-def _sentence(everywhere: list[_Held]) -> str | None:
-    """What is wrong, of all ranks' records."""
-    copies: dict[Subject, dict[Copy, int]] = {}
-    holders: dict[tuple[Subject, Copy], list[int]] = {}
+def _sentence(everywhere: list[_LocalDigests]) -> str | None:
+    """The violations in the digests of all ranks."""
+    replicas: dict[TensorKey, dict[ReplicaKey, int]] = {}
+    holders: dict[tuple[TensorKey, ReplicaKey], list[int]] = {}
     for held in everywhere:
-        for (subject, copy), digest in held.parts.items():
-            digests = copies.setdefault(subject, {})
-            digests[copy] = (digests.get(copy, 0) + digest) % _WORD
-            holders.setdefault((subject, copy), []).append(held.rank)
+        for (tensor, replica), digest in held.parts.items():
+            digests = replicas.setdefault(tensor, {})
+            digests[replica] = (digests.get(replica, 0) + digest) % _WORD
+            holders.setdefault((tensor, replica), []).append(held.rank)
     found = [what for held in everywhere for what in held.not_finite]
-    found = [f"not finite: {', '.join(found[:_MAX_NAMED])}{_more(found)}"] if found else []
-    drifted = []
-    for (kind, name, tp_rank), digests in sorted(copies.items(), key=lambda item: str(item[0])):
+    found = [f"non-finite: {', '.join(found[:_MAX_NAMED])}{_more(found)}"] if found else []
+    mismatches = []
+    for (kind, name, tp_rank), digests in sorted(replicas.items(), key=lambda item: str(item[0])):
         if len(set(digests.values())) == 1:
             continue
-        # The first copy's value is the usual one where there is no majority.
-        usual = Counter(digests[copy] for copy in sorted(digests, key=str)).most_common(1)[0][0]
+        # Without a majority the first replica is the reference.
+        reference = Counter(digests[replica] for replica in sorted(digests, key=str)).most_common(1)[0][0]
         ranks: dict[bool, set[int]] = {True: set(), False: set()}
-        for copy, digest in digests.items():
-            ranks[digest == usual] |= set(holders[(kind, name, tp_rank), copy])
-        drifted.append(
-            f"{kind} of {name} on {rank_list(ranks[False])} is not that on {rank_list(ranks[True])}"
+        for replica, digest in digests.items():
+            ranks[digest == reference] |= set(holders[(kind, name, tp_rank), replica])
+        mismatches.append(
+            f"{kind} of {name} on {rank_list(ranks[False])} differs from {rank_list(ranks[True])}"
         )
-    if drifted:
-        found.append(f"copies differ: {'; '.join(drifted[:_MAX_NAMED])}{_more(drifted)}")
+    if mismatches:
+        found.append(f"replicas differ: {'; '.join(mismatches[:_MAX_NAMED])}{_more(mismatches)}")
     return " and ".join(found) or None
 
 

@@ -1,7 +1,7 @@
-"""What the loop does about bad data, spikes, numbers that are not finite, and copies that drift.
+"""Handles skipped ranges, spikes, non-finite values and replica mismatches in the training loop.
 
-Every decision is a function of the training state and of numbers that are equal on all ranks: see
-docs/trouble.md.
+Every decision depends only on the training state and on values that are equal on all ranks: see
+docs/stability.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
-from megatron.checkpoint.manager import CheckpointManager, TrainingState
+from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import BatchSchedule, Config
 from megatron.engine.pipeline_engine import GPTEngine
@@ -22,7 +23,7 @@ from megatron.training.stability.spikes import SpikeDetector
 
 
 class StepOptions(TypedDict):
-    """What `GPTEngine.train_step` is told of a step that it may have to leave out."""
+    """The arguments of `GPTEngine.train_step` that control skipped updates."""
 
     skips_non_finite: bool | None
     skip_update_fn: Callable[[float, float], bool] | None
@@ -30,7 +31,7 @@ class StepOptions(TypedDict):
 
 @dataclass
 class StabilityMonitor:
-    """Asked before, during and after each step, on every rank."""
+    """Called before, during and after each step, on every rank."""
 
     config: Config
     engine: GPTEngine
@@ -43,7 +44,8 @@ class StabilityMonitor:
         self.spikes = SpikeDetector(self.config.stability)
 
     def skip_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
-        """The state behind a range to skip, which is told; None if the next iteration is in none."""
+        """The state after the range to skip, which is printed; None if the next iteration is not in a
+        range."""
         skipped = range_to_skip(self.config, state.iteration, total_iterations)
         if skipped is None:
             return None
@@ -52,7 +54,7 @@ class StabilityMonitor:
         return advance_state(state, last, self.config, self.batches)
 
     def step_options(self, state: TrainingState) -> StepOptions:
-        """Of the step after `state`, which begins."""
+        """The options of the step that follows `state`; starts that step."""
         self.spikes.begin(state)
         options = self.config.stability
         limit = options.max_consecutive_skips
@@ -62,17 +64,17 @@ class StabilityMonitor:
         }
 
     def diagnose(self, error: NonFiniteError, iteration: int) -> RunStopped:
-        """On a step that must not be skipped."""
+        """The error of a non-finite step that must not be skipped."""
         limit = self.config.stability.max_consecutive_skips
         in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
         return RunStopped(f"iteration {iteration}: {error}{in_a_row}")
 
     def post_step(self, state: TrainingState) -> TrainingState:
-        """Tells what was wrong with the step that has led to `state`, if anything, and does what is left to
-        do; the state to go on from. RunStopped if that was tried too often."""
+        """Prints what was wrong with the step that led to `state`, rolls back if needed; returns the state to
+        continue from. Raises RunStopped after too many skips or rollbacks."""
         options, optimizer = self.config.stability, self.engine.optimizer
         state = self.spikes.update_window(state, taken=not optimizer.skipped)
-        if optimizer.overflow and optimizer.diagnosis:
+        if optimizer.found_nonfinite and optimizer.diagnosis:
             self.metrics.print(f"iteration {state.iteration}: {optimizer.diagnosis}")
         if not self.spikes.diagnosis:
             return state
@@ -81,37 +83,37 @@ class StabilityMonitor:
             return self._roll_back(state, what)
         limit = options.max_consecutive_skips or options.spike_window
         if state.skips_in_a_row >= limit:
-            raise RunStopped(f"{what}: {limit} steps in a row are without an update, so this is no spike")
-        self.metrics.print(what + (": the update was not made" if optimizer.update_skipped else ""))
+            raise RunStopped(f"{what}: {limit} consecutive skipped updates: not a spike, stopping")
+        self.metrics.print(what + (": update skipped" if optimizer.skipped_by_fn else ""))
         return state
 
     def _roll_back(self, state: TrainingState, what: str) -> TrainingState:
-        """Takes the newest checkpoint's weights, at the iteration of `state`: the data since are skipped.
-
-        Where there is no checkpoint yet, only the update is left out. `what`: the cause.
+        """Loads the newest checkpoint and skips the data between it and `state`. Without a checkpoint only
+        the update is skipped. what: the cause, for the log.
         """
         limit = self.config.stability.max_rollbacks
         if state.rollbacks >= limit:
-            raise RunStopped(f"{what}: the run has gone back {limit} times already (--max-rollbacks)")
+            raise RunStopped(f"{what}: reached --max-rollbacks {limit}")
         checkpoint = self.checkpoints.rollback()
         if checkpoint is None:
-            self.metrics.print(f"{what}: the update was not made; there is no checkpoint to go back to")
+            self.metrics.print(f"{what}: update skipped; there is no checkpoint to roll back to")
             return state
         there = checkpoint.state
         self.metrics.print(
-            f"{what}: back to the weights of {checkpoint.folder}, and the data of iterations "
+            f"{what}: rolled back to {checkpoint.folder}; the data of iterations "
             f"{there.iteration + 1} to {state.iteration} are skipped"
         )
         reached = advance_state(there, state.iteration, self.config, self.batches)
         return replace(reached, rollbacks=state.rollbacks + 1)
 
     def check_invariants(self, iteration: int) -> None:
-        """Every --check-invariants-interval steps, before what has drifted can be evaluated or saved."""
+        """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
+        RunStopped on a mismatch."""
         interval = self.config.stability.check_invariants_interval
         if interval and iteration % interval == 0:
-            broken = find_invariant_violation(self.engine.optimizer, self.engine.layout)
-            if broken:
+            violation = find_invariant_violation(self.engine.optimizer, self.engine.layout)
+            if violation:
                 raise RunStopped(
-                    f"iteration {iteration}: {broken}. The run must not go on from this state: resume from a "
-                    "checkpoint before, and suspect the devices of these ranks"
+                    f"iteration {iteration}: {violation}. Resume from an earlier checkpoint, and check the "
+                    "devices of these ranks"
                 )

@@ -1,16 +1,17 @@
-"""Iterations that are counted without a step: their samples and tokens are consumed unread."""
+"""Iterations without a step: they are counted, and their samples and tokens are consumed without being
+read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.checkpoint.discovery import TrainingState
+from megatron.checkpoint.record import TrainingState
 from megatron.config import BatchSchedule, Config
 
 
 def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tuple[int, int] | None:
-    """The range of --skip-train-iteration-range that the iteration after `iteration` lies in, as far as it
-    is still ahead: (that iteration, the last one). None if a step is to be taken."""
+    """The rest of the --skip-train-iteration-range that contains the next iteration: (next, last iteration).
+    None if the next iteration is not in a range."""
     for first, last in config.stability.skipped_ranges:
         if first <= iteration + 1 <= last and iteration < total_iterations:
             return iteration + 1, min(last, total_iterations)
@@ -18,7 +19,7 @@ def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tupl
 
 
 def advance_state(state: TrainingState, last: int, config: Config, batches: BatchSchedule) -> TrainingState:
-    """The state once iterations up to `last` are counted, and their samples and tokens consumed."""
+    """The state after iteration `last`, with the samples and tokens of the iterations until then consumed."""
     samples, tokens = state.consumed_samples, state.consumed_tokens
     for iteration in range(state.iteration + 1, last + 1):
         size = batches.global_batch_size_at(samples)

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.convert.rules import spec_record
 from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
-from megatron.checkpoint.manager import TrainingState, layout_record
-from megatron.checkpoint.reshard import spec_record
+from megatron.checkpoint.manager import layout_record
+from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.verification.digests import fragment_digests
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from tests.distributed.layouts import EOD, VOCAB
+from megatron.testing.layouts import EOD, VOCAB
 from tests.reference.shards import shard_of
 
 EMBED = "tied_modules.embed."
@@ -35,7 +36,7 @@ def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
 
 
 def optimizer_states(shards: dict[str, torch.Tensor], replicas: int) -> list[dict]:
-    """What the optimizers of one model-parallel rank save: all in one group, cut evenly over the replicas.
+    """Optimizer state that one model-parallel rank saves: one group, sharded evenly over the replicas.
     The first moments are an eighth of the values, the second their squares."""
     flat = torch.cat([shard.reshape(-1) for shard in shards.values()] or [torch.zeros(0)])
     states = []

@@ -1,4 +1,4 @@
-"""The digest of a whole tensor does not depend on who holds which part of it, and on everything else."""
+"""The digest of a global tensor depends on every value, but not on how ranks shard it."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ SPECS = {
 }
 
 
-def digest(spec, whole):
-    return fragment_digests(spec, TPGroup(), 0, {"fp32": whole.reshape(-1)})["fp32"]
+def digest(spec, full):
+    return fragment_digests(spec, TPGroup(), 0, {"fp32": full.reshape(-1)})["fp32"]
 
 
 def values(spec, seed=0):
@@ -29,29 +29,29 @@ def values(spec, seed=0):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_parts_of_all_ranks_add_up_to_the_digest_of_the_whole(spec, ranks):
-    whole = values(spec)
-    expected = digest(spec, whole)
+def test_the_parts_of_all_ranks_sum_to_the_digest_of_the_global_tensor(spec, ranks):
+    full = values(spec)
+    expected = digest(spec, full)
     total = 0
     for rank in range(ranks if spec.shard_dim is not None else 1):
         tp_group = TPGroup(rank, ranks)
-        shard = shard_of(spec, whole, tp_group).reshape(-1)
-        cut = shard.numel() // 3  # as a ZeRO partition's end would
-        for start, part in ((0, shard[:cut]), (cut, shard[cut:])):
+        shard = shard_of(spec, full, tp_group).reshape(-1)
+        end = shard.numel() // 3  # as a ZeRO partition's end would
+        for start, part in ((0, shard[:end]), (end, shard[end:])):
             total += fragment_digests(spec, tp_group, start, {"fp32": part})["fp32"]
     assert total % WORD == expected
 
 
 @pytest.mark.parametrize("padded_rows", [104, 112, 128])
-def test_padding_of_the_vocabulary_counts_nothing(padded_rows):
+def test_padding_of_the_vocabulary_does_not_change_the_digest(padded_rows):
     used = ParameterSpec((101, 8), shard_dim=0, num_valid_rows=101)
     padded = ParameterSpec((padded_rows, 8), shard_dim=0, num_valid_rows=101)
-    whole = torch.full((padded_rows, 8), 7.0)
-    whole[:101] = values(used)
-    assert digest(padded, whole) == digest(used, whole[:101])
+    full = torch.full((padded_rows, 8), 7.0)
+    full[:101] = values(used)
+    assert digest(padded, full) == digest(used, full[:101])
 
 
-def test_all_kinds_are_digested_in_one_go():
+def test_all_kinds_are_digested_together():
     spec = SPECS["rows"]
     weights, moments = values(spec), values(spec, seed=1)
     both = {"fp32": weights.reshape(-1), "exp_avg": moments.reshape(-1)}
@@ -63,20 +63,20 @@ def test_all_kinds_are_digested_in_one_go():
 
 def test_the_lowest_bit_of_any_element_counts():
     spec = SPECS["bias"]
-    whole = values(spec)
-    digests = {digest(spec, whole)}
-    for index in range(whole.numel()):
-        changed = whole.clone()
+    full = values(spec)
+    digests = {digest(spec, full)}
+    for index in range(full.numel()):
+        changed = full.clone()
         changed.view(torch.int32)[index] ^= 1
         digests.add(digest(spec, changed))
-    assert len(digests) == whole.numel() + 1
+    assert len(digests) == full.numel() + 1
 
 
 def test_the_order_of_elements_and_the_sign_of_zero_count():
     spec = SPECS["bias"]
-    whole = values(spec)
-    swapped = whole.clone()
-    swapped[[3, 17]] = whole[[17, 3]]
+    full = values(spec)
+    swapped = full.clone()
+    swapped[[3, 17]] = full[[17, 3]]
     zeros = torch.zeros(24)
-    assert digest(spec, whole) != digest(spec, swapped)
+    assert digest(spec, full) != digest(spec, swapped)
     assert digest(spec, zeros) != digest(spec, -zeros)

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert
-from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.formats.universal import UniversalParameters, check_external, find_universal
+from megatron.checkpoint.discovery import find_latest, find_universal
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report.inspect import inspect_folder
 from megatron.checkpoint.report.tables import overview_text
-from megatron.checkpoint.states import open_states
-from megatron.checkpoint.weights import full_weights
-from megatron.config import Config
+from megatron.checkpoint.saved_config import read_saved_config
+from megatron.config import Config, read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from tests.distributed.layouts import EOD, VOCAB, Row, config_of
+from megatron.testing.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import save_theirs
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.hostile import MUTATIONS, fuzz, mutated, mutated_json
@@ -43,7 +43,7 @@ def victim(tmp_path: Path) -> Path:
 
 
 class Files:
-    """A folder of which one file at a time is damaged."""
+    """A folder in which one file at a time is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,11 +91,11 @@ def read_all(folder: Path) -> None:
     overview_text(inspect_folder(folder, verify=False))
     checkpoint = read_checkpoint(folder)
     find_latest(folder)
-    states = open_states(checkpoint)
-    for name in states.names:
-        for kind in states.kinds(name):
-            states.read(name, kind).sum()
-    for _, weight in full_weights(folder, model_specs(CONFIG, VOCAB, EOD)):
+    reader = open_reader(checkpoint)
+    for name in reader.names:
+        for kind in reader.kinds(name):
+            reader.read_unpadded(name, kind).sum()
+    for _, weight in reader.weights(model_specs(CONFIG, VOCAB, EOD)):
         weight.sum()
 
 
@@ -108,7 +108,26 @@ def test_hostile_mutations_of_a_native_checkpoint(examples: int, victim: Path, t
 
 
 @pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_what_is_converted(examples: int, victim: Path, tmp_path: Path) -> None:
+def test_hostile_mutations_of_the_record_that_gives_a_command_its_flags(
+    examples: int, victim: Path, tmp_path: Path
+) -> None:
+    native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
+    folder = tmp_path / "records"
+    for name in ("latest", f"{native.name}/run.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(native.parent / name, folder / name)
+    files = Files(folder)
+    words = "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 5 --dry-run".split()
+
+    def read() -> None:
+        read_command_line([*words, "--load", str(folder), "--use-checkpoint-args"], {}, read_saved_config)
+
+    read()
+    fuzz(examples, read, files.change, victim)
+
+
+@pytest.mark.parametrize("examples", MUTATIONS)
+def test_hostile_mutations_of_the_source_of_a_conversion(examples: int, victim: Path, tmp_path: Path) -> None:
     folder = write_native(
         tmp_path / "native", config_of(Row(tp=2), model={"num_layers": 1}), random_wholes(CONFIG)
     )
@@ -138,13 +157,13 @@ def test_hostile_mutations_of_a_universal_checkpoint(examples: int, victim: Path
     fuzz(examples, lambda: read_all(folder), files.change, victim)
 
 
-def read_foreign(folder: Path, config: Config) -> None:
+def read_external(folder: Path, config: Config) -> None:
     checkpoint = find_universal(folder)
-    check_external(checkpoint, config, VOCAB)
-    parameters = UniversalParameters(checkpoint)
+    parameters = UniversalReader(checkpoint)
+    parameters.check_external(config, VOCAB)
     assert parameters.loss_scaler is None and parameters.moments_kind
     for name, spec in model_specs(config, VOCAB, None).items():
-        _, moments, _ = parameters.read(name, spec, TPGroup(1, 2))
+        _, moments, _ = parameters.read_parameter(name, spec, TPGroup(1, 2))
         dict(moments)
 
 
@@ -157,8 +176,8 @@ def test_hostile_mutations_of_another_programs_checkpoint(
     state = {"iteration": 5, "global_samples": 40, "args": None, "universal_checkpoint_info": {}}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
     files = Files(folder)
-    read_foreign(folder, CONFIG)
-    fuzz(examples, lambda: read_foreign(folder, CONFIG), files.change, victim)
+    read_external(folder, CONFIG)
+    fuzz(examples, lambda: read_external(folder, CONFIG), files.change, victim)
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.integrity.files import HostileFileError
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.files import HostileFileError
+from megatron.testing.layouts import VOCAB
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
-from tests.distributed.layouts import VOCAB
 from tests.unit.checkpoint.hugging_face_folder import save_theirs
 from tests.unit.hostile import refusal, snapshot
 from tools import convert_huggingface
@@ -37,7 +37,7 @@ AUTO_MAP = {"AutoConfig": "code.Theirs", "AutoTokenizer": ["code.Theirs", "code.
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "theirs"])
-def test_code_in_a_hostile_folder_is_neither_run_nor_asked_about(
+def test_code_in_a_hostile_folder_is_not_run_without_asking(
     kind: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*_: Any) -> str:
@@ -114,7 +114,7 @@ def test_a_hostile_index_names_no_file_outside(name: Any, theirs: Path, tmp_path
     assert sentence.startswith(f"{index} names a file")
 
 
-def test_the_links_of_the_hubs_cache_are_no_hostile_ones(theirs: Path, tmp_path: Path) -> None:
+def test_the_links_in_the_cache_of_the_hub_are_not_hostile(theirs: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (theirs / "model.safetensors").rename(tmp_path / "blobs" / "5f")
     (theirs / "model.safetensors").symlink_to("../blobs/5f")

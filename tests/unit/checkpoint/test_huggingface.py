@@ -12,18 +12,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.convert.huggingface.exporter import (
     family_of,
-    remarks,
+    format_differences,
     verification,
     write_hugging_face,
 )
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
-from megatron.checkpoint.weights import load_full_weights
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.single_process import GPTModel
+from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from tests.distributed.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
@@ -52,7 +52,7 @@ def write(folder, row, model, **changes):
 @torch.no_grad()
 def our_logits(checkpoint, tokens=TOKENS):
     model = GPTModel(checkpoint.config, VOCAB, EOD)
-    load_full_weights(model, checkpoint.folder)
+    open_reader(checkpoint).load_weights(model)
     return model.eval()(tokens)
 
 
@@ -66,7 +66,7 @@ def test_hugging_face_gives_the_logits_of_the_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_was_written_is_read_back_to_the_last_bit(name, tmp_path):
+def test_exported_weights_are_read_back_to_the_last_bit(name, tmp_path):
     row, model = MODELS[name]
     config = config_of(row, model=model)
     wholes = random_wholes(config)
@@ -83,7 +83,7 @@ def test_what_was_written_is_read_back_to_the_last_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
-def test_the_config_says_what_the_run_was(row, model, tmp_path):
+def test_the_exported_config_describes_the_run(row, model, tmp_path):
     checkpoint = write(tmp_path, row, model | {"hidden_dropout": 0.2, "attention_dropout": 0.3})
     write_hugging_face(checkpoint, tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
@@ -99,7 +99,7 @@ def test_the_config_says_what_the_run_was(row, model, tmp_path):
         assert config["architectures"] == ["BloomForCausalLM"] and config["seq_length"] == SEQ
 
 
-def test_a_run_that_knew_no_end_of_document_names_none(tmp_path):
+def test_a_run_without_an_end_of_document_token_exports_none(tmp_path):
     config = config_of(GPT2)
     path = write_native(tmp_path, config, random_wholes(config), eod=None)
     write_hugging_face(open_checkpoint(path), tmp_path / "theirs")
@@ -111,7 +111,7 @@ def test_a_run_that_knew_no_end_of_document_names_none(tmp_path):
     "trained, asked, written",
     [("bf16", None, torch.bfloat16), ("bf16", "fp32", torch.float32), ("fp32", "fp16", torch.float16)],
 )
-def test_weights_have_the_type_of_the_run_or_the_one_asked_for(trained, asked, written, tmp_path):
+def test_weights_have_the_dtype_of_the_run_or_of_the_flag(trained, asked, written, tmp_path):
     config = config_of(Row(positions="alibi", precision=trained), model=NORM)
     wholes = random_wholes(config)
     write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "theirs", asked)
@@ -132,7 +132,7 @@ def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path):
         write_hugging_face(checkpoint, tmp_path / "theirs", "fp16")
 
 
-def test_several_files_hold_what_one_holds(tmp_path):
+def test_several_files_hold_the_same_weights_as_one(tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     write_hugging_face(checkpoint, tmp_path / "one")
     write_hugging_face(checkpoint, tmp_path / "many", max_file_bytes=30_000)
@@ -168,15 +168,15 @@ def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, na
         family_of(config_of(row, model=model).model)
 
 
-def test_what_the_written_model_does_otherwise_is_said():
-    assert remarks(config_of(GPT2)) == []
-    (remark,) = remarks(config_of(GPT2, data={"reset_attention_mask": True}))
-    assert "one document at a time" in remark
+def test_differences_of_the_exported_model_are_reported():
+    assert format_differences(config_of(GPT2)) == []
+    (difference,) = format_differences(config_of(GPT2, data={"reset_attention_mask": True}))
+    assert "one document at a time" in difference
     config = config_of(Row(precision="bf16"), precision={"fp32_residual_connection": True})
-    assert "--fp32-residual-connection" in remarks(config)[0]
+    assert "--fp32-residual-connection" in format_differences(config)[0]
 
 
-def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
+def test_a_damaged_checkpoint_leaves_no_output(tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     damaged = checkpoint.folder / "layer_05-model_00-model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
@@ -219,14 +219,14 @@ def flip_a_byte(path):
 
 @pytest.mark.parametrize("precision", [None, "fp32"])
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 3)])
-def test_a_flipped_byte_is_found_in_what_is_written(precision, tp, dp, tmp_path):
+def test_a_flipped_byte_is_found_during_an_export(precision, tp, dp, tmp_path):
     """In the layer files, or with --dtype fp32 in the optimizer's, which several ranks wrote."""
     row = Row(tp=tp, dp=dp, zero=1, precision="bf16")
     checkpoint = write(tmp_path, row, {})
     write_hugging_face(checkpoint, tmp_path / "whole", precision)
     pattern = "layer_05*" if precision is None else "zero_pp_rank_0_mp_rank_00_*"
     flip_a_byte(next(checkpoint.folder.glob(pattern)))
-    with pytest.raises(ConfigError, match="is damaged: its digest is not that of run.json; take an older"):
+    with pytest.raises(ConfigError, match="is damaged: its digest differs from that in run.json"):
         write_hugging_face(checkpoint, tmp_path / "theirs", precision)
     assert not (tmp_path / "theirs").exists()
     write_hugging_face(checkpoint, tmp_path / "not verified", precision, verify=False)
@@ -251,7 +251,7 @@ def mistake(capsys, *flags):
 
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
-def test_the_tokenizer_goes_along(row, model, tmp_path, capsys):
+def test_the_tokenizer_is_exported(row, model, tmp_path, capsys):
     """The vocabulary of the tiny model is smaller than any byte-level one: its flags name another model's."""
     vocab, merges = train_gpt2_vocabulary(tmp_path)
     ours = GPT2BPETokenizer(vocab, merges)
@@ -293,7 +293,7 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_who_may_read_the_config_may_read_the_weights(tmp_path):
+def test_weights_have_the_file_mode_of_the_config(tmp_path):
     write_hugging_face(write(tmp_path, GPT2, {}), tmp_path / "theirs")
     assert len({path.stat().st_mode for path in (tmp_path / "theirs").iterdir()}) == 1
 
@@ -302,7 +302,7 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     checkpoint = write(tmp_path / "run", GPT2, {})
     output = ["--output", tmp_path / "theirs"]
     assert "there is no such folder" in mistake(capsys, "--load", tmp_path / "nothing", *output)
-    assert "there is no checkpoint" in mistake(capsys, "--load", tmp_path, *output)
+    assert "holds no checkpoint" in mistake(capsys, "--load", tmp_path, *output)
     assert "--dtype" in mistake(capsys, "--load", checkpoint.folder, *output, "--dtype", "int8")
     (tmp_path / "theirs").mkdir()
     assert "exists already" in mistake(capsys, "--load", checkpoint.folder, *output)

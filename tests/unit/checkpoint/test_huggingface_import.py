@@ -1,5 +1,4 @@
-"""Hugging Face's models as universal checkpoints: the same logits, the same bits; what is no such model is
-refused by name."""
+"""Hugging Face's models as universal checkpoints: equal logits and bits; others are refused by name."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, GPTNeoXConfig
 
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.weights import load_full_weights
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
 from megatron.model.single_process import GPTModel
-from tests.distributed.layouts import SEQ, VOCAB, Row, config_of
+from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, save_theirs, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
@@ -56,7 +55,7 @@ def save_tokenizer(folder):
 @torch.no_grad()
 def our_logits(checkpoint, tokens=TOKENS):
     model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
-    load_full_weights(model, checkpoint.folder)
+    open_reader(checkpoint).load_weights(model)
     return model.eval()(tokens)
 
 
@@ -77,7 +76,7 @@ def test_our_model_gives_hugging_faces_logits(kind, max_shard_size, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_there_and_back_every_bit_is_the_same(kind, dtype, tmp_path):
+def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
     save_theirs(tmp_path / "theirs", kind, dtype, n_positions=40, n_inner=56)
     make_universal(tmp_path / "theirs", tmp_path)
     convert("--load", tmp_path, "--output", tmp_path / "again")
@@ -86,13 +85,13 @@ def test_there_and_back_every_bit_is_the_same(kind, dtype, tmp_path):
     for name in before:
         assert before[name].dtype == after[name].dtype == dtype and torch.equal(before[name], after[name])
     settings = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("theirs", "again")]
-    # A tokenizer would tell the tokens; BLOOM's sequence length was not said, and n_inner may be derived.
+    # Without a tokenizer special tokens are unknown; BLOOM's config has no length; n_inner is derived.
     free = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
     assert {key for key in settings[1] if settings[1][key] != settings[0].get(key)} <= free
 
 
 @pytest.mark.parametrize("positions", ["alibi", "absolute"])
-def test_a_native_checkpoint_survives_the_way_there_and_back(positions, tmp_path):
+def test_a_native_checkpoint_survives_a_round_trip(positions, tmp_path):
     norm = positions == "alibi"
     config = config_of(Row(positions=positions, tp=2), model={"embed_layernorm": norm})
     wholes = random_wholes(config)
@@ -106,13 +105,13 @@ def test_a_native_checkpoint_survives_the_way_there_and_back(positions, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_no_token_has_are_left_out(kind, tmp_path, capsys):
+def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
     """BLOOM has 250,680 tokens and 250,880 rows."""
     source = tmp_path / "theirs"
     save_theirs(source, kind, sizes=(440, 2))
     size = save_tokenizer(source)
     checkpoint = make_universal(source, tmp_path, "--vocab-size", size)
-    assert f"{440 - size} of 440 rows of the word embeddings are left out" in capsys.readouterr().err
+    assert f"{440 - size} of 440 rows of the word embeddings" in capsys.readouterr().err
     assert checkpoint.vocab_size == size < 440
     tokenizer = AutoTokenizer.from_pretrained(source)
     assert checkpoint.eod == tokenizer.eos_token_id
@@ -141,7 +140,7 @@ def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
     assert config.model.seq_length == (40 if kind == "gpt2" else 24)
 
 
-# --- what lies on the hub ---
+# --- folders of the hub ---
 
 
 def as_on_the_hub(kind, weights):
@@ -216,7 +215,7 @@ def test_the_bloom_of_the_hub_has_older_settings(tmp_path):
         ("bloom", {"slow_but_exact": True}, "slow_but_exact = True"),
     ],
 )
-def test_a_model_that_ours_cannot_express_is_refused(kind, changes, named, tmp_path):
+def test_an_unsupported_model_is_refused(kind, changes, named, tmp_path):
     save_theirs(tmp_path, kind, **changes)
     with pytest.raises(ConfigError, match=named):
         read_hugging_face(tmp_path)
@@ -290,14 +289,14 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     both = ["--from-hugging-face", source, "--output", output]
     assert "not allowed with" in mistake(capsys, *both, "--load", tmp_path)
     assert "one of the arguments --load --from-hugging-face" in mistake(capsys, "--output", output)
-    assert "--dtype goes with --load only" in mistake(capsys, *both, "--dtype", "bf16")
-    assert "--no-tokenizer goes with --load" in mistake(capsys, *both, "--no-tokenizer")
-    assert "--universal_checkpoint goes" in mistake(capsys, *both, "--universal-checkpoint")
+    assert "--dtype acts with --load only" in mistake(capsys, *both, "--dtype", "bf16")
+    assert "--no-tokenizer acts with --load" in mistake(capsys, *both, "--no-tokenizer")
+    assert "--universal_checkpoint acts" in mistake(capsys, *both, "--universal-checkpoint")
     flags = ["--load", tmp_path, "--output", output, "--vocab-size", 5]
-    assert "--vocab-size goes with --from-hugging-face only" in mistake(capsys, *flags)
+    assert "--vocab-size acts with --from-hugging-face only" in mistake(capsys, *flags)
     nowhere = ["--from-hugging-face", "gpt2", "--output", output]
     assert "--from-hugging-face gpt2: there is no such folder" in mistake(capsys, *nowhere)
-    assert "give the tokenizer's flags, or --vocab-size" in mistake(capsys, *both)
+    assert "flags of the tokenizer, or --vocab-size" in mistake(capsys, *both)
     assert "embeddings of 101 tokens, and the tokenizer has 102" in mistake(
         capsys, *both, "--vocab-size", 102
     )
@@ -307,7 +306,7 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     assert not output.parent.exists()
 
 
-def test_a_folder_that_is_there_is_left_as_it_is(tmp_path, capsys):
+def test_an_existing_output_is_not_changed(tmp_path, capsys):
     source, output = tmp_path / "theirs", tmp_path / "taken"
     save_theirs(source, "gpt2")
     flags = ["--from-hugging-face", source, "--vocab-size", VOCAB]
@@ -321,7 +320,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(tmp_path, capsys):
 # --- which checkpoint a folder means ---
 
 
-def test_a_native_checkpoint_comes_first_unless_asked_otherwise(tmp_path, capsys):
+def test_a_native_checkpoint_is_preferred_unless_a_flag_says_otherwise(tmp_path, capsys):
     save_theirs(tmp_path / "theirs", "gpt2")
     universal = make_universal(tmp_path / "theirs", tmp_path).folder
     config = config_of(Row(positions="absolute"))
@@ -337,8 +336,8 @@ def test_a_native_checkpoint_comes_first_unless_asked_otherwise(tmp_path, capsys
         iteration = 5 if source == native else 0
         printed = capsys.readouterr().out
         assert f"iteration {iteration} of {source}\n" in printed
-        compared = "the digests of the layer files" if source == native else "sizes alone, for"
-        assert f"compared on the way: {compared}" in printed
+        compared = "the digests of the layer files" if source == native else "sizes only: no digests stored"
+        assert f"verified: {compared}" in printed
     flags = ["--load", native, "--universal_checkpoint", "--output", tmp_path / "none"]
     assert "has no file latest_universal" in mistake(capsys, *flags)
 

@@ -20,7 +20,7 @@ from megatron.checkpoint.report.compare import compare_checkpoints, different_se
 from megatron.checkpoint.report.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.report.tables import size_text
 from megatron.config import ConfigError
-from tests.distributed.layouts import EOD, VOCAB, Row, config_of
+from megatron.testing.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tools import inspect_checkpoint as tool
 
@@ -44,7 +44,7 @@ def report_of(path):
     return report
 
 
-def test_a_report_says_what_the_run_was(tmp_path):
+def test_a_report_describes_the_run(tmp_path):
     report = report_of(write(tmp_path))
     assert report.is_complete
     assert report.state["iteration"] == 5 and report.state["consumed_tokens"] == 1280
@@ -59,12 +59,12 @@ def test_a_report_says_what_the_run_was(tmp_path):
     assert groups["layers"].size_bytes == layer_bytes
 
 
-def test_parameters_are_listed_whole(tmp_path):
+def test_global_parameters_are_listed(tmp_path):
     records = report_of(write(tmp_path, model={"glu_activation": "swiglu"})).parameters
     shapes = {record.name: record.shape for record in records}
     assert len(records) == 2 + 4 * 12 + 2
     assert {record.dtype for record in records} == {"bfloat16"}
-    assert shapes[WORDS] == (112, 32)  # 101 tokens, padded for 2 tensor ranks
+    assert shapes[WORDS] == (112, 32)  # 101 tokens, padded for 2 TP ranks
     assert shapes["4.self_attention.query_key_value.weight"] == (96, 32)
     assert shapes["6.mlp.dense_h_to_4h.weight"] == (256, 32)
     assert shapes["6.mlp.dense_4h_to_h.weight"] == (32, 128)
@@ -93,7 +93,7 @@ def test_a_folder_lists_its_checkpoints(tmp_path):
     assert not overview.is_intact
 
 
-def test_a_folder_without_damage_is_well(tmp_path):
+def test_an_intact_folder_has_no_problems(tmp_path):
     path = write(tmp_path)
     assert inspect_folder(tmp_path).is_intact
     assert inspect_folder(path).is_intact and inspect_folder(path).checkpoints == []
@@ -102,7 +102,7 @@ def test_a_folder_without_damage_is_well(tmp_path):
 @pytest.mark.parametrize(
     "latest, problem", [(None, "no file `latest`"), ("global_step7", "names global_step7, which is not")]
 )
-def test_a_latest_that_leads_nowhere_is_told(latest, problem, tmp_path):
+def test_a_latest_that_names_a_missing_folder_is_a_problem(latest, problem, tmp_path):
     write(tmp_path, Row())
     (tmp_path / "latest").unlink()
     if latest:
@@ -118,18 +118,20 @@ def test_a_latest_that_leads_nowhere_is_told(latest, problem, tmp_path):
 @pytest.mark.parametrize(
     "name", ["layer_04-model_01-model_states.pt", "zero_pp_rank_1_mp_rank_02_optim_states.pt"]
 )
-def test_a_file_that_was_cut_short_is_named(name, tmp_path):
+def test_a_truncated_file_is_named(name, tmp_path):
     path = write(tmp_path)
     (path / name).write_bytes((path / name).read_bytes()[:500])
     problems = inspect_checkpoint(path).problems
     assert f"{name} has 500 bytes and was written with" in problems[0]
     assert all(name in problem for problem in problems)
     (path / "run.json").unlink()
-    assert f"{name} is damaged: 500 bytes that are no file of torch" in inspect_checkpoint(path).problems
+    assert (
+        f"{name} is damaged: 500 bytes that are not a file of torch.save" in inspect_checkpoint(path).problems
+    )
 
 
-def test_a_layer_file_that_is_none_is_named(tmp_path):
-    """A whole file of torch, but of numbers."""
+def test_an_invalid_layer_file_is_named(tmp_path):
+    """A complete file of torch that holds numbers."""
     path = write(tmp_path)
     torch.save({"input_layernorm.weight": 5}, path / "layer_04-model_00-model_states.pt")
     problems = inspect_checkpoint(path).problems
@@ -166,18 +168,18 @@ def test_files_of_another_layout_are_named(tmp_path):
     whole = torch.load(path / "layer_03-model_00-model_states.pt")
     torch.save(whole, path / "layer_03-model_01-model_states.pt")
     problems = inspect_checkpoint(path).problems
-    assert problems[0] == "left over, not of this checkpoint: layer_03-model_01-model_states.pt"
+    assert problems[0] == "left over, not part of this checkpoint: layer_03-model_01-model_states.pt"
     assert "the 2 files of layer 3 make 3.self_attention.query_key_value.weight" in problems[-1]
 
 
-def test_copies_that_differ_between_tensor_ranks_are_named(tmp_path):
+def test_replicas_that_differ_are_named(tmp_path):
     path = write(tmp_path)
     file = path / "layer_05-model_01-model_states.pt"
     state = torch.load(file)
     state["input_layernorm.bias"] += 1
     torch.save(state, file)
     assert inspect_checkpoint(path).problems == [
-        "the tensor ranks hold different values of 5.input_layernorm.bias, which is not cut"
+        "the TP ranks hold different values of 5.input_layernorm.bias, which is not sharded"
     ]
 
 
@@ -243,7 +245,7 @@ def write_universal(folder, row=TP2_PP2):
     return native, target
 
 
-def test_a_universal_checkpoint_is_well(tmp_path, capsys):
+def test_an_intact_universal_checkpoint_has_no_problems(tmp_path, capsys):
     native, universal = write_universal(tmp_path)
     report = report_of(universal)
     assert (report.kind, report.vocab_size, len(report.parameters)) == ("universal", VOCAB, 52)
@@ -282,7 +284,7 @@ def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
     assert code == 1 and any(named in line for line in printed.splitlines() if "problem: " in line)
 
 
-def test_what_saves_and_conversions_left_is_shown(tmp_path):
+def test_unfinished_saves_and_conversions_are_listed(tmp_path):
     path = write(tmp_path, Row())
     shutil.copytree(path, tmp_path / "global_step4.replaced")
     shutil.copytree(path, tmp_path / "saving-global_step6", ignore=shutil.ignore_patterns("run.json"))
@@ -360,10 +362,10 @@ def test_the_largest_difference_of_each_parameter_is_found(tmp_path):
     assert differing["5.mlp.dense_h_to_4h.weight"].largest["fp32"] == pytest.approx(0.5)
     assert differing["5.mlp.dense_h_to_4h.weight"].largest["exp_avg"] == pytest.approx(0.0625)
     assert differing[WORDS].largest["fp32"] == pytest.approx(2)
-    assert differing["8.bias"].largest["fp32"] is None and "not finite" in differing["8.bias"].note
+    assert differing["8.bias"].largest["fp32"] is None and "non-finite" in differing["8.bias"].note
 
 
-def test_parameters_of_other_models_are_told_apart(tmp_path):
+def test_parameters_of_other_models_are_reported(tmp_path):
     one = write(tmp_path / "one", Row())
     other = write(tmp_path / "other", Row(positions="alibi"), model={"ffn_hidden_size": 64, "num_layers": 3})
     notes = {item.name: item.note for item in compare(one, other).parameters}
@@ -373,7 +375,7 @@ def test_parameters_of_other_models_are_told_apart(tmp_path):
     assert notes["7.weight"] == f"only in {other}"
 
 
-def test_settings_that_one_side_lacks_are_absent_there():
+def test_missing_settings_are_absent():
     one = {"config": {"a": 1, "b": {"c": 2}}, "same": [1]}
     other = {"config": {"a": 1, "b": {"c": 3, "d": 4}}, "same": [1]}
     assert different_settings(one, other) == {"config.b.c": (2, 3), "config.b.d": ("absent", 4)}
@@ -388,13 +390,13 @@ def output(capsys, *flags):
     return code, capsys.readouterr().out
 
 
-def test_layers_that_are_alike_share_a_row(tmp_path, capsys):
+def test_equal_layers_share_a_row(tmp_path, capsys):
     write(tmp_path)
     code, printed = output(capsys, tmp_path)
     rows = [line.split() for line in printed.splitlines()]
     assert code == 0
     assert ["global_step5", "native", "5", "40", "1,280", "25"] in [row[:6] for row in rows]
-    assert "digests    not compared: --verify reads all that has one" in printed
+    assert "digests    not compared: use --verify to read and compare the contents" in printed
     assert "{layer}.mlp.dense_4h_to_h.weight 3-6 32 x 128 bfloat16".split() in rows
     assert "8.weight 32 bfloat16".split() in rows
     assert "problem" not in printed
@@ -445,9 +447,9 @@ def test_two_folders_are_compared(tmp_path, capsys):
     "flags, words",
     [
         (["/no/such/folder"], "/no/such/folder: there is no such folder"),
-        (["."], "there is no checkpoint"),
-        ([".", "."], "there is no checkpoint"),
-        ([".", ".", "."], "3 folders are given"),
+        (["."], "holds no checkpoint"),
+        ([".", "."], "holds no checkpoint"),
+        ([".", ".", "."], "got 3 folders"),
         ([], "FOLDER"),
     ],
 )
@@ -476,7 +478,7 @@ def change_run(folder, change):
     path.write_text(json.dumps(add_checksum(run)))
 
 
-def test_files_that_the_layout_needs_and_nobody_wrote_are_a_problem(tmp_path):
+def test_missing_files_of_the_layout_are_a_problem(tmp_path):
     folder = write(tmp_path)
     lost = next(folder.glob("layer_03-model_01*"))
     lost.unlink()

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from megatron.checkpoint.discovery import TrainingState, describe_start, find_latest
+from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.checkpoint.record import TrainingState, describe_start
 from megatron.config import ConfigError
 
 FILE = "layer_01-model_00-model_states.pt"
@@ -37,7 +38,7 @@ def test_latest_names_the_checkpoint_even_if_a_newer_folder_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("latest", ["global_step10", None])
-def test_an_incomplete_checkpoint_is_passed_over_for_the_newest_complete_one(tmp_path, latest):
+def test_instead_of_an_incomplete_checkpoint_the_newest_complete_one_is_selected(tmp_path, latest):
     write(tmp_path, 5)
     write(tmp_path, 9)
     write(tmp_path, 10, complete=False)
@@ -50,20 +51,20 @@ def test_an_incomplete_checkpoint_is_passed_over_for_the_newest_complete_one(tmp
     assert "global_step10" in line
 
 
-def test_checkpoints_of_which_none_is_complete_are_refused(tmp_path):
+def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
     write(tmp_path, 10, complete=False)
     (tmp_path / "latest").write_text("global_step10")
     with pytest.raises(ConfigError, match="global_step10"):
         find_latest(tmp_path)
 
 
-def test_a_checkpoint_can_be_given_itself(tmp_path):
+def test_load_may_name_a_checkpoint_folder(tmp_path):
     path = write(tmp_path, 5)
     write(tmp_path, 10)
     assert find_latest(path).state.iteration == 5
 
 
-def test_a_save_that_was_interrupted_is_named_and_passed_over(tmp_path):
+def test_an_interrupted_save_is_named_and_skipped(tmp_path):
     write(tmp_path, 5)
     (tmp_path / "saving-global_step3").mkdir()
     (tmp_path / "saving-global_step10").mkdir()
@@ -82,11 +83,11 @@ def test_a_save_that_was_interrupted_is_named_and_passed_over(tmp_path):
             lambda path: (path / "run.json").write_text(
                 (path / "run.json").read_text().replace('"iteration": 10', '"iteration": 11')
             ),
-            "not as it was written",
+            "its checksum does not match",
         ),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path, damage, words):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_selected(tmp_path, damage, words):
     write(tmp_path, 5)
     damage(write(tmp_path, 10))
     (tmp_path / "latest").write_text("global_step10")

@@ -1,4 +1,4 @@
-"""The patterns that tell how shards form a whole: one for each parameter, and none for nothing."""
+"""Merge rules: each parameter matches one pattern, and each pattern a parameter."""
 
 import re
 
@@ -6,12 +6,18 @@ import pytest
 from deepspeed.checkpoint import constants
 
 from megatron.checkpoint.convert import rules
-from megatron.checkpoint.convert.rules import Rule, check_rules, derive_info, external_rule, matching
-from megatron.checkpoint.reshard import spec_record
+from megatron.checkpoint.convert.rules import (
+    Rule,
+    check_rules,
+    derive_info,
+    external_rule,
+    matching,
+    spec_record,
+)
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
-from tests.distributed.layouts import EOD, VOCAB, Row, config_of
+from megatron.testing.layouts import EOD, VOCAB, Row, config_of
 
 VARIANTS = {
     "plain": {},
@@ -75,7 +81,7 @@ def test_the_keys_are_deepspeeds():
         ),
     ],
 )
-def test_rules_that_do_not_fit_are_refused_by_name(change, words):
+def test_rules_that_do_not_match_are_refused_by_name(change, words):
     records = records_of()
     info = derive_info(records, VOCAB)
     change(info)
@@ -85,7 +91,7 @@ def test_rules_that_do_not_fit_are_refused_by_name(change, words):
 
 def test_a_parameter_that_no_rule_can_merge_is_refused_by_name():
     spec = ParameterSpec((12, 8), shard_dim=0, num_fused_parts=3)
-    with pytest.raises(ValueError, match=r"^3\.x\.weight is cut along dimension 0 in 3 blocks"):
+    with pytest.raises(ValueError, match=r"^3\.x\.weight is sharded along dimension 0 with 3 fused parts"):
         derive_info({"3.x.weight": spec_record(spec)}, VOCAB)
 
 

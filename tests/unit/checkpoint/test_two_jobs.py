@@ -69,7 +69,7 @@ def before_claim(monkeypatch, *events):
     monkeypatch.setattr(owner, "_claim", late_claim)
 
 
-def test_a_second_job_on_the_same_machine_is_refused_at_once_and_told_of_the_first(tmp_path):
+def test_a_second_job_on_the_same_machine_is_refused_at_once_with_the_name_of_the_first(tmp_path):
     world = World()
     world.acquire(tmp_path, job("n1", "71"))
     with pytest.raises(ConfigError, match=r"in use by Slurm job 71 on n1 \(process \d+, since \d{4}-"):
@@ -110,7 +110,7 @@ def test_an_owner_whose_process_ended_on_this_machine_is_taken_over_at_once(tmp_
     assert world.now == 0.0 and "its process has ended" in world.said[0]
 
 
-def test_a_process_id_that_another_process_has_now_is_no_live_owner(tmp_path):
+def test_a_reused_process_id_is_not_a_live_owner(tmp_path):
     world = World()
     world.acquire(tmp_path, replace(job("n1"), process_start="1"))
     world.acquire(tmp_path, job("n1"))
@@ -142,7 +142,7 @@ def test_a_restart_in_the_same_job_gives_up_on_an_old_process_that_never_ends(tm
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}', b"\xff" * 5000, b"[" * 100_000])
-def test_an_owner_file_that_says_nothing_is_watched_and_taken_over(content, tmp_path):
+def test_an_empty_owner_file_is_watched_and_taken_over(content, tmp_path):
     (tmp_path / "owner-000007.json").write_bytes(content)
     world = World()
     world.acquire(tmp_path, job())
@@ -207,7 +207,7 @@ def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_a
     assert owner_numbers(tmp_path) == []
 
 
-def test_a_job_that_was_taken_over_never_gets_the_folder_back_though_numbers_begin_anew(tmp_path):
+def test_a_job_that_lost_the_folder_never_regains_it_even_if_numbers_restart(tmp_path):
     """It wakes after its successor has ended, and the next job has the number that it had."""
     world = World()
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
@@ -287,7 +287,7 @@ def test_a_claim_whose_job_died_before_it_was_filled_is_removed_after_a_minute(t
     assert 60.0 <= world.now <= 62.0 and held.problem() is None and owner_numbers(tmp_path) == [1]
 
 
-def test_a_claim_that_was_removed_before_it_was_filled_is_made_again(tmp_path, monkeypatch):
+def test_a_claim_that_was_removed_before_it_was_filled_is_repeated(tmp_path, monkeypatch):
     """As by a job that has watched it for a minute, and has ended since."""
     world, write, removed = World(), owner._write, []
 

@@ -1,85 +1,85 @@
-"""How a process ends on an error, and whether it speaks."""
+"""The exit code of a process that fails, and the text in its report."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron.cluster import exit_codes as failures
-from megatron.cluster.exit_codes import RunStopped, exit_code, exit_on_error
+from megatron.cluster.exit_codes import OutOfMemory, RunStopped, SharedConfigError, exit_code, exit_on_error
+from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_reports
 from megatron.config import ConfigError
 
 
-@pytest.fixture
-def ended_by_nobody(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """No launcher: the wait for its SIGTERM ends by itself. Holds the codes that were waited with."""
-    waits: list[int] = []
-    monkeypatch.setattr(failures, "_wait_to_be_ended", waits.append)
-    return waits
-
-
-def end(
-    error: BaseException, capsys: pytest.CaptureFixture[str], rank: str = "0", **options
-) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as caught, exit_on_error(RankReport(None, rank), **options):
+def end(error: BaseException, report: RankReport | None = None, **options) -> int:
+    with pytest.raises(SystemExit) as caught, exit_on_error(report or RankReport(None, "0"), **options):
         raise error
-    return caught.value.code, capsys.readouterr().err
+    return caught.value.code
 
 
-def test_a_mistake_is_one_sentence_and_code_2(capsys, ended_by_nobody) -> None:
-    assert end(ConfigError("--lr is 0"), capsys) == (2, "error: --lr is 0\n")
-    assert end(RunStopped("iteration 3: no"), capsys) == (1, "error: iteration 3: no\n")
-    assert end(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
-    assert ended_by_nobody == []
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("--lr is 0"), 2, "error: --lr is 0\n"),
+        (RunStopped("iteration 3: no"), 1, "error: iteration 3: no\n"),
+        (OutOfMemory("out of memory"), 2, "error: out of memory\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+    ids=str,
+)
+def test_user_errors_print_one_sentence_and_set_the_exit_code(error, code, text, capsys) -> None:
+    assert end(error) == code and capsys.readouterr().err == text
 
 
-def test_the_unforeseen_has_its_traceback_and_names_the_rank_last(capsys, ended_by_nobody) -> None:
-    code, text = end(ValueError("x"), capsys)
-    assert code == 1 and text.startswith("Traceback") and "raise error" in text
+def test_unexpected_error_prints_traceback_and_rank_on_the_last_line(capsys) -> None:
+    assert end(ValueError("x")) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback") and "raise error" in text
     assert text.splitlines()[-1].startswith("error: rank 0 on ")
     assert text.endswith(": ValueError: x\n")
 
 
-def test_another_rank_waits_for_rank_0_and_then_speaks_of_its_own_files(capsys, ended_by_nobody) -> None:
-    code, text = end(ConfigError("no file"), capsys, rank="3")
-    assert code == 2 and text.startswith("rank 3 on ") and text.endswith(": error: no file\n")
-    assert ended_by_nobody == [2]
-
-
-def test_flags_are_the_same_everywhere_so_only_rank_0_speaks(capsys, ended_by_nobody) -> None:
-    assert end(ConfigError("--x is no flag"), capsys, rank="3", same_everywhere=True) == (2, "")
-    assert end(ConfigError("--x is no flag"), capsys, same_everywhere=True)[1] == "error: --x is no flag\n"
-
-
-def test_a_stop_that_every_rank_knows_of_is_told_by_rank_0(capsys, ended_by_nobody) -> None:
-    assert end(RunStopped("iteration 3: no"), capsys, rank="1") == (1, "")
-
-
-def test_no_error_is_no_end() -> None:
+def test_block_without_error_returns() -> None:
     with exit_on_error(RankReport(None, "0")):
         pass
 
 
-def test_with_reports_every_rank_tells_its_end_there_and_nobody_speaks(capsys, tmp_path, ended_by_nobody):
+def test_with_reports_errors_are_written_there_and_not_printed(capsys, tmp_path):
     for rank in ("0", "1"):
-        with pytest.raises(SystemExit) as caught, exit_on_error(RankReport(str(tmp_path), rank)):
-            raise ConfigError(f"file {rank}")
-        assert caught.value.code == 2
-    assert capsys.readouterr().err == "" and ended_by_nobody == []
+        assert end(ConfigError(f"file {rank}"), RankReport(str(tmp_path), rank)) == 2
+    assert capsys.readouterr().err == ""
     ends = [(report["rank"], report["end"], report["text"]) for report in read_reports(tmp_path)]
-    assert ends == [(0, "mistake", "error: file 0"), (1, "mistake", "error: file 1")]
+    assert ends == [(0, "config error", "error: file 0"), (1, "config error", "error: file 1")]
 
 
 @pytest.mark.parametrize(
-    ("should_requeue", "env", "expected", "told"),
+    ("error", "options", "expected"),
     [
-        (False, {}, 0, "finished"),
-        (True, {}, 75, "to be continued"),
-        # The launcher would take 75 for a failure.
-        (True, {"TORCHELASTIC_RUN_ID": "none"}, 0, "to be continued"),
+        (ConfigError("x"), {"same_on_all_ranks": True}, True),
+        (ConfigError("x"), {}, False),
+        (SharedConfigError("x"), {}, True),
+        (RunStopped("x"), {}, True),
+        (RunStopped("x", on_all_ranks=False), {}, False),
+        (OutOfMemory("x"), {}, False),
+    ],
+    ids=repr,
+)
+def test_report_records_whether_all_ranks_have_the_error(error, options, expected, tmp_path) -> None:
+    end(error, RankReport(str(tmp_path), "0"), **options)
+    assert read_reports(tmp_path)[0]["on_all_ranks"] is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "env", "expected"),
+    [
+        (ExitStatus.FINISHED, {}, 0),
+        (ExitStatus.REQUEUE, {}, 75),
+        # The launcher would treat 75 as a failure.
+        (ExitStatus.REQUEUE, {"TORCHELASTIC_RUN_ID": "none"}, 0),
+        (ExitStatus.INTERRUPTED, {}, 130),
+        (ExitStatus.INTERRUPTED, {"TORCHELASTIC_RUN_ID": "none"}, 130),
     ],
 )
-def test_the_code_of_a_run_that_ends_well(should_requeue, env, expected, told, tmp_path) -> None:
+def test_exit_code_of_a_run_that_ends_well(status, env, expected, tmp_path) -> None:
     report = RankReport(str(tmp_path), "0")
-    assert exit_code(report, should_requeue, env) == expected
-    assert read_reports(tmp_path)[0]["end"] == told
+    assert exit_code(report, status, env) == expected
+    assert read_reports(tmp_path)[0]["end"] == status.value

@@ -1,13 +1,22 @@
-"""Who a process is, by the variables of launchers and of Slurm; and starts that cannot work."""
+"""Rank and world size from the variables of launchers and of Slurm; starts that cannot work."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron.cluster.launch import first_host, init_from_slurm_env, port_of_job, rank_of, torch_variables
+from megatron.cluster.launch import (
+    first_host,
+    init_from_slurm_env,
+    local_world_size_of,
+    port_of_job,
+    rank_of,
+    set_allocator_default,
+    torch_variables,
+    world_size_of,
+)
 from megatron.config import ConfigError
 
-# What srun gives to the last of 4 tasks on 2 nodes, of job 31234.
+# The environment of the last of 4 tasks of srun on 2 nodes, in job 31234.
 TASK = {
     "SLURM_JOB_ID": "31234",
     "SLURM_STEP_ID": "0",
@@ -17,7 +26,7 @@ TASK = {
     "SLURM_LOCALID": "1",
     "SLURM_JOB_NODELIST": "n[1-2]",
 }
-# What torchrun gives to the last of 4 processes on 2 nodes.
+# The environment of the last of 4 processes of torchrun on 2 nodes.
 LAUNCHED = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -28,7 +37,7 @@ LAUNCHED = {
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "6000",
 }
-# One task per node, in which the launcher was started.
+# srun with one launcher per node.
 LAUNCHERS_TASK = {**TASK, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 
 
@@ -36,7 +45,7 @@ def variables(env: dict[str, str]) -> dict[str, str]:
     return torch_variables(env, address_of=lambda node: f"address of {node}")
 
 
-def test_a_task_of_plain_srun_is_a_process() -> None:
+def test_task_of_plain_srun_gets_torch_variables() -> None:
     assert variables(TASK) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -46,12 +55,12 @@ def test_a_task_of_plain_srun_is_a_process() -> None:
     }
 
 
-def test_a_meeting_place_that_is_given_is_kept() -> None:
+def test_given_master_address_and_port_are_kept() -> None:
     found = variables({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
-def test_a_step_on_part_of_a_job_meets_on_a_node_of_the_step() -> None:
+def test_master_is_a_node_of_the_step() -> None:
     assert variables({**TASK, "SLURM_STEP_NODELIST": "n2"})["MASTER_ADDR"] == "address of n2"
 
 
@@ -72,7 +81,7 @@ def test_a_step_on_part_of_a_job_meets_on_a_node_of_the_step() -> None:
         {**TASK, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "6000"},
     ],
 )
-def test_who_is_alone_or_was_launched_needs_nothing_more(env: dict[str, str]) -> None:
+def test_single_or_launched_process_needs_no_variables(env: dict[str, str]) -> None:
     assert variables(env) == {}
 
 
@@ -82,7 +91,7 @@ def test_who_is_alone_or_was_launched_needs_nothing_more(env: dict[str, str]) ->
         ({"WORLD_SIZE": "4"}, ["RANK is missing", "WORLD_SIZE=4"]),
         ({"RANK": "1"}, ["WORLD_SIZE is missing", "RANK=1"]),
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE 4", "expected 0 to 3"]),
-        ({"RANK": "x", "WORLD_SIZE": "4"}, ["RANK is 'x'", "whole number"]),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, ["RANK is 'x'", "integer"]),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, ["MASTER_ADDR is missing"]),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, ["MASTER_PORT is missing"]),
         ({**LAUNCHED, "LOCAL_RANK": "2"}, ["LOCAL_RANK 2", "LOCAL_WORLD_SIZE 2", "contradict"]),
@@ -92,9 +101,9 @@ def test_who_is_alone_or_was_launched_needs_nothing_more(env: dict[str, str]) ->
         ),
         (
             {**LAUNCHERS_TASK, **LAUNCHED, "GROUP_WORLD_SIZE": "1", "WORLD_SIZE": "2", "RANK": "1"},
-            ["2 launchers on 2 node(s)", "node 0 of a run of its own", "--node_rank $SLURM_PROCID"],
+            ["2 launchers on 2 node(s)", "node 0 of a separate run", "--node_rank $SLURM_PROCID"],
         ),
-        ({**LAUNCHERS_TASK, **LAUNCHED, "GROUP_WORLD_SIZE": "3"}, ["expects 3", "--ntasks the same"]),
+        ({**LAUNCHERS_TASK, **LAUNCHED, "GROUP_WORLD_SIZE": "3"}, ["expects 3", "--ntasks equal"]),
         ({**TASK, "RANK": "0", "WORLD_SIZE": "1"}, ["WORLD_SIZE is 1", "4 task(s)", "unset RANK"]),
         (
             {**TASK, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "6000"},
@@ -106,7 +115,7 @@ def test_who_is_alone_or_was_launched_needs_nothing_more(env: dict[str, str]) ->
         ({k: v for k, v in TASK.items() if k != "SLURM_JOB_ID"}, ["SLURM_JOB_ID is missing"]),
     ],
 )
-def test_a_start_that_cannot_work_is_one_sentence(env: dict[str, str], parts: list[str]) -> None:
+def test_start_that_cannot_work_is_one_sentence(env: dict[str, str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         variables(env)
     sentence = str(caught.value)
@@ -127,22 +136,51 @@ def test_a_start_that_cannot_work_is_one_sentence(env: dict[str, str], parts: li
         ("login,n[1-2]", "login"),
     ],
 )
-def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+def test_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_ports_of_jobs_stay_below_those_that_systems_hand_out() -> None:
+def test_ports_lie_below_the_ephemeral_range() -> None:
     assert {port_of_job(job) for job in range(40_000)} == set(range(10_000, 30_000))
 
 
-def test_the_rank_is_known_before_torch_is() -> None:
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        (LAUNCHED, 2),
+        ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1"}, 2),
+        ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1"}, 1),
+        ({**TASK, "SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "2"}, 1),
+        (TASK, None),
+    ],
+)
+def test_local_world_size(env: dict[str, str], expected: int | None) -> None:
+    assert local_world_size_of(env) == expected
+
+
+def test_world_size_before_the_variables_are_set() -> None:
+    assert [world_size_of(env) for env in ({}, TASK, LAUNCHED, {"WORLD_SIZE": "x"})] == [1, 4, 4, 1]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_allocator_default_does_not_replace_a_users_setting(name: str) -> None:
+    env: dict[str, str] = {}
+    set_allocator_default(env)
+    assert env == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    env = {name: "max_split_size_mb:64"}
+    set_allocator_default(env)
+    assert env == {name: "max_split_size_mb:64"}
+
+
+def test_rank_of() -> None:
     assert rank_of({}) == "0"
     assert rank_of(TASK) == "3"
     assert rank_of({**LAUNCHERS_TASK, **LAUNCHED, "RANK": "2"}) == "2"
     assert rank_of({"SLURM_PROCID": "1"}) == "0"
 
 
-def test_the_environment_is_filled_in() -> None:
+def test_init_from_slurm_env_sets_the_variables() -> None:
     env = {**TASK, "MASTER_ADDR": "n1"}
     init_from_slurm_env(env)
     assert env["RANK"] == "3" and env["WORLD_SIZE"] == "4" and env["MASTER_PORT"] == "21234"

@@ -1,4 +1,4 @@
-"""Which node is not like the others."""
+"""Preflight: which node differs from the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 
 
 def facts(**changes: dict[int, object]) -> list[RankInfo]:
-    """Of three nodes of two ranks; changes: by field, the value of single ranks."""
+    """Facts of three nodes with two ranks each. changes: field -> rank -> value."""
     alike = [
         RankInfo(rank, f"n{rank // 2}", VERSIONS, "corpus", 0.98, {}, 2e9 + 1e8 * rank) for rank in range(6)
     ]
@@ -31,7 +31,7 @@ def facts(**changes: dict[int, object]) -> list[RankInfo]:
     ]
 
 
-def test_equal_nodes_are_one_sentence() -> None:
+def test_consistent_nodes_give_one_sentence() -> None:
     assert find_differences(facts()) == []
     assert describe(facts()) == (
         "preflight: 3 node(s), 6 processes, torch 2.13.0, NCCL 2.29.3, 98% of device memory free; "
@@ -39,7 +39,7 @@ def test_equal_nodes_are_one_sentence() -> None:
     )
 
 
-def test_a_version_that_differs_is_told_once_per_node() -> None:
+def test_different_version_has_one_row_per_node() -> None:
     old = {**VERSIONS, "NCCL": "2.20.0"}
     assert find_differences(facts(versions={2: old, 3: old})) == [("n1", "NCCL", "2.20.0, elsewhere 2.29.3")]
     assert find_differences(facts(versions={5: {"torch": "2.13.0"}})) == [
@@ -47,15 +47,15 @@ def test_a_version_that_differs_is_told_once_per_node() -> None:
     ]
 
 
-def test_memory_that_somebody_else_holds_is_told_with_the_rank() -> None:
+def test_used_memory_names_the_rank() -> None:
     (row,) = find_differences(facts(free_share={4: 0.5}))
     assert row == ("n2", "memory", "50% of the device of rank 4 free, elsewhere 98%")
     assert find_differences(facts(free_share={4: 0.95})) == []
     assert find_differences(facts(free_share=dict.fromkeys(range(6)))) == []  # CPUs
 
 
-def test_other_data_and_unseen_folders_name_the_node() -> None:
-    found = find_differences(facts(data={3: "another corpus"}, unseen={0: {"--save": "not there"}}))
+def test_other_data_and_unshared_folders_name_the_node() -> None:
+    found = find_differences(facts(data={3: "another corpus"}, folder_problems={0: {"--save": "not there"}}))
     assert found == [("n0", "--save", "not there"), ("n1", "--data-path", "other data than elsewhere")]
     assert differences_table(found).splitlines() == [
         "  node  what         found",
@@ -65,8 +65,7 @@ def test_other_data_and_unseen_folders_name_the_node() -> None:
 
 
 def check_everywhere(*folders: Path) -> list[dict[str, str]]:
-    """check_shared_folders on as many nodes of one rank, each of which sees its own of the folders as
-    --save."""
+    """Runs check_shared_folders on one single-rank node per folder; each node sees its folder as --save."""
     barrier = threading.Barrier(len(folders), timeout=30)
     found: list[dict[str, str]] = [{} for _ in folders]
 
@@ -81,20 +80,18 @@ def check_everywhere(*folders: Path) -> list[dict[str, str]]:
     return found
 
 
-def test_a_shared_folder_is_all_right_and_left_as_it_was(tmp_path: Path) -> None:
+def test_shared_folder_has_no_problem_and_stays_empty(tmp_path: Path) -> None:
     assert check_everywhere(tmp_path, tmp_path, tmp_path) == [{}, {}, {}]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_another_node_does_not_share_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "_LONGEST_WAIT_FOR_FILE_S", 0.2)
+def test_unshared_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_MAX_WAIT_FOR_FILE_S", 0.2)
     (tmp_path / "local").mkdir()
     found = check_everywhere(tmp_path, tmp_path, tmp_path / "local")
     assert found[:2] == [{}, {}] and "not the folder that rank 0 sees" in found[2]["--save"]
 
 
-def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
+def test_unwritable_folder_is_found(tmp_path: Path) -> None:
     found = check_everywhere(tmp_path, tmp_path / "none")
     assert found == [{}, {"--save": f"{tmp_path / 'none'} cannot be written (No such file or directory)"}]

@@ -1,4 +1,4 @@
-"""Processes meet when all have come with the same flags, and otherwise each says why they do not."""
+"""Rendezvous: processes connect with equal flags, otherwise each gets the reason."""
 
 from __future__ import annotations
 
@@ -44,23 +44,29 @@ def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of a store that a launcher has started."""
+    """The port of a store that a launcher has started."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
 
 
 def outcomes(
-    port: int, configs: list[Config], world_size: int, ranks: Sequence[int] | None = None
+    port: int,
+    configs: list[Config],
+    world_size: int,
+    ranks: Sequence[int] | None = None,
+    devices: Sequence[str] = (),
 ) -> list[Exception | str]:
-    """What becomes of ranks 0, 1, ..., or of those given, each in a thread of its own: its error, or what
-    rank 0 wrote."""
+    """Connects ranks 0, 1, ... (or the given ranks), each in a thread. Returns each rank's error, or the
+    value that rank 0 wrote to the store."""
     given = range(len(configs)) if ranks is None else ranks
 
     def rank(index: int) -> Exception | str:
         number = given[index]
         try:
             store = connect_processes(
-                Address(number, world_size, "127.0.0.1", port, False, True), configs[index]
+                Address(number, world_size, "127.0.0.1", port, False, True),
+                configs[index],
+                devices[index] if devices else "",
             )
             if number == 0:
                 store.set("greeting", "hello")
@@ -76,13 +82,25 @@ def test_ranks_with_the_same_flags_get_one_store(port: int) -> None:
     assert outcomes(port, [config()] * 3, 3) == ["hello"] * 3
 
 
-def test_the_place_on_the_machine_is_no_difference(port: int) -> None:
+def test_two_ranks_with_one_device_are_an_error_on_every_rank(port: int) -> None:
+    found = outcomes(port, [config()] * 3, 3, devices=["n1 a", "n1 b", "n1 a"])
+    assert all(isinstance(error, SharedConfigError) for error in found)
+    assert {str(error) for error in found} == {str(found[0])} and "ranks 0 and 2 use the same" in str(
+        found[0]
+    )
+
+
+def test_ranks_with_own_devices_connect(port: int) -> None:
+    assert outcomes(port, [config()] * 2, 2, devices=["n1 a", "n1 b"]) == ["hello"] * 2
+
+
+def test_local_rank_may_differ(port: int) -> None:
     first = config()
     other = dataclasses.replace(first, parallel=dataclasses.replace(first.parallel, local_rank=1))
     assert outcomes(port, [first, other], 2) == ["hello"] * 2
 
 
-def test_every_rank_learns_which_flags_differ_and_where(port: int) -> None:
+def test_different_flags_are_named_on_every_rank(port: int) -> None:
     found = outcomes(port, [config(), config(), config(lr=5e-3, seed=7)], 3)
     (sentence,) = {str(error) for error in found}
     assert all(isinstance(error, SharedConfigError) for error in found)
@@ -90,11 +108,11 @@ def test_every_rank_learns_which_flags_differ_and_where(port: int) -> None:
     assert "on rank 2" in sentence
 
 
-def test_ranks_that_do_not_come_are_named_on_every_rank_that_came(port: int) -> None:
+def test_missing_ranks_are_named_on_every_connected_rank(port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(outcomes, port, [config()], 4, ranks=(1,))
-        # Rank 0 comes when rank 1 is there, and gives up at its first look.
+        # Rank 0 connects once rank 1 has, and times out at its first poll.
         store.wait(["attempt 0/digest 1"], timedelta(seconds=60))
         found = [*outcomes(port, [config(timeout=1e-9)], 4, ranks=(0,)), *first.result()]
     assert all(isinstance(error, RunStopped) for error in found)
@@ -103,9 +121,7 @@ def test_ranks_that_do_not_come_are_named_on_every_rank_that_came(port: int) -> 
 
 
 @pytest.mark.parametrize("kind", [ConfigError, RunStopped, PermissionError])
-def test_a_mistake_that_rank_0_finds_before_it_comes_ends_those_that_wait_for_it(
-    port: int, kind: type
-) -> None:
+def test_error_of_rank_0_before_it_connects_ends_the_waiting_ranks(port: int, kind: type) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def rank_0() -> None:
@@ -121,8 +137,17 @@ def test_a_mistake_that_rank_0_finds_before_it_comes_ends_those_that_wait_for_it
     assert {str(error) for error in found} == {"--load x does not exist"}
 
 
-def test_a_mistake_of_rank_0_is_told_though_nobody_else_comes_and_its_port_is_in_use(monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_FAREWELL_S", 0.0)
+def test_error_of_another_rank_before_it_connects_ends_all_ranks(port: int) -> None:
+    env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(ConfigError), rendezvous.announce_errors(env):
+        raise ConfigError("a.idx: damaged")
+    found = outcomes(port, [config()] * 2, 3, ranks=(0, 1))
+    assert [type(error) for error in found] == [SharedConfigError] * 2
+    assert {str(error) for error in found} == {"a.idx: damaged"}
+
+
+def test_error_of_rank_0_is_raised_although_its_port_is_in_use(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_INFORM_TIMEOUT_S", 0.0)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -132,22 +157,22 @@ def test_a_mistake_of_rank_0_is_told_though_nobody_else_comes_and_its_port_is_in
             raise ConfigError("a typo")
 
 
-def test_two_processes_with_one_rank_end_all_with_a_sentence_that_names_it(port: int) -> None:
+def test_two_processes_with_one_rank_are_an_error_on_every_rank(port: int) -> None:
     found = outcomes(port, [config()] * 4, 4, ranks=(0, 1, 2, 2))
     assert all(isinstance(error, ConfigError) for error in found)
     (sentence,) = {str(error) for error in found}
     assert "two processes have RANK 2, one on " in sentence and " and one on " in sentence
-    # The second one speaks for itself, should rank 0 have heard of it too late.
+    # The second process raises its own error, in case rank 0 reads it too late.
     assert sum(isinstance(error, SharedConfigError) for error in found) == 3
 
 
-def test_a_second_process_that_comes_late_is_refused_and_does_not_disturb_the_others(port: int) -> None:
+def test_late_second_process_of_a_rank_is_refused(port: int) -> None:
     assert outcomes(port, [config()] * 2, 2) == ["hello"] * 2
     (late,) = outcomes(port, [config()], 2, ranks=(1,))
     assert isinstance(late, ConfigError) and "two processes have RANK 1" in str(late)
 
 
-def test_a_line_says_which_ranks_are_awaited(port: int, monkeypatch) -> None:
+def test_missing_ranks_are_printed_while_waiting(port: int, monkeypatch) -> None:
     lines: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL_S", 0.0)
     monkeypatch.setattr(rendezvous, "_print", lines.put)
@@ -160,20 +185,20 @@ def test_a_line_says_which_ranks_are_awaited(port: int, monkeypatch) -> None:
 
 
 def unused_port() -> socket.socket:
-    """A port that nobody else can take, and that does not listen."""
+    """A socket on a port that no other process can take; it does not listen."""
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     return taken
 
 
-def test_a_rank_that_finds_nobody_says_where_it_looked() -> None:
+def test_rank_that_cannot_connect_names_the_address() -> None:
     with unused_port() as taken:
         address = Address(1, 2, "127.0.0.1", taken.getsockname()[1], False, True)
-        with pytest.raises(RunStopped, match=f"rank 1 found nobody at {address}.*has it ended with an error"):
+        with pytest.raises(RunStopped, match=f"rank 1 could not connect to {address}.*has not failed"):
             connect_processes(address, config(timeout=0.2))
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -182,7 +207,7 @@ def test_a_port_in_use_is_named() -> None:
             connect_processes(Address(0, 2, "127.0.0.1", port, True, True), config())
 
 
-def test_a_host_that_does_not_resolve_is_named(monkeypatch) -> None:
+def test_unresolvable_host_is_named(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT_S", 0.0)
 
     def unknown(*_: object) -> None:

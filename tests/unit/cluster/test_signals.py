@@ -1,4 +1,4 @@
-"""When a run ends early, and that all ranks do so together."""
+"""Early exit, on all ranks after the same step."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.signals import ExitConditions, ExitReason, all_reduce_max
 from megatron.config import TrainingConfig
@@ -25,46 +26,48 @@ def world_of_one():
     torch.distributed.destroy_process_group()
 
 
-def test_nothing_asked_for_means_no_exit():
+def test_no_condition_gives_no_reason():
     assert conditions().reason(10) is None
-    assert conditions().reason_before_training() is None
+    assert conditions().request(0) is None
     reason = conditions(exit_interval=5).reason(10)
-    assert "iteration 10" in reason.sentence and not reason.should_requeue
+    assert "iteration 10" in reason.sentence and reason.status is ExitStatus.FINISHED
 
 
-def test_interval_counts_from_the_start_of_all_runs():
+def test_interval_counts_from_iteration_0():
     ends = conditions(exit_interval=5)
     assert [n for n in range(1, 12) if ends.reason(n)] == [5, 10]
-    assert ends.reason_before_training() is None
+    assert ends.request(5) is None
 
 
-def test_minutes_include_the_start_up():
+def test_duration_includes_the_start():
     assert conditions(exit_duration_in_mins=2).reason(1) is None
     late = conditions(started_at=time.monotonic() - 121, exit_duration_in_mins=2)
-    assert late.reason(1) == ExitReason("exiting program after 2.0 minutes (--exit-duration-in-mins 2)", True)
+    assert late.reason(1) == ExitReason(
+        "exiting program after 2.0 minutes (--exit-duration-in-mins 2)", ExitStatus.REQUEUE
+    )
 
 
 def test_kill_switch_stops_a_run_before_and_during_training(tmp_path):
     switch = tmp_path / "stop"
     ends = conditions(kill_switch_path=str(switch), exit_interval=3)
-    assert ends.reason(1) is None and ends.reason_before_training() is None
+    assert ends.reason(1) is None and ends.request(0) is None
     switch.touch()
-    expected = ExitReason(f"exiting program: kill switch {switch} exists", should_requeue=False)
-    assert ends.reason(2) == ends.reason_before_training() == ends.reason(3) == expected
+    expected = ExitReason(f"exiting program: kill switch {switch} exists", ExitStatus.FINISHED)
+    assert ends.reason(2) == ends.request(0) == ends.reason(3) == expected
 
 
-def test_the_interval_still_holds_beside_a_kill_switch_that_is_off(tmp_path):
+def test_interval_works_beside_a_kill_switch(tmp_path):
     ends = conditions(kill_switch_path=str(tmp_path / "none"), exit_interval=3)
     assert "iteration 3" in ends.reason(3).sentence
 
 
-def test_ranks_agree_through_the_process_group(world_of_one, tmp_path):
+def test_reason_is_reduced_through_the_process_group(world_of_one, tmp_path):
     assert all_reduce_max(3) == 3
     assert conditions(kill_switch_path=str(tmp_path)).reason(1) is not None
 
 
-def test_another_rank_hears_of_the_kill_switch_it_does_not_look_at(monkeypatch, tmp_path):
-    """Rank 1 reads neither files nor clock: what rank 0 put into the all-reduce decides."""
+def test_other_ranks_read_neither_files_nor_clock(monkeypatch, tmp_path):
+    """Rank 1 takes the reason of rank 0 from the all-reduce."""
     (tmp_path / "leave").touch()
     ends = conditions(
         folder=str(tmp_path),
@@ -78,42 +81,57 @@ def test_another_rank_hears_of_the_kill_switch_it_does_not_look_at(monkeypatch, 
     assert "minutes" in ends.reason(1).sentence
 
 
-def test_without_process_groups_a_code_stands_for_itself():
+def test_all_reduce_without_process_group_returns_its_argument():
     assert all_reduce_max(2) == 2
 
 
 @pytest.fixture
-def handlers_put_back():
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
+def restored_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_a_signal_is_a_reason_from_listening_on(handlers_put_back):
+def test_signal_is_a_reason_after_install_handlers(restored_handlers):
     ends = conditions(exit_interval=3)
     ends.install_handlers()
     assert ends.reason(1) is None
     os.kill(os.getpid(), signal.SIGUSR2)
-    expected = ExitReason("exiting program at iteration 3: SIGUSR2 (--exit-signal)", should_requeue=True)
+    expected = ExitReason("exiting program at iteration 3: SIGUSR2 (--exit-signal)", ExitStatus.REQUEUE)
     assert ends.reason(3) == expected
 
 
-def test_a_signal_that_another_rank_got_is_a_reason_here(monkeypatch):
+def test_ctrl_c_stops_after_the_step_without_requeue(restored_handlers):
+    ends = conditions()
+    assert ends.install_handlers() == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+    os.kill(os.getpid(), signal.SIGINT)
+    expected = ExitReason("exiting program at iteration 3: SIGINT", ExitStatus.INTERRUPTED)
+    assert ends.reason(3) == ends.request(3) == expected
+
+
+def test_ctrl_c_requeues_if_it_is_an_exit_signal(restored_handlers):
+    ends = conditions(exit_signal=("int",))
+    ends.install_handlers()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ends.reason(3).status is ExitStatus.REQUEUE
+
+
+def test_signal_of_another_rank_is_a_reason(monkeypatch):
     monkeypatch.setattr(
         "megatron.cluster.signals.all_reduce_max", lambda code, device: code + 100 + signal.SIGTERM
     )
     assert "SIGTERM" in conditions().reason(1).sentence
 
 
-def test_no_signal_but_those_named_is_handled(handlers_put_back):
+def test_only_named_signals_are_handled(restored_handlers):
     before = signal.getsignal(signal.SIGTERM)
     conditions(exit_signal=("usr2",)).install_handlers()
     assert signal.getsignal(signal.SIGTERM) == before != signal.getsignal(signal.SIGUSR2)
 
 
-def test_the_script_asks_by_a_file_beside_the_reports(tmp_path):
+def test_job_script_requests_a_stop_by_a_file(tmp_path):
     ends = conditions(folder=str(tmp_path))
     assert ends.reason(1) is None
     (tmp_path / "leave").touch()
-    assert ends.reason(2).should_requeue and "script" in ends.reason(2).sentence
+    assert ends.reason(2).status is ExitStatus.REQUEUE and "script" in ends.reason(2).sentence

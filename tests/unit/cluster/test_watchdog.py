@@ -1,8 +1,9 @@
-"""The thread that finds what the main thread cannot tell, in processes of its own."""
+"""The watchdog thread, in separate processes."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,29 +12,35 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.rank_reports import ExitStatus, RankReport, read_reports
+from megatron.cluster.exit_status import ExitStatus
+from megatron.cluster.rank_reports import RankReport, read_reports
 from tests.end_to_end.command import ROOT
 
-# The lock is native code in which no Python handler runs, as a collective is.
+# Like a collective, the lock is native code in which no Python handler runs.
 PROGRAM = """
-import sys, threading, time
+import signal, sys, threading, time
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 
 watchdog = Watchdog(RankReport.from_environment())
 {}
 print("ready", flush=True)
-if "beats" in sys.argv:
+if "heartbeats" in sys.argv:
     for step in range(8):
-        time.sleep(0.5)
-        watchdog.heartbeat(step)
+        time.sleep(0.3)
+        watchdog.heartbeat()
 else:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 watchdog.stop()
 """
-WATCH = "watchdog.start(3.0, signals_handled=True); watchdog.heartbeat(5)"
+WATCH = """
+from megatron.cluster.hang_detector import Phase
+signal.signal(signal.SIGINT, lambda *_: None)
+watchdog.start(1.0); watchdog.set_handled_signals(frozenset({2, 15})); watchdog.report.set_iteration(5)
+step = watchdog.phase(Phase.STEP); step.__enter__()
+"""
 
 
 def start(program: str, *argv: str, reports: Path | None = None) -> subprocess.Popen[str]:
@@ -49,36 +56,30 @@ def start(program: str, *argv: str, reports: Path | None = None) -> subprocess.P
     return process
 
 
-def test_a_step_that_never_ends_is_found_with_its_stack(tmp_path: Path) -> None:
+def test_hang_is_reported_with_its_stack(tmp_path: Path) -> None:
     process = start(PROGRAM.format(WATCH), reports=tmp_path)
     assert process.wait(30) == 124
     (report,) = read_reports(tmp_path)
     assert (report["end"], report["iteration"]) == ("hang", 5)
-    assert "<module>" in report["place"] and 'File "<string>", line 16 in <module>' in report["stacks"]
+    assert "<module>" in report["place"] and 'File "<string>", line 21 in <module>' in report["stacks"]
 
 
-def test_without_reports_a_hang_is_told_on_stderr() -> None:
+def test_hang_without_reports_is_printed_to_stderr() -> None:
     process = start(PROGRAM.format(WATCH))
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 124
     assert stderr.splitlines()[-1].startswith("error: rank 3 on ")
-    assert "no step ended for 3 s (--hang-timeout)" in stderr and "Thread" in stderr
+    assert re.search(r"no progress for \d+ s in a step \(--hang-timeout\)", stderr) and "Thread" in stderr
 
 
-def test_beats_keep_a_process_alive(tmp_path: Path) -> None:
-    assert start(PROGRAM.format(WATCH), "beats", reports=tmp_path).wait(30) == 0
+def test_heartbeats_keep_a_process_alive(tmp_path: Path) -> None:
+    assert start(PROGRAM.format(WATCH), "heartbeats", reports=tmp_path).wait(30) == 0
 
 
-def test_standing_still_as_a_whole_is_no_hang(tmp_path: Path) -> None:
-    process = start(PROGRAM.format(WATCH), "beats", reports=tmp_path)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(4)
-    process.send_signal(signal.SIGCONT)
-    assert process.wait(30) == 0
-
-
-@pytest.mark.parametrize(("watch", "code", "end"), [("", 143, "signalled"), (WATCH, 124, "hang")])
-def test_sigterm_is_noted_though_the_main_thread_is_in_native_code(
+@pytest.mark.parametrize(
+    ("watch", "code", "end"), [("", 143, "signalled"), (WATCH, 124, "hang")], ids=["start", "step"]
+)
+def test_sigterm_is_recorded_while_the_main_thread_is_in_native_code(
     watch: str, code: int, end: str, tmp_path: Path
 ) -> None:
     process = start(PROGRAM.format(watch), reports=tmp_path)
@@ -88,12 +89,28 @@ def test_sigterm_is_noted_though_the_main_thread_is_in_native_code(
     assert (report["signal"], report["end"]) == ("SIGTERM", end)
 
 
-def test_sigterm_ends_a_process_that_is_stuck_for_the_failure_of_another(tmp_path: Path) -> None:
-    process = start(
-        PROGRAM.format("watchdog.start(600.0, signals_handled=True); watchdog.heartbeat(5)"), reports=tmp_path
-    )
+def test_sigterm_ends_a_process_that_waits_for_a_failed_rank(tmp_path: Path) -> None:
+    process = start(PROGRAM.format(WATCH.replace("1.0", "600.0")), reports=tmp_path)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
     RankReport(str(tmp_path), "0").end(ExitStatus.FAILED, "error: broken")
     assert process.wait(30) == 143
+
+
+def test_second_ctrl_c_ends_the_process_at_once(tmp_path: Path) -> None:
+    process = start(PROGRAM.format(WATCH.replace("1.0", "600.0")), reports=tmp_path)
+    process.send_signal(signal.SIGINT)
+    while read_reports(tmp_path)[0].get("signal") != "SIGINT":
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert read_reports(tmp_path)[0]["end"] == "signalled"
+
+
+def test_sigterm_without_reports_is_printed() -> None:
+    process = start(PROGRAM.format(""))
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (143, "error: ended by SIGTERM\n")

@@ -89,10 +89,22 @@ VALUES = {
     "@TEST": "TEST_AR: 1 0.999:1 oscar/ar",
 }
 
+CURRICULUM: dict[str, object] = {
+    "curriculum_learning": {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 64,
+        "max_difficulty": 2048,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 36000, "difficulty_step": 8},
+    },
+    "elastic_checkpoint": True,
+}
+
 
 @dataclass(frozen=True)
 class Script:
-    """processes: nodes x GPUs. fault: part of the sentence that refuses it, for a fault of its own."""
+    """processes: nodes x GPUs. fault: part of the sentence that refuses a start from initial weights."""
 
     name: str
     processes: int
@@ -106,8 +118,34 @@ class Script:
         _change(found, self.changes)
         return found
 
+    @property
+    def first_supported_sample(self) -> int | None:
+        """Consumed samples from which the run can resume, if the fault is a batch of the ramp-up.
+
+        These layouts support the full batch only, which the ramp-up reaches after its SAMPLES.
+        """
+        is_in_ramp_up = self.fault is not None and self.fault.startswith("a batch of ")
+        return int(self.flags()["--rampup-batch-size"][2]) if is_in_ramp_up else None
+
     def words(self) -> list[str]:
         return [word for flag, values in self.flags().items() for word in (flag, *values)]
+
+    def deepspeed_json(self) -> dict[str, object]:
+        """The file that the scripts write beside their flags: it repeats them, but for the loss scale."""
+        flags = self.flags()
+        fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2}
+        fp16 |= {"min_loss_scale": 1, "initial_scale_power": 12}
+        return {
+            "train_micro_batch_size_per_gpu": int(flags["--micro-batch-size"][0]),
+            "train_batch_size": int(flags["--global-batch-size"][0]),
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": int(flags["--zero-stage"][0])},
+            **({"fp16": fp16} if "--fp16" in flags else {"bf16": {"enabled": True}}),
+            **(CURRICULUM if "--train-tokens" in flags else {}),
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+        }
 
 
 def _change(flags: dict[str, list[str]], text: str) -> None:
@@ -125,7 +163,7 @@ def _change(flags: dict[str, list[str]], text: str) -> None:
             current.append(VALUES.get(word, word))
 
 
-RAMP_START = "has a batch of 32, which is not divisible by --micro-batch-size 8 x data-parallel size 16"
+RAMP_START = "a batch of 32 is not divisible by --micro-batch-size 8 x data-parallel size 16"
 
 SCRIPTS = (
     Script("arch-and-scaling-template", 64, "tp1 ~decay"),
@@ -227,7 +265,11 @@ SCRIPTS = (
         "--codecarbon-dir codecarbon",
     ),
     Script("tr8b-104B-bnb", 512, "104B --use-bnb-optimizer"),
-    Script("tr8b-104B-cl", 512, "104B by-tokens ~--init-method-std --no-masked-softmax-fusion"),
+    Script(
+        "tr8b-104B-cl",
+        512,
+        "104B by-tokens warmup 3_750_000 --embed-layernorm --eval-interval 150",
+    ),
     Script(
         "tr8b-104B-cl-a100-16n",
         128,
@@ -256,7 +298,8 @@ SCRIPTS = (
         384,
         "bloom tp 4 pp 12 layers 70 hidden 14336 heads 112 micro 2 batch 2048 ~--fp16 --bf16 "
         "--lr 6e-5 --min-lr 6e-6 "
-        "--save-interval 100 --kill-switch-path kill-switch --num-workers 2 --valid-num-workers 0",
+        "--save-interval 100 --kill-switch-path kill-switch --num-workers 2 --valid-num-workers 0 "
+        "--sync-tp-duplicated-parameters",
     ),
     Script(
         "setup-test-n2",
@@ -266,7 +309,7 @@ SCRIPTS = (
         "--kill-switch-path kill-switch",
     ),
     # This batch, and that of two others below, fits the time after the ramp-up, when they were resumed.
-    Script("tr11b-1B3-ml", 64, "bloom micro 4", "has a batch of 192, which is not divisible"),
+    Script("tr11b-1B3-ml", 64, "bloom micro 4", "a batch of 192 is not divisible"),
     Script(
         "tr11c-2B5-ml",
         128,
@@ -276,7 +319,7 @@ SCRIPTS = (
         "tr11c-2B5-ml-continuation",
         128,
         "bloom layers 30 hidden 2560 heads 32 ramp 192 32 9_765_625 --lr 1.6e-4 --zero-stage 1",
-        "has a batch of 224, which is not divisible",
+        "a batch of 224 is not divisible",
     ),
     Script("tr11d-760M-ml", 32, "bloom hidden 1536 batch 256 --lr 2.5e-4 ~--checkpoint-activations"),
     Script(
@@ -288,7 +331,7 @@ SCRIPTS = (
         "tr11e-350M-ml",
         32,
         "bloom pp 1 hidden 1024 batch 256 --lr 3.0e-4 ~--checkpoint-activations",
-        "has a batch of 208, which is not divisible",
+        "a batch of 208 is not divisible",
     ),
     Script(
         "tr11e-350M-ml-continuation",
@@ -306,7 +349,7 @@ SCRIPTS = (
         128,
         "bloom pp 1 layers 30 hidden 4096 heads 32 ramp 192 32 9_765_625 --lr 1.2e-4 "
         "--save-interval 1 --zero-stage 1",
-        "has a batch of 192, which is not divisible",
+        "a batch of 192 is not divisible",
     ),
     Script(
         "tr11-200B-ml",

@@ -48,6 +48,14 @@ def test_size_at_any_point_is_that_of_megatrons_rule(schedule: BatchSchedule, co
     assert schedule.global_batch_size_at(consumed) in schedule.sizes()
 
 
+@given(schedules())
+def test_each_size_begins_at_the_first_sample_at_which_a_step_has_it(schedule: BatchSchedule) -> None:
+    for size in schedule.sizes():
+        first = schedule.consumed_at_size(size)
+        assert walked_size(schedule, first) >= size
+        assert first == 0 or walked_size(schedule, first - 1) < size
+
+
 @settings(max_examples=200)
 @given(schedules(), st.integers(0, 60), st.integers(0, 300))
 def test_consumed_samples_are_those_of_a_walk(schedule: BatchSchedule, steps: int, consumed: int) -> None:
@@ -64,7 +72,8 @@ def test_iterations_are_those_of_a_walk(schedule: BatchSchedule, consumed: int, 
 
 
 def test_a_published_ramp_up_starts_small_and_ends_at_the_global_batch() -> None:
-    assert BLOOM.sizes()[:3] == [192, 208, 224]
+    assert list(BLOOM.sizes()[:3]) == [192, 208, 224]
+    assert list(BLOOM.sizes(9_765_624)) == [2032, 2048] and list(BLOOM.sizes(9_765_625)) == [2048]
     assert BLOOM.num_increments == 116
     assert BLOOM.global_batch_size_at(0) == 192
     assert BLOOM.global_batch_size_at(9_765_624) == 2032
@@ -72,7 +81,7 @@ def test_a_published_ramp_up_starts_small_and_ends_at_the_global_batch() -> None
 
 
 def test_the_length_of_a_published_run_is_known_at_once() -> None:
-    """In the manner of Megatron: walk through the ramp-up, then whole batches of the rest."""
+    """In the manner of Megatron: walk through the ramp-up, then full batches of the rest."""
     consumed = iterations = 0
     while consumed <= 9_765_625:
         consumed += walked_size(BLOOM, consumed)

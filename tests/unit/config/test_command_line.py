@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 from megatron.config import Config, ConfigError, parse_args, read_command_line
 from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
-from megatron.config.deprecated import DEPRECATED_FLAGS
+from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
 from megatron.config.fields import flag_of, option_name
 from tests.unit.config.command_lines import BLOOM, GPT_104B, PUBLISHED_FLAGS, SMALL
 
@@ -145,7 +146,7 @@ def test_a_signal_that_cannot_be_handled_is_refused() -> None:
     assert refusal("--exit-signal", "SIGKILL") == expected
 
 
-def test_a_value_with_spaces_stays_whole() -> None:
+def test_a_value_with_spaces_is_not_split() -> None:
     assert parse_args([*SMALL, "--split", "969, 30, 1"], {}).data.split == "969, 30, 1"
 
 
@@ -249,11 +250,20 @@ def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> No
     assert refusal(typed, "4") == f"unknown flag {typed.split('=')[0]}: did you mean {meant}?"
 
 
-def test_a_flag_like_no_other_is_named() -> None:
+def test_an_unknown_flag_is_named() -> None:
     assert refusal("--xyzzy-plugh") == "unknown flag --xyzzy-plugh: see --help"
 
 
-def test_abbreviations_are_no_flags() -> None:
+@pytest.mark.parametrize("typed", REPLACED_FLAGS)
+def test_a_flag_of_another_program_gets_what_replaces_it(typed: str) -> None:
+    for spelling in (typed, "--" + typed[2:].replace("-", "_"), f"{typed}=4"):
+        sentence = refusal(spelling)
+        assert sentence == f"unknown flag {spelling.split('=')[0]}: {REPLACED_FLAGS[typed]}"
+    flag = re.search(r"set (--[a-z-]+)", sentence)[1]
+    assert flag in make_parser()._option_string_actions and typed not in make_parser()._option_string_actions
+
+
+def test_abbreviated_flags_are_refused() -> None:
     assert "--num-workers" in refusal("--num-work", "2")
 
 
@@ -290,7 +300,7 @@ def test_a_stray_value_is_named() -> None:
         ("--zero-stage 4", ("--zero-stage", "4", "at most 3")),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_what_was_expected(words: str, parts: tuple[str, ...]) -> None:
+def test_an_invalid_value_is_refused_with_what_was_expected(words: str, parts: tuple[str, ...]) -> None:
     sentence = refusal(*words.split())
     for part in parts:
         assert part in sentence
@@ -319,7 +329,7 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
 
 
 @pytest.mark.parametrize("old", DEPRECATED_FLAGS, ids=lambda old: old.name)
-def test_a_flag_with_nothing_left_to_do_is_reported_once_with_the_reason(old) -> None:
+def test_a_deprecated_flag_is_reported_once_with_the_reason(old) -> None:
     value = old.choices[0] if old.choices else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
     expected = (f"{old.name} is deprecated and ignored: {old.reason}",)
@@ -336,7 +346,7 @@ def test_partition_methods_are_accepted_with_and_without_quotes(name: str, metho
 
 
 @pytest.mark.parametrize("method", ["balanced", "type:", "type:(", ""])
-def test_a_partition_method_that_is_none_is_refused(method: str) -> None:
+def test_an_invalid_partition_method_is_refused(method: str) -> None:
     assert "--partition-method" in refusal("--partition-method", method)
 
 
@@ -354,7 +364,7 @@ def test_a_planned_world_size_needs_dry_run() -> None:
         parse_args([*without, "--world-size", "8"], {"WORLD_SIZE": "2"})
 
 
-def test_a_launcher_variable_that_is_no_number_is_named() -> None:
+def test_a_launcher_variable_that_is_not_a_number_is_named() -> None:
     assert "WORLD_SIZE is 'many'" in refusal(env={"WORLD_SIZE": "many"})
 
 

@@ -63,6 +63,10 @@ def test_lengths_are_those_of_deepspeeds_scheduler(section) -> None:
         ({"max_difficulty": 2044}, ("2044", "difficulty_step 8", "never")),
         ({"max_difficulty": "2048"}, ("max_difficulty", "integer")),
         ({"schedule_config": {"total_curriculum_step": 5}}, ("difficulty_step", "integer")),
+        (
+            {"schedule_config": {"total_curriculum_step": 10**12, "difficulty_step": 8}},
+            ("1,000,000,000,000",),
+        ),
         ({"schedule_config": 5}, ("schedule_config is 5", "braces")),
         (
             {
@@ -73,7 +77,7 @@ def test_lengths_are_those_of_deepspeeds_scheduler(section) -> None:
         ),
     ],
 )
-def test_a_section_that_says_something_else_is_refused(changes, parts) -> None:
+def test_a_section_with_invalid_settings_is_refused(changes, parts) -> None:
     with pytest.raises(ConfigError) as caught:
         read_curriculum({**TR8B, **changes})
     for part in parts:
@@ -90,7 +94,7 @@ def read(folder: Path, section, *flags: str) -> tuple[Config, tuple[str, ...]]:
     return settings.config, settings.notes
 
 
-def test_the_file_gives_a_run_its_curriculum_and_says_so(tmp_path: Path) -> None:
+def test_the_file_sets_the_curriculum_with_a_note(tmp_path: Path) -> None:
     config, notes = read(tmp_path, TO_32)
     assert [config.seq_length_at(step) for step in (1, 180, 360, 1000)] == [8, 16, 32, 32]
     (note,) = notes
@@ -101,7 +105,7 @@ def test_the_file_gives_a_run_its_curriculum_and_says_so(tmp_path: Path) -> None
     assert "curriculum" not in off.to_dict()
 
 
-def test_what_the_run_cannot_have_is_refused(tmp_path: Path) -> None:
+def test_a_curriculum_that_the_run_does_not_support_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2048 tokens, --seq-length is 32"):
         read(tmp_path, TR8B)
     with pytest.raises(ConfigError, match=r"--compile with a curriculum"):

@@ -159,7 +159,9 @@ def test_a_contradiction_names_the_key_and_the_flag(
         ("{", ("not valid JSON",)),
     ],
 )
-def test_what_flags_own_or_nothing_supports_is_refused(read, file: Any, parts: tuple[str, ...]) -> None:
+def test_keys_that_flags_own_and_unsupported_keys_are_refused(
+    read, file: Any, parts: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read(file)
     for part in parts:
@@ -167,12 +169,12 @@ def test_what_flags_own_or_nothing_supports_is_refused(read, file: Any, parts: t
 
 
 @pytest.mark.parametrize(("key", "value"), [("loss_scale", "high"), ("initial_scale_power", 128)])
-def test_a_loss_scale_that_is_none_is_refused(read, key: str, value: Any) -> None:
+def test_an_invalid_loss_scale_is_refused(read, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"fp16.{key}"):
         read({"fp16": {"enabled": True, key: value}}, "--fp16")
 
 
-def test_a_section_that_is_off_asks_for_nothing(read) -> None:
+def test_a_disabled_section_has_no_effect(read) -> None:
     settings = read(
         {
             "curriculum_learning": {"enabled": False},
@@ -198,7 +200,7 @@ def test_an_absent_file_is_refused_by_a_run_and_noted_by_a_plan(tmp_path: Path) 
         read_deepspeed_config(run)
 
 
-def test_deepspeed_is_told_of_an_fp32_run_without_clipping() -> None:
+def test_deepspeed_is_configured_for_fp32_without_clipping() -> None:
     config = parse_args([*SMALL, "--world-size", "2", "--bf16", "--zero-stage", "1"], {})
     assert deepspeed_dict(config, 8) == {
         "train_batch_size": 8,
@@ -213,19 +215,19 @@ def test_deepspeed_is_told_of_an_fp32_run_without_clipping() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_is_told_of_zero_1_where_more_is_shared(read, stage: int) -> None:
+def test_deepspeed_is_configured_for_zero_1_at_most(read, stage: int) -> None:
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
     settings = read({"zero_optimization": zero}, "--zero-stage", str(stage), "--cpu-offload")
     assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 1}
 
 
-def test_with_a_ramp_up_deepspeed_is_told_of_the_step_to_come() -> None:
+def test_with_a_ramp_up_deepspeed_gets_the_batch_size_of_the_next_step() -> None:
     config = parse_args([*SMALL, "--rampup-batch-size", "2", "2", "100"], {})
-    told = deepspeed_dict(config, 2)
-    assert (told["train_batch_size"], told["gradient_accumulation_steps"]) == (2, 2)
+    settings_dict = deepspeed_dict(config, 2)
+    assert (settings_dict["train_batch_size"], settings_dict["gradient_accumulation_steps"]) == (2, 2)
 
 
-def test_keys_that_watch_the_run_are_passed_on_and_noted(read) -> None:
+def test_monitoring_keys_are_passed_on_and_noted(read) -> None:
     watching = {
         "wandb": {"enabled": True},
         "tensorboard": {"enabled": True, "output_path": "folder"},
@@ -233,21 +235,20 @@ def test_keys_that_watch_the_run_are_passed_on_and_noted(read) -> None:
         "checkpoint": {"tag_validation": "Fail", "parallel_write": {"pipeline_stage": True}},
     }
     settings = read({**PUBLISHED, **watching, "csv_monitor": {"enabled": False}}, "--fp16")
-    told = deepspeed_dict(settings.config, 8)
-    assert {key: told[key] for key in watching} == watching
-    assert told["gradient_clipping"] == 0.0
-    assert "fp16" not in told and "steps_per_print" not in told
+    settings_dict = deepspeed_dict(settings.config, 8)
+    assert {key: settings_dict[key] for key in watching} == watching
+    assert settings_dict["gradient_clipping"] == 0.0
+    assert "fp16" not in settings_dict and "steps_per_print" not in settings_dict
     notes = [note for note in settings.notes if "is passed to DeepSpeed" in note]
     assert sorted(note.split()[3] for note in notes) == sorted(watching)
 
 
-def test_of_zero_only_the_stage_is_left_to_say(read) -> None:
+def test_all_zero_settings_except_the_stage_are_ignored_with_a_note(read) -> None:
     zero = {"stage": 1, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_bucket_size": "auto"}
     settings = read({"zero_optimization": zero}, "--zero-stage", "1")
     assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 1}
     (note,) = settings.notes
-    assert "zero_optimization is deprecated and ignored: " in note
-    assert "(allgather_bucket_size, overlap_comm)" in note
+    assert "zero_optimization (allgather_bucket_size, overlap_comm) is deprecated and ignored: " in note
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_every_other_key_is_refused_with_what_to_do(read, file: dict[str, Any], 
 
 
 @pytest.mark.parametrize("file", [{"memory_breakdown": "yes"}, {"tensorboard": True}])
-def test_a_key_to_pass_on_has_a_value_that_deepspeed_can_read(read, file: dict[str, Any]) -> None:
+def test_a_passed_on_key_with_a_value_of_the_wrong_type_is_refused(read, file: dict[str, Any]) -> None:
     (key,) = file
     with pytest.raises(ConfigError, match=rf"{key} is .*: expected"):
         read(file)

@@ -17,7 +17,7 @@ def stages(text):
 
 
 @pytest.mark.parametrize("word", ["uniform", "parameters", "memory", "time", "profile"])
-def test_a_word_is_a_method_in_any_case(word):
+def test_the_case_of_a_method_name_does_not_matter(word):
     assert parse_partition_method(word).kind == parse_partition_method(word.upper()).kind == word
 
 
@@ -117,7 +117,7 @@ def test_transformer_layers_per_stage(text, per_stage):
         ("type:a:" + "9" * 5000, "not a non-negative number"),
     ],
 )
-def test_a_slip_is_answered_with_the_part_and_an_example(text, part):
+def test_a_syntax_error_names_the_part_and_an_example(text, part):
     with pytest.raises(ConfigError) as caught:
         parse_partition_method(text)
     sentence = str(caught.value)

@@ -16,7 +16,7 @@ def test_any_number_of_ranges_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["200-101", "0-5", "17", "a-b", "3-", "1-2-3"])
-def test_what_is_no_range_is_refused(text: str) -> None:
+def test_an_invalid_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"--skip-train-iteration-range {text}: expected FIRST-LAST"):
         parse_args([*SMALL, "--skip-train-iteration-range", text], {})
 
@@ -28,7 +28,7 @@ def test_a_rollback_needs_checkpoints() -> None:
     assert parse_args([*flags, "--save", "there", "--save-interval", "5"], {}).stability.max_rollbacks == 3
 
 
-def test_flags_that_nothing_asks_are_noted() -> None:
+def test_flags_without_effect_are_noted() -> None:
     notes = read_command_line([*SMALL, "--spike-window", "9", "--sync-tp-duplicated-parameters"], {}).notes
     assert [note.split(":")[0] for note in notes] == [
         "--spike-window has no effect without --spike-policy",

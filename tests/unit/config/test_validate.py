@@ -60,7 +60,7 @@ REFUSED = [
     ("--pipeline-schedule dualpipev", ("--pipeline-schedule dualpipev", "--pipeline-model-parallel-size 1")),
     (
         "--world-size 4 --pipeline-model-parallel-size 4 --pipeline-schedule dualpipev --micro-batch-size 2",
-        ("--pipeline-schedule dualpipev", "= 8", "batch of 8 has 4", "--global-batch-size"),
+        ("--pipeline-schedule dualpipev", "= 8", "8 has 4 micro-batches", "--global-batch-size"),
     ),
     (
         "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
@@ -174,7 +174,7 @@ def test_iterations_and_samples_are_not_mixed(words: str, parts: tuple[str, ...]
         "--train-samples 80 --lr-warmup-fraction 0.1",
     ],
 )
-def test_one_unit_throughout_is_accepted(words: str) -> None:
+def test_flags_in_one_unit_are_accepted(words: str) -> None:
     parse_args([*ITERATIONS, *words.split()], {})
 
 
@@ -361,7 +361,7 @@ class TestEightBitAdam:
     @pytest.mark.parametrize(
         "others, named", [("--optimizer sgd", "--optimizer sgd"), ("--use-apex", "--use-apex")]
     )
-    def test_what_brings_another_optimizer_is_refused(self, others: str, named: str) -> None:
+    def test_8_bit_adam_with_another_optimizer_is_refused(self, others: str, named: str) -> None:
         sentence = sentence_of([*SMALL, "--use-bnb-optimizer", *others.split()])
         assert sentence.startswith(f"--use-bnb-optimizer with {named}")
 

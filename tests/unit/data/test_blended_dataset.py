@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data import blended_dataset
-from megatron.data.blended_dataset import LARGEST_SUM, BlendOrder, integer_weights
+from megatron.data.blended_dataset import MAX_WEIGHT_SUM, BlendOrder, integer_weights
 
 WEIGHTS = [(1,), (3, 7), (1, 1, 1), (5, 3, 2), (9, *[1] * 9), (999_999, 1), (123_457, 98_765, 4_321, 17)]
 
@@ -41,7 +41,7 @@ def sorted_by_time(weights: tuple[int, ...], length: int) -> list[tuple[int, int
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_samples_come_in_the_order_of_their_times(weights: tuple[int, ...]) -> None:
+def test_samples_are_ordered_by_their_times(weights: tuple[int, ...]) -> None:
     order = BlendOrder(weights)
     assert [order.find(i) for i in range(200)] == sorted_by_time(weights, 200)
 
@@ -49,7 +49,7 @@ def test_samples_come_in_the_order_of_their_times(weights: tuple[int, ...]) -> N
 @pytest.mark.usefixtures("small_chunks")
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6))
-def test_every_prefix_is_shared_out_by_the_weights(numbers: list[int]) -> None:
+def test_every_prefix_has_the_share_of_each_weight(numbers: list[int]) -> None:
     weights, total = tuple(numbers), sum(numbers)
     order = BlendOrder(weights)
     counts = [0] * len(weights)
@@ -64,31 +64,31 @@ def test_every_prefix_is_shared_out_by_the_weights(numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_place_far_out_is_found_without_those_before_it(weights: tuple[int, ...]) -> None:
+def test_a_distant_sample_is_found_without_computing_the_earlier_ones(weights: tuple[int, ...]) -> None:
     order = BlendOrder(weights)
     for sample in (2**16 - 1, 2**16, 10**9 + 7, 10**12):
         before, after = order.samples_of_components(sample), order.samples_of_components(sample + 1)
         component, number = order.find(sample)
         assert sum(before) == sample and number == before[component]
-        assert after == [count + (place == component) for place, count in enumerate(before)]
+        assert after == [count + (index == component) for index, count in enumerate(before)]
 
 
-def test_weights_become_whole_numbers_in_the_same_ratio() -> None:
-    def whole(*weights: str) -> tuple[int, ...]:
+def test_weights_become_integers_in_the_same_ratio() -> None:
+    def weights_of(*weights: str) -> tuple[int, ...]:
         return integer_weights([Fraction(weight) for weight in weights])
 
-    assert whole("0.3", "0.7") == (3, 7)
-    assert whole("30", "7e1") == (3, 7)
-    assert whole("1") == whole("0.25") == (1,)
-    assert whole("0.1", "0.2", "0.15") == (2, 4, 3)
-    assert whole("1e-9", "1") == (1, 10**9)
+    assert weights_of("0.3", "0.7") == (3, 7)
+    assert weights_of("30", "7e1") == (3, 7)
+    assert weights_of("1") == weights_of("0.25") == (1,)
+    assert weights_of("0.1", "0.2", "0.15") == (2, 4, 3)
+    assert weights_of("1e-9", "1") == (1, 10**9)
 
 
-def test_weights_of_many_digits_are_rounded_and_none_to_nothing() -> None:
+def test_weights_of_many_digits_are_rounded_but_never_to_zero() -> None:
     given = [Fraction(f"{1 / (k + 1.5):.17f}") for k in range(50)] + [Fraction("1e-15")]
     weights = integer_weights(given)
     assert min(weights) == weights[-1] == 1
-    assert sum(weights) <= LARGEST_SUM and math.gcd(*weights) == 1
+    assert sum(weights) <= MAX_WEIGHT_SUM and math.gcd(*weights) == 1
     for exact, weight in zip(given, weights, strict=True):
         share = Fraction(weight, sum(weights)) - exact / sum(given)
-        assert abs(share) < Fraction(30, LARGEST_SUM)
+        assert abs(share) < Fraction(30, MAX_WEIGHT_SUM)

@@ -1,4 +1,4 @@
-"""Blends of token files: what is read, from which documents, and under which names."""
+"""Blends of token files: order, documents and group names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError, DataConfig
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blended_dataset import BlendedDataset, SampleDataset
 from megatron.data.gpt_dataset import (
     GPTDataset,
-    Samples,
     build_gpt_datasets,
     data_fingerprint,
     fingerprint_differences,
@@ -24,7 +23,7 @@ from megatron.data.gpt_dataset import (
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SEQ, SEED = 4, 7
-# Tokens of B begin at 1000, so that each tells where it comes from.
+# Tokens of B begin at 1000, so that each token identifies its dataset.
 SIZES_A, SIZES_B = [5, 7, 3, 9, 11, 2, 6, 8, 4, 5], [12, 4, 6, 6, 9, 3, 10, 8, 2, 7]
 
 
@@ -44,7 +43,7 @@ def build(data: DataConfig, num_samples: tuple[int, int, int]) -> Any:
     return build_gpt_datasets(data, SEQ, SEED, num_samples)
 
 
-def contents(dataset: Samples | None, count: int | None = None) -> list[list[int]]:
+def contents(dataset: SampleDataset | None, count: int | None = None) -> list[list[int]]:
     assert dataset is not None
     return [dataset[i].tolist() for i in range(len(dataset) if count is None else count)]
 
@@ -66,7 +65,7 @@ def test_a_blend_reads_each_dataset_in_its_own_order(a: str, b: str) -> None:
     assert (len(from_a), len(from_b)) == (6, 14)
     assert from_a == contents(build(data_config(a), (6, 0, 0)).train, 6)
     assert from_b == contents(build(data_config(b), (14, 0, 0)).train, 14)
-    # 3 and 7 of 10: the times of A are 1.7, 5, 8.3, and every second or third of B's lies between.
+    # 3 and 7 of 10: the times of A are 1.7, 5, 8.3, and every second or third of B's is between them.
     assert [int(sample[0] < 1000) for sample in samples[:10]] == [0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
     for outside in (-1, 20):
         with pytest.raises(IndexError):
@@ -82,7 +81,7 @@ def test_a_longer_run_begins_with_the_same_samples(a: str, b: str) -> None:
     assert fingerprint_differences(same[0], data_fingerprint(data, SEQ, SEED, 60)) != []
 
 
-def test_all_components_are_cut_by_split(a: str, b: str) -> None:
+def test_split_applies_to_all_components(a: str, b: str) -> None:
     train, valid, test = build(data_config("1", a, "1", b, split="60,20,20"), (30, 6, 4))
     ends_a, ends_b = np.cumsum(SIZES_A), np.cumsum(SIZES_B) + 1000
     for dataset, first, last in ((train, None, 5), (valid[0], 5, 7), (test[0], 7, 9)):
@@ -92,7 +91,7 @@ def test_all_components_are_cut_by_split(a: str, b: str) -> None:
             assert first is None or mine.min() >= ends[first]
 
 
-def test_one_weight_with_one_prefix_is_that_prefix(a: str) -> None:
+def test_a_single_weighted_prefix_equals_the_prefix(a: str) -> None:
     alone = build(data_config("0.5", a), (8, 0, 0)).train
     assert isinstance(alone, GPTDataset)
     assert contents(alone) == contents(build(data_config(a), (8, 0, 0)).train)
@@ -131,7 +130,7 @@ def test_index_files_of_two_ranges_do_not_collide_and_equal_ones_are_shared(a: s
 
 
 def test_an_empty_range_is_refused(a: str) -> None:
-    with pytest.raises(ConfigError, match=r"0.5:0.51 of the 10 documents of .*in the group 'V'"):
+    with pytest.raises(ConfigError, match=r"0.5:0.51 of .* in the group 'V' .* 10 documents"):
         prepare_index_files(groups(f"T: 1 0:1 {a}", f"V: 1 0.5:0.51 {a}"), SEQ, SEED, (4, 4, 0))
 
 
@@ -141,11 +140,11 @@ def test_a_damaged_component_is_named_with_the_flag_that_gave_it(a: str, b: str)
         with pytest.raises(ConfigError, match=re.escape(f"{b}.bin: truncated")):
             data_fingerprint(data, SEQ, SEED, 5)
     os.remove(f"{b}.idx")
-    with pytest.raises(ConfigError, match=f"--train-weighted-split-paths {b}: there is no file"):
+    with pytest.raises(ConfigError, match=f"--train-weighted-split-paths {b}: the file .* does not exist"):
         data_fingerprint(groups(f"T: 1 0:1 {a}, 1 0:1 {b}"), SEQ, SEED, 5)
 
 
-def test_the_fingerprint_tells_components_weights_and_ranges(a: str, b: str) -> None:
+def test_the_fingerprint_contains_components_weights_and_ranges(a: str, b: str) -> None:
     data = data_config("0.3", a, "0.7", b)
     saved = data_fingerprint(data, SEQ, SEED, 20)
     assert saved == {

@@ -1,7 +1,8 @@
-"""Samples and splits."""
+"""The samples of each split, and the fingerprint of their order."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,12 @@ from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
     fingerprint_differences,
+    missing_index_files,
+    one_epoch,
     prepare_index_files,
 )
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.splits import split_documents
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SIZES = [5, 0, 7, 3, 9, 11, 2, 6, 1, 1, 1, 30, 0, 8, 4, 4, 4, 10, 12, 13]
@@ -24,7 +29,7 @@ def prefix(tmp_path: Path) -> str:
     return write_documents(tmp_path / "data", numbered_documents(SIZES))
 
 
-def test_a_sample_is_the_documents_in_order_cut_every_seq_length_tokens(prefix: str) -> None:
+def test_a_sample_is_seq_length_plus_1_tokens_of_the_concatenated_documents(prefix: str) -> None:
     data = data_config(prefix)
     prepare_index_files(data, 6, 7, (60, 0, 0))
     train, valid, test = build_gpt_datasets(data, 6, 7, (60, 0, 0))
@@ -42,6 +47,31 @@ def test_a_sample_is_the_documents_in_order_cut_every_seq_length_tokens(prefix: 
             train[outside]
 
 
+def test_with_a_cache_path_nothing_is_written_next_to_the_data(prefix: str, tmp_path: Path) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    data = replace(data_config(prefix, split="60,40,0"), data_cache_path=str(tmp_path / "cache"))
+    assert len(missing_index_files(data, 4, 7, (9, 2, 0))) == 6
+    prepare_index_files(data, 4, 7, (9, 2, 0))
+    assert missing_index_files(data, 4, 7, (9, 2, 0)) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "cache"])
+    prepare_index_files(data_config(prefix, split="60,40,0"), 4, 7, (9, 2, 0))
+    cached, uncached = (
+        build_gpt_datasets(one, 4, 7, (9, 2, 0)).train for one in (data, replace(data, data_cache_path=None))
+    )
+    assert [cached[i].tolist() for i in range(9)] == [uncached[i].tolist() for i in range(9)]
+
+
+def test_one_epoch_has_the_order_of_a_run_that_reads_less(prefix: str) -> None:
+    data = data_config(prefix, split="60,40,0")
+    prepare_index_files(data, 4, 7, (0, 2, 0))
+    (valid,) = build_gpt_datasets(data, 4, 7, (0, 2, 0)).valid
+    dataset = IndexedDataset(prefix)
+    documents = split_documents("60,40,0", len(dataset))[1]
+    epoch = one_epoch(dataset, "valid", documents, 4, 7)
+    assert len(epoch) == (sum(dataset.sizes[documents.start : documents.stop]) - 1) // 4
+    assert [epoch[i].tolist() for i in range(len(epoch))] == [valid[i].tolist() for i in range(len(valid))]
+
+
 def test_splits_share_no_document(prefix: str) -> None:
     data = data_config(prefix, split="50,25,25")
     prepare_index_files(data, 3, 7, (5, 5, 5))
@@ -56,7 +86,7 @@ def test_splits_share_no_document(prefix: str) -> None:
         assert start <= tokens.min() and tokens.max() < end
 
 
-def test_splits_without_weight_documents_or_wanted_samples_are_none(prefix: str) -> None:
+def test_splits_without_weight_documents_or_samples_are_none(prefix: str) -> None:
     data = data_config(prefix, split="999,1,0")
     prepare_index_files(data, 3, 7, (5, 5, 5))
     train, valid, test = build_gpt_datasets(data, 3, 7, (5, 5, 5))
@@ -64,8 +94,8 @@ def test_splits_without_weight_documents_or_wanted_samples_are_none(prefix: str)
     assert build_gpt_datasets(data, 3, 7, (0, 0, 0)) == (None, (), ())
 
 
-def test_reading_before_preparing_is_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match="there is no .*_train_indexmap_5ns_3sl_7s_doc_idx.npy"):
+def test_missing_index_files_are_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="_train_indexmap_5ns_3sl_7s_doc_idx.npy does not exist"):
         build_gpt_datasets(data_config(prefix), 3, 7, (5, 0, 0))
 
 
@@ -96,7 +126,7 @@ def test_fingerprint_is_equal_exactly_when_the_order_is(prefix: str, tmp_path: P
         assert order(1, 4, 20) != order(seed, seq_length, samples)
 
 
-def test_a_fingerprint_from_before_there_were_blends_is_understood(prefix: str) -> None:
+def test_a_fingerprint_from_before_blends_is_compatible(prefix: str) -> None:
     now = data_fingerprint(data_config(prefix), 4, 1, 20)
     assert (now["epochs"], now["last_epoch_apart"], now["weights"]) == ([1], [False], [1])
     before = {**now, "epochs": 1, "last_epoch_apart": False, "weights": [1.0]}

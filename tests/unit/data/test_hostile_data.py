@@ -1,4 +1,4 @@
-"""Token files, index files and texts that are damaged or meant to do harm."""
+"""Token files, index files and texts that are damaged or malicious."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_hostile_gz_file_of_one_endless_line_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_line_of_the_longest_length_is_no_hostile_one(
+def test_a_line_of_the_maximum_length_is_accepted(
     end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocessing, "MAX_LINE_BYTES", 20)
@@ -49,7 +49,7 @@ def test_a_line_of_the_longest_length_is_no_hostile_one(
 def test_hostile_json_in_a_line_is_refused() -> None:
     with bounds():
         for line in (b"[" * 1_000_000, b'{"a":' * 200_000, b'{"text": ' + b"9" * 1_000_000 + b"}"):
-            assert str(parse_line(line, ["text"])).startswith("not valid json")
+            assert str(parse_line(line, ["text"])).startswith("not valid JSON")
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""Index files beside the data."""
+"""Index files: names, verification and repair."""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,15 @@ def index_file(request: IndexRequest, kind: str) -> str:
     return f"{request.dataset.prefix}_train_indexmap_25ns_4sl_1234s_{kind}_idx.npy"
 
 
-def test_files_have_megatrons_names_and_nothing_else_is_left(request_: IndexRequest, tmp_path: Path) -> None:
+def test_files_have_megatrons_names_and_no_temporary_file_remains(
+    request_: IndexRequest, tmp_path: Path
+) -> None:
     prepare_sample_index(request_)
     names = [f"data_train_indexmap_25ns_4sl_1234s_{kind}_idx.npy" for kind in KINDS]
     assert sorted(os.listdir(tmp_path)) == sorted(["data.bin", "data.idx", *names])
 
 
-def test_good_files_are_left_alone(request_: IndexRequest) -> None:
+def test_valid_files_are_kept(request_: IndexRequest) -> None:
     prepare_sample_index(request_)
     before = [os.stat(path).st_ino for path in request_.paths()]
     prepare_sample_index(request_)
@@ -72,7 +75,7 @@ def damage_remove(path: str) -> None:
 @pytest.mark.parametrize(
     "damage", [damage_truncate, damage_empty, damage_shorter, damage_zeros, damage_remove]
 )
-def test_the_builder_makes_a_damaged_file_anew(request_: IndexRequest, kind: str, damage: Any) -> None:
+def test_the_builder_replaces_a_damaged_file(request_: IndexRequest, kind: str, damage: Any) -> None:
     prepare_sample_index(request_)
     good = arrays(request_)
     damage(index_file(request_, kind))
@@ -99,7 +102,7 @@ def test_the_builder_notices_other_data_of_the_same_size(request_: IndexRequest,
     assert arrays(other)[1] != good[1]
 
 
-def test_the_builder_replaces_an_order_with_another_rule_for_the_last_epoch(request_: IndexRequest) -> None:
+def test_the_builder_replaces_an_order_with_another_last_epoch_threshold(request_: IndexRequest) -> None:
     prepare_sample_index(request_)
     good = arrays(request_)
     assert request_.plan().separate_last_epoch
@@ -121,7 +124,39 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
 
 
+def test_a_cache_folder_holds_all_index_files(request_: IndexRequest, tmp_path: Path) -> None:
+    cache = tmp_path / "new" / "cache"
+    cached = replace(request_, cache_folder=str(cache))
+    prepare_sample_index(cached)
+    assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx", "new"]
+    assert len(os.listdir(cache)) == 3
+    found = arrays(cached)
+    prepare_sample_index(request_)
+    assert found == arrays(request_)
+
+
+def test_data_sets_of_the_same_name_share_no_file_in_a_cache_folder(
+    request_: IndexRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    dataset = IndexedDataset(write_documents(tmp_path / "other" / "data", numbered_documents(SIZES)))
+    one, other = (
+        replace(request, cache_folder=str(tmp_path / "cache"))
+        for request in (request_, replace(request_, dataset=dataset))
+    )
+    assert not set(one.paths()) & set(other.paths())
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named_with_its_flag(
+    request_: IndexRequest, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    cached = replace(request_, cache_folder=str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/file/cache \(Not a directory\).*--data-cache-path"):
+        prepare_sample_index(cached)
+
+
 def test_too_few_tokens_are_refused_with_numbers(request_: IndexRequest) -> None:
     short = IndexRequest(request_.dataset, "valid", range(0, 2), 1, 5, 1234)
-    with pytest.raises(ConfigError, match=r"valid split has 5 tokens in 2 documents.*needs 6.*--seq-length"):
+    with pytest.raises(ConfigError, match=r"valid split has 5 tokens in 2 documents.* 6 .*--seq-length"):
         prepare_sample_index(short)

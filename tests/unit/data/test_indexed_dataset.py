@@ -1,4 +1,4 @@
-"""The .bin and .idx files, against bytes made by hand."""
+"""The .bin and .idx files, compared with handwritten bytes."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def test_many_documents_at_once_are_the_same_as_one_by_one(tmp_path: Path) -> No
         (b"", DATA_BYTES, r"data\.idx: is empty"),
         (index_bytes(magic=b"MMIDIDY\x00\x00"), DATA_BYTES, r"data\.idx: not a Megatron index file"),
         (index_bytes(magic=b"TNTIDX\x00\x00\x00"), DATA_BYTES, r"data\.idx: .*--dataset-impl mmap"),
-        (index_bytes(version=2), DATA_BYTES, r"data\.idx: has format version 2"),
+        (index_bytes(version=2), DATA_BYTES, r"data\.idx: has format version 2, expected 1"),
         (index_bytes(code=9), DATA_BYTES, r"data\.idx: damaged, its dtype code 9"),
-        (index_bytes(code=6), DATA_BYTES, r"data\.idx: holds floating-point numbers"),
+        (index_bytes(code=6), DATA_BYTES, r"data\.idx: contains floating-point numbers"),
         (
             index_bytes(pointers=(0, 6, 6, 99)),
             DATA_BYTES,
@@ -132,8 +132,8 @@ def test_many_documents_at_once_are_the_same_as_one_by_one(tmp_path: Path) -> No
         (index_bytes(), DATA_BYTES[:-1], r"data\.bin: truncated, it has 11 bytes"),
         (index_bytes(), DATA_BYTES + b"\0\0", r"data\.bin: too long, it has 14 bytes"),
         (index_bytes(), b"", r"data\.bin: truncated, it has 0 bytes"),
-        (index_bytes(sizes=(), pointers=(), doc_idx=(0,)), b"", r"data\.idx: holds no documents"),
-        (index_bytes(sizes=(0,), pointers=(0,), doc_idx=(0, 1)), b"", r"data\.bin: holds no tokens"),
+        (index_bytes(sizes=(), pointers=(), doc_idx=(0,)), b"", r"data\.idx: contains no documents"),
+        (index_bytes(sizes=(0,), pointers=(0,), doc_idx=(0, 1)), b"", r"data\.bin: contains no tokens"),
     ],
 )
 def test_a_bad_file_is_named_when_opened(tmp_path: Path, index: bytes, data: bytes, expected: str) -> None:
@@ -141,7 +141,7 @@ def test_a_bad_file_is_named_when_opened(tmp_path: Path, index: bytes, data: byt
         IndexedDataset(write_raw(tmp_path, index, data))
 
 
-def test_an_absurd_length_in_the_header_allocates_nothing(tmp_path: Path) -> None:
+def test_a_huge_length_in_the_header_allocates_nothing(tmp_path: Path) -> None:
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2**63, 2**62)
     with pytest.raises(ConfigError, match="truncated"):
         IndexedDataset(write_raw(tmp_path, header))
@@ -151,17 +151,17 @@ def test_an_absurd_length_in_the_header_allocates_nothing(tmp_path: Path) -> Non
 def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     prefix = write_raw(tmp_path, index_bytes())
     os.remove(tmp_path / missing)
-    with pytest.raises(ConfigError, match=rf"--data-path .*there is no file .*{missing}$"):
+    with pytest.raises(ConfigError, match=rf"--data-path .*{missing} does not exist"):
         IndexedDataset(prefix)
 
 
-def test_a_prefix_with_an_ending_gets_a_hint(tmp_path: Path) -> None:
+def test_a_prefix_with_an_extension_gets_a_hint(tmp_path: Path) -> None:
     prefix = write_raw(tmp_path, index_bytes())
-    with pytest.raises(ConfigError, match=rf"give the prefix {prefix} without the ending"):
+    with pytest.raises(ConfigError, match=rf"give the prefix {prefix} without the extension"):
         IndexedDataset(prefix + ".bin")
 
 
-def test_an_unfinished_builder_leaves_nothing(tmp_path: Path) -> None:
+def test_an_unfinished_builder_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), IndexedDatasetBuilder(tmp_path / "data", "uint16") as builder:
         builder.add_documents([1], [1])
         raise RuntimeError

@@ -12,17 +12,17 @@ from megatron.data.indices import build_sample_index, build_sample_order, plan_e
 
 def slow_boundaries(sizes: list[int], order: list[int], seq_length: int, num_samples: int) -> list[list[int]]:
     """Walk over the documents, taking seq_length + 1 tokens and stepping back one."""
-    rows, place, offset = [[0, 0]], 0, 0
+    rows, position, offset = [[0, 0]], 0, 0
     for _ in range(num_samples):
         lacking = seq_length + 1
         while True:
-            available = sizes[order[place]] - offset
+            available = sizes[order[position]] - offset
             if available >= lacking:
                 offset += lacking - 1
                 break
             lacking -= available
-            place, offset = place + 1, 0
-        rows.append([place, offset])
+            position, offset = position + 1, 0
+        rows.append([position, offset])
     return rows
 
 
@@ -35,7 +35,7 @@ def slow_order(
         epochs += 1
     total = (epochs * tokens - 1) // seq_length
     before_last = ((epochs - 1) * tokens - 1) // seq_length
-    apart = epochs > 1 and num_samples - before_last < int(0.95 * ((tokens - 1) // seq_length))
+    separate = epochs > 1 and num_samples - before_last < int(0.95 * ((tokens - 1) // seq_length))
 
     generator = np.random.RandomState(seed)
 
@@ -44,13 +44,13 @@ def slow_order(
         generator.shuffle(array)
         return array.tolist()
 
-    if apart:
+    if separate:
         order = shuffled(list(documents) * (epochs - 1))
         order += shuffled(list(documents))
     else:
         order = shuffled(list(documents) * epochs)
     rows = slow_boundaries(sizes, order, seq_length, total)
-    if apart:
+    if separate:
         shuffle = shuffled(list(range(before_last)))
         shuffle += shuffled(list(range(before_last, total)))
     else:
@@ -86,17 +86,19 @@ def test_the_order_is_the_documented_one(case: tuple[list[int], range, int, int,
 
 
 @pytest.mark.parametrize(
-    "num_samples, apart",
+    "num_samples, separate",
     [(100, False), (101, True), (194, True), (195, False), (200, False), (201, True), (295, False)],
 )
-def test_a_last_epoch_used_by_less_than_95_percent_stands_apart(num_samples: int, apart: bool) -> None:
-    # 1001 tokens make 100 samples of 10 + 1; whole epochs before the last make 100, 200, ...
+def test_a_last_epoch_used_by_less_than_95_percent_is_shuffled_separately(
+    num_samples: int, separate: bool
+) -> None:
+    # 1001 tokens make 100 samples of 10 + 1; complete epochs before the last give 100, 200, ...
     plan = plan_epochs(1001, 10, num_samples)
     assert plan.num_epochs == -(-num_samples // 100)
-    assert plan.separate_last_epoch is apart
+    assert plan.separate_last_epoch is separate
 
 
-def test_documents_of_the_last_epoch_come_last_when_it_stands_apart() -> None:
+def test_documents_of_a_separate_last_epoch_come_last() -> None:
     sizes = np.full(50, 10, dtype=np.int32)
     plan = plan_epochs(500, 5, 250)
     index = build_sample_order(sizes, range(50), 5, 1234, plan)
@@ -108,7 +110,7 @@ def test_documents_of_the_last_epoch_come_last_when_it_stands_apart() -> None:
 
 
 def test_golden_order() -> None:
-    """Frozen, so that a run can always be continued: numpy keeps RandomState's stream for ever."""
+    """Frozen, so that a run can always be resumed: numpy guarantees RandomState's stream."""
     sizes = np.array([5, 0, 7, 3, 9], dtype=np.int32)
     index = build_sample_order(sizes, range(5), 4, 1234, plan_epochs(24, 4, 8))
     assert index.documents.tolist() == [4, 0, 1, 2, 3, 3, 2, 1, 0, 4]
@@ -144,6 +146,6 @@ def test_token_counts_beyond_32_bits_do_not_overflow() -> None:
     assert last_token == total * seq_length > 2**33
 
 
-def test_epochs_are_counted_without_walking_through_them() -> None:
+def test_planning_many_epochs_takes_constant_time() -> None:
     plan = plan_epochs(tokens_per_epoch=3, seq_length=2048, num_samples=10**12)
     assert (plan.num_epochs * 3 - 1) // 2048 >= 10**12 > ((plan.num_epochs - 1) * 3 - 1) // 2048

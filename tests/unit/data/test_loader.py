@@ -1,4 +1,4 @@
-"""Which samples each rank gets, and the tensors they become."""
+"""Assignment of samples to ranks, and the tensors of micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dataset(tmp_path: Path) -> GPTDataset:
     return train
 
 
-def test_samples_of_a_rank_are_megatrons() -> None:
+def test_samples_of_a_rank_equal_megatrons() -> None:
     samples = micro_batch_samples(consumed=100, micro_batch_size=2, num_micro_batches=3, dp_rank=1, dp_size=2)
     assert samples.tolist() == [[102, 103], [106, 107], [110, 111]]
 
@@ -58,7 +58,7 @@ def test_tensors_are_tokens_labels_and_mask(dataset: GPTDataset) -> None:
         assert bool((mask == 1).all())
 
 
-def test_loss_mask_hides_what_follows_the_end_of_a_document(dataset: GPTDataset) -> None:
+def test_loss_mask_is_0_at_the_end_of_document_token(dataset: GPTDataset) -> None:
     eod = int(dataset[0][3])
     loader = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod=eod, eod_mask_loss=True)
     [(tokens, (_, mask))] = run(loader, [(0, 1)])
@@ -69,7 +69,7 @@ def test_loss_mask_hides_what_follows_the_end_of_a_document(dataset: GPTDataset)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_reading_ahead_changes_nothing(dataset: GPTDataset, workers: int) -> None:
+def test_prefetching_does_not_change_the_batches(dataset: GPTDataset, workers: int) -> None:
     # A batch that grows, then an evaluation's jump back, then the end of the data.
     end = len(dataset)
     steps = [(0, 4), (4, 8), (12, 16), (0, 4), (2, 4), (end - 4, 4)]
@@ -85,16 +85,18 @@ def test_reading_ahead_changes_nothing(dataset: GPTDataset, workers: int) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_end_of_the_data_is_an_error_before_the_step(dataset: GPTDataset, workers: int) -> None:
+def test_too_few_samples_are_an_error_before_the_step(dataset: GPTDataset, workers: int) -> None:
     loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers)
-    with pytest.raises(ConfigError, match=f"ends at sample {len(dataset)}, .*--train-samples"):
+    with pytest.raises(ConfigError, match=f"has {len(dataset)} samples.*--train-samples"):
         loader.micro_batches(len(dataset) - 2, 4)
     loader.close()
 
 
-def test_a_batch_that_does_not_divide_is_refused(dataset: GPTDataset) -> None:
+def test_an_indivisible_global_batch_is_refused(dataset: GPTDataset) -> None:
     loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=2)
-    with pytest.raises(ConfigError, match="global batch 6 is not a multiple .* 2 times data-parallel size 2"):
+    with pytest.raises(
+        ConfigError, match="global batch size 6 .*--micro-batch-size 2 times data-parallel size 2"
+    ):
         loader.micro_batches(0, 6)
 
 
@@ -103,7 +105,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(dataset: GPTDataset, workers: 
     loader = GPTBatchLoader(
         dataset, micro_batch_size=8, dp_rank=0, dp_size=1, vocab_size=100, num_workers=workers
     )
-    with pytest.raises(ConfigError, match="the vocabulary has 100: .*another tokenizer"):
+    with pytest.raises(ConfigError, match="expected 0 to 99: .*tokenizer"):
         run(loader, [(0, 16)])
     loader.close()
 

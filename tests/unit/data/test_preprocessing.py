@@ -1,9 +1,11 @@
-"""From jsonl to token files: the functions, and the tool as users type it."""
+"""Preprocessing: the functions, and tools/preprocess_data.py as a command."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
+import io
 import json
 import os
 import struct
@@ -18,11 +20,12 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError
-from megatron.data import preprocessing
+from megatron.data import indexed_dataset, preprocessing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
 from megatron.tokenizer import build_tokenizer
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
+from tools import preprocess_data
 
 REPOSITORY = Path(__file__).parents[3]
 RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "title": f"title {i}"} for i in range(300)]
@@ -69,7 +72,7 @@ def test_documents_are_the_tokenized_texts_in_order(
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", *(f"out_text_document.{end}" for end in endings)]
 
 
-def test_the_number_of_workers_and_the_batches_change_nothing(
+def test_the_files_do_not_depend_on_workers_and_batch_size(
     jsonl: str, tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preprocess([jsonl, jsonl], str(tmp_path / "one"), ["text"], flags)
@@ -81,16 +84,14 @@ def test_the_number_of_workers_and_the_batches_change_nothing(
     assert len(IndexedDataset(tmp_path / "two_text_document")) == 600
 
 
-def test_each_json_key_gets_its_files(jsonl: str, tmp_path: Path, flags: Any) -> None:
+def test_each_json_key_gives_a_pair_of_files(jsonl: str, tmp_path: Path, flags: Any) -> None:
     preprocess([jsonl], str(tmp_path / "out"), ["text", "title"], flags)
     tokenizer = build_tokenizer(flags)
     assert documents(tmp_path / "out_title_document") == [tokenizer.tokenize(r["title"]) for r in RECORDS]
     assert documents(tmp_path / "out_text_document") == [tokenizer.tokenize(r["text"]) for r in RECORDS]
 
 
-def test_gz_files_are_read_and_blank_lines_and_empty_documents_passed_over(
-    tmp_path: Path, flags: Any
-) -> None:
+def test_gz_files_are_read_and_blank_lines_and_empty_documents_dropped(tmp_path: Path, flags: Any) -> None:
     lines = ['{"text": "one"}', "", '{"text": ""}', "  ", '{"text": "two"}']
     with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
         file.write("\n".join(lines))  # and no newline at the end
@@ -101,16 +102,17 @@ def test_gz_files_are_read_and_blank_lines_and_empty_documents_passed_over(
     expected = [tokenizer.tokenize(text) + [tokenizer.eod] for text in ("one", "two")]
     assert documents(tmp_path / "out_text_document") == expected
     assert progress.skipped == []
+    assert progress.empty_documents == {"text": 1}
 
 
 BAD_LINES = [
-    (b'{"text": "a"', "not valid json"),
-    (b"[1]", "expected a json object, got list"),
+    (b'{"text": "a"', "not valid JSON"),
+    (b"[1]", "expected a JSON object, got list"),
     (b'{"title": "a"}', "has no key 'text'"),
     (b'{"text": 3}', "expected text under 'text', got 3"),
     (b'{"text": null}', "expected text under 'text', got None"),
     (b'{"text": "\xff"}', "not UTF-8"),
-    (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    (b'{"text": "\\ud800"}', "unpaired surrogate"),
 ]
 
 
@@ -136,18 +138,93 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path: Path, flags: Any) ->
 
 def test_a_truncated_gz_file_is_named(tmp_path: Path, flags: Any) -> None:
     path = tmp_path / "in.jsonl.gz"
-    whole = gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode())
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=rf"--input {path}: cannot be read beyond line \d+"):
+    compressed = gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode())
+    path.write_bytes(compressed[: len(compressed) // 2])
+    with pytest.raises(ConfigError, match=rf"--input {path}: cannot read line \d+"):
         preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
-    path.write_bytes(b"plain text")
-    with pytest.raises(ConfigError, match=rf"--input {path}: cannot be read beyond line 1"):
+
+
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("in.jsonl.gz", LINES.encode(), r"not a gzip file, it begins with b'\{\"'"),
+        ("in.jsonl", gzip.compress(LINES.encode()), "a gzip file, add .gz"),
+        ("in.jsonl", LINES.encode("utf-16"), "UTF-16"),
+        ("in.jsonl", LINES.encode("utf-16-be"), "UTF-16"),
+        ("in.jsonl", LINES.encode("utf-32-le"), "UTF-16 or UTF-32"),
+        ("in.jsonl.gz", gzip.compress(LINES.encode("utf-16-le")), "UTF-16"),
+    ],
+)
+def test_an_input_of_another_format_is_named(
+    tmp_path: Path, flags: Any, name: str, content: bytes, reason: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"--input {tmp_path / name}: .*{reason}"):
+        preprocess([str(tmp_path / name)], str(tmp_path / "out"), ["text"], flags)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_utf_8_with_a_byte_order_mark_is_read(tmp_path: Path, flags: Any) -> None:
+    (tmp_path / "in.jsonl").write_bytes('{"text": "one"}\n'.encode("utf-8-sig"))
+    progress = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags)
+    assert progress.documents == {"text": 1}
+
+
+def test_a_missing_key_is_named_with_those_there_are(tmp_path: Path, flags: Any) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"content": "a", "id": 3}\n')
+    with pytest.raises(ConfigError, match="'text', its keys are 'content', 'id' .*--json-keys"):
         preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
+    with pytest.raises(ConfigError, match="1 lines skipped: .*line 1: has no key 'text'.*--json-keys"):
+        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags, skip_bad_lines=True)
+
+
+class FullDisk(io.FileIO):
+    """A file that accepts no more than `free` bytes."""
+
+    free = 0
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize(("full", "free"), [("bin", 0), ("bin", 100), ("idx", 0)])
+def test_a_full_disk_is_one_sentence_that_names_the_file(
+    jsonl: str, tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch, full: str, free: int
+) -> None:
+    def open_on_full_disk(path: str, mode: str) -> Any:
+        if f".{full}." not in path:
+            return open(path, mode)
+        file = FullDisk(path, mode.replace("b", ""))
+        file.free = free
+        return io.BufferedWriter(file)
+
+    monkeypatch.setattr(indexed_dataset, "open", open_on_full_disk, raising=False)
+    expected = rf"cannot write {tmp_path}/out_text_document.{full}: No space left on device: free"
+    with pytest.raises(ConfigError, match=expected):
+        preprocess([jsonl], str(tmp_path / "out"), ["text"], flags)
+    assert os.listdir(tmp_path) == [Path(jsonl).name]
+
+
+def test_a_disk_that_is_full_for_the_vocabulary_record_is_named(
+    jsonl: str, tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(preprocessing, "write_record", fail)
+    with pytest.raises(ConfigError, match=r"out_text_document.tokenizer.json: No space left on device"):
+        preprocess([jsonl], str(tmp_path / "out"), ["text"], flags)
 
 
 def test_input_without_text_is_refused(tmp_path: Path, flags: Any) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ConfigError, match="no line has text under the json key 'text'"):
+    with pytest.raises(ConfigError, match="no line has text under the JSON key 'text'"):
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags)
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
@@ -171,6 +248,16 @@ def test_the_tool_writes_what_training_reads(jsonl: str, tmp_path: Path, flags: 
     tokenizer = build_tokenizer(flags)
     expected = [[*tokenizer.tokenize(record["text"]), tokenizer.eod] for record in RECORDS]
     assert documents(prefix + "_text_document") == expected
+
+
+def test_the_tool_counts_what_it_leaves_out(tmp_path: Path, flags: Any, capsys: Any) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": ""}\n[]\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    arguments += ["--vocab-file", flags.vocab_file, "--merge-file", flags.merge_file, "--skip-bad-lines"]
+    preprocess_data.main(arguments)
+    printed = capsys.readouterr()
+    assert "skipped 1 of 4 lines" in printed.err and "dropped 2 documents" in printed.err
+    assert "1 documents" in printed.out
 
 
 def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: Any) -> None:
@@ -198,9 +285,9 @@ def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: 
 @pytest.mark.parametrize(
     "change, expected",
     [
-        ({"--input": "/nowhere.jsonl"}, "--input /nowhere.jsonl: no such file"),
-        ({"--output-prefix": "/nowhere/out"}, "there is no folder /nowhere"),
-        ({"--vocab-file": "/nowhere.json"}, "--vocab-file /nowhere.json: no such file"),
+        ({"--input": "/nowhere.jsonl"}, "--input /nowhere.jsonl: the file does not exist"),
+        ({"--output-prefix": "/nowhere/out"}, "the folder /nowhere does not exist"),
+        ({"--vocab-file": "/nowhere.json"}, "--vocab-file /nowhere.json: the file does not exist"),
         ({"--workers": "0"}, "--workers is 0, expected 1 or more"),
         ({"--workers": "many"}, "--workers"),
         ({"--dataset-impl": "lazy"}, "--dataset-impl"),

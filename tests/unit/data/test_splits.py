@@ -1,4 +1,4 @@
-"""--split, against Megatron's arithmetic restated and cases worked by hand."""
+"""--split, compared with a restatement of Megatron's arithmetic and with cases computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_spellings_of_the_same_split(split: str) -> None:
 
 
 @pytest.mark.parametrize("split, expected", [("1", (1, 0, 0)), ("3,1", (0.75, 0.25, 0))])
-def test_weights_that_are_left_out_are_zero(split: str, expected: tuple[float, ...]) -> None:
+def test_omitted_weights_are_zero(split: str, expected: tuple[float, ...]) -> None:
     assert parse_split(split) == expected
 
 
@@ -49,12 +49,12 @@ def test_a_bad_split_is_refused_with_its_flag(split: str) -> None:
         ("0,1,1", 3, (None, range(0, 1), range(1, 3))),
     ],
 )
-def test_bounds_worked_by_hand(split: str, size: int, expected: tuple[range | None, ...]) -> None:
+def test_bounds_computed_by_hand(split: str, size: int, expected: tuple[range | None, ...]) -> None:
     assert split_documents(split, size) == expected
 
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any), st.integers(1, 5000))
-def test_bounds_are_megatrons(weights: list[int], size: int) -> None:
+def test_bounds_equal_megatrons(weights: list[int], size: int) -> None:
     bounds = megatron_bounds([float(weight) for weight in weights], size)
     for i, documents in enumerate(split_documents(",".join(map(str, weights)), size)):
         start, end = max(bounds[i], 0), bounds[i + 1]

@@ -21,11 +21,11 @@ def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str
 
 
 def numbered_documents(sizes: Sequence[int]) -> list[list[int]]:
-    """Documents of these sizes whose tokens count up over all of them: every token names its place."""
+    """Documents of these sizes with consecutive tokens over all documents: a token is its position."""
     ends = np.cumsum(sizes)
     return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 def data_config(*prefixes: str, split: str = "1") -> DataConfig:
-    """By default all documents train."""
+    """By default all documents are in the train split."""
     return DataConfig(data_path=prefixes, split=split)

@@ -7,7 +7,7 @@ from megatron.model.gpt_model import CrossEntropy
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.mpu.layout import TPGroup
-from tests.distributed.layouts import (
+from megatron.testing.layouts import (
     EOD,
     FP32_BOUND,
     GLOBAL_BATCH,
@@ -23,7 +23,7 @@ from tests.distributed.layouts import (
     train,
     train_layout,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 from tests.reference import plain_gpt
 from tests.unit.model.single_process import (
     model_with_weights,
@@ -75,7 +75,7 @@ def residual_formats(row, precision):
 
 
 @pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_residual_stream_is_fp32_where_asked_for(precision, dtype):
+def test_the_residual_connection_can_be_fp32(precision, dtype):
     row = Row(precision=precision)
     ((exact, fp32, fp32_logits, expected),) = run_world(1, residual_formats, Row(), {})
     assert (exact, fp32, fp32_logits) == ({torch.float32}, {torch.float32}, torch.float32)
@@ -163,7 +163,7 @@ def losses_with_masks(row, masked=True):
     [Row(micro_batch=2), Row(micro_batch=8), Row(dp=2, micro_batch=2, zero=1), Row(pp=2, micro_batch=4)],
     ids=str,
 )
-def test_a_masked_loss_does_not_depend_on_how_the_batch_is_cut(row):
+def test_a_masked_loss_does_not_depend_on_the_micro_batch_size(row):
     expected = run_world(1, losses_with_masks, Row())[0]
     for history in run_world(row.world_size, losses_with_masks, row):
         assert max(relative_errors(history, expected)) <= FP32_BOUND
@@ -218,7 +218,7 @@ def outputs_after_a_step(row, training):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_logits_are_there_where_they_are_asked_for(precision):
+def test_evaluation_can_return_logits(precision):
     logits, hidden = (2, SEQ, 104), (2, SEQ, 32)
     row = Row(precision=precision, micro_batch=2)
     for implementation, for_loss in (("fused", hidden), ("plain", logits)):
@@ -240,5 +240,5 @@ def model_cut_behind_the_head():
         build_model(config_of(Row(pp=2, precision="bf16")), [0, 10, 11])
 
 
-def test_a_cut_between_head_and_loss_is_refused():
+def test_a_last_stage_without_the_head_is_refused():
     run_world(2, model_cut_behind_the_head)

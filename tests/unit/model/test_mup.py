@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.distributed.layouts import (
+from megatron.testing.layouts import (
     FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
@@ -16,7 +16,7 @@ from tests.distributed.layouts import (
     relative_errors,
     train_layout,
 )
-from tests.distributed.pool import run_world
+from megatron.testing.pool import run_world
 
 STEPS = 6
 HEAD_WIDTH = 8

@@ -15,8 +15,8 @@ from megatron.model.position import (
     document_ids_of,
     positions_within_documents,
 )
-from tests.distributed.layouts import EOD, Row
-from tests.distributed.pool import run_world
+from megatron.testing.layouts import EOD, Row
+from megatron.testing.pool import run_world
 from tests.unit.model.single_process import logits, model_with_weights, random_tokens, random_weights
 
 ROTARY_DIM = 8
@@ -70,12 +70,12 @@ def test_plain_causal_attention_needs_no_bias():
     assert masks.bias(4, torch.float32, torch.device("cpu"), None) is None
 
 
-def test_document_boundaries_without_segments_are_an_error():
+def test_document_boundaries_without_document_ids_are_an_error():
     with pytest.raises(ValueError, match="no document_ids"):
         AttentionMasks(None, within_documents=True).bias(4, torch.float32, torch.device("cpu"), None)
 
 
-def test_all_layers_share_one_bias_of_a_micro_batch_that_goes_with_its_segments():
+def test_all_layers_share_one_bias_that_is_freed_with_its_document_ids():
     masks = AttentionMasks([0.5], within_documents=True)
     document_ids, others = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 1]])
 

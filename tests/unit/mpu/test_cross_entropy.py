@@ -39,7 +39,7 @@ def test_loss_and_gradient_are_those_of_the_definition(dtype, tolerance, vocab_s
     assert logits.grad[..., vocab_size:].abs().sum() == 0
 
 
-def test_it_is_torchs_cross_entropy_where_nothing_is_padded():
+def test_without_padding_it_equals_torchs_cross_entropy():
     logits, labels = torch.randn(64, 500), torch.randint(0, 500, (64,))
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     vocab_parallel_cross_entropy(ours, labels, ONE, 500).mean().backward()
@@ -48,7 +48,7 @@ def test_it_is_torchs_cross_entropy_where_nothing_is_padded():
     assert torch.equal(ours, logits)
 
 
-def test_logits_that_are_not_contiguous_are_taken():
+def test_logits_may_be_non_contiguous():
     logits, labels = torch.randn(5, 3, 40).transpose(0, 1), torch.randint(0, 33, (3, 5))
     loss = vocab_parallel_cross_entropy(logits, labels, ONE, 33, overwrite_logits=True)
     expected, _ = reference(logits, labels, 33, torch.ones(3, 5))
@@ -63,7 +63,7 @@ def test_large_logits_lose_no_precision():
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_padding_with_larger_logits_than_the_vocabulary_has_no_part():
+def test_padding_with_the_largest_logits_does_not_change_the_loss():
     logits = torch.cat([torch.randn(4, 10) - 200, torch.full((4, 6), 50.0)], -1)
     labels = torch.tensor([0, 3, 9, 5])
     loss = vocab_parallel_cross_entropy(logits, labels, ONE, 10)

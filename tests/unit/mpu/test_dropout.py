@@ -8,22 +8,20 @@ ONE = TPGroup()
 
 
 def rng(*samples, seed=1234):
-    result = DropoutRNG(seed)
-    result.samples = samples
-    return result
+    return DropoutRNG(seed, samples)
 
 
 def kept(shape, p, dropout_rng, salt="3.hidden", **kwargs):
     return dropout(torch.ones(shape), p, dropout_rng, salt, tp_group=ONE, **{"batch_dim": 0, **kwargs}) != 0
 
 
-def test_without_dropout_the_argument_itself_comes_back():
+def test_with_p_0_dropout_returns_its_argument():
     x = torch.randn(2, 3)
     assert dropout(x, 0.0, DropoutRNG(1), "a", batch_dim=0, tp_group=ONE) is x
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
-def test_the_wanted_part_is_dropped_in_every_row_and_column_and_the_rest_scaled(p):
+def test_the_fraction_p_is_dropped_in_every_row_and_column_and_the_rest_scaled(p):
     x = torch.rand(4, 256, 512) + 1
     y = dropout(x, p, rng(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
     keep = y != 0
@@ -88,10 +86,10 @@ def test_the_place_of_the_batch_does_not_matter():
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("shard_dim", [1, 3, -1, -2])
-def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
+def test_the_masks_of_the_shards_make_the_mask_of_the_full_activation(size, shard_dim):
     shape = (2, 8, 12, 20)
     x = torch.rand(shape) + 1
-    whole = dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=ONE)
+    full = dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=ONE)
     parts = [
         dropout(
             part,
@@ -104,7 +102,7 @@ def test_the_parts_of_an_activation_that_is_cut_make_the_whole(size, shard_dim):
         )
         for rank, part in enumerate(x.chunk(size, shard_dim))
     ]
-    assert torch.equal(torch.cat(parts, shard_dim), whole)
+    assert torch.equal(torch.cat(parts, shard_dim), full)
 
 
 def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
@@ -138,13 +136,13 @@ def test_recomputation_finds_the_samples_of_its_forward_pass():
     dropout_rng = rng(1, 2)
     before = kept((2, 4, 64), 0.5, dropout_rng)
     samples = dropout_rng.samples
-    dropout_rng.samples = (3, 4)
-    with dropout_rng.use_samples(samples):
-        assert torch.equal(kept((2, 4, 64), 0.5, dropout_rng), before)
-    assert dropout_rng.samples == (3, 4)
+    with dropout_rng.use_samples((3, 4)):
+        with dropout_rng.use_samples(samples):
+            assert torch.equal(kept((2, 4, 64), 0.5, dropout_rng), before)
+        assert dropout_rng.samples == (3, 4)
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="outside"):
         kept((1, 4), 1.0, rng(1))
     with pytest.raises(ValueError, match="3 samples, and the RNG 2"):
@@ -155,7 +153,7 @@ def test_what_cannot_be_meant_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [0.1, 0.3])
-def test_what_is_kept_is_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
+def test_kept_elements_are_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
     x = (torch.rand(4, 512, 512, generator=torch.Generator().manual_seed(4)) + 1).to(dtype).requires_grad_()
     y = dropout(x, p, rng(1, 2, 3, 4), "a", batch_dim=0, tp_group=ONE)
     gradient = (torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) + 1).to(dtype)

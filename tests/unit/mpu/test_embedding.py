@@ -97,7 +97,7 @@ def test_no_tokens_give_no_gradient():
     assert torch.equal(weight.main_grad, torch.ones(ROWS, HIDDEN))
 
 
-def test_nothing_of_the_size_of_the_table_is_made(monkeypatch):
+def test_no_temporary_of_the_size_of_the_table_is_allocated(monkeypatch):
     """64 MiB of table, 8 tokens."""
     weight = torch.nn.Parameter(torch.zeros(2**15, 512, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(2**15, 512)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
-from benchmarks.tracked_memory import TrackedMemory
 from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
+from megatron.testing.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
+from megatron.testing.tracked_memory import TrackedMemory
 
 ONE = TPGroup()
 BATCH, SEQ, HIDDEN, ROWS = 3, 17, 24, 96
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_those_of_the_definition(dtype, upstream, vocab
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("upstream, products", [("sum", 3), ("mean", 3), ("any", 5)])
-def test_what_follows_a_sum_costs_three_products(upstream, products):
+def test_the_loss_of_a_sum_costs_three_matrix_products(upstream, products):
     hidden, weight, labels = make_inputs(torch.bfloat16)  # the counter knows mm, not fp32's addmm_
     with FlopCounterMode(display=False) as counter:
         losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS)
@@ -85,7 +85,7 @@ def test_what_follows_a_sum_costs_three_products(upstream, products):
     assert counter.get_total_flops() == products * 2 * BATCH * SEQ * HIDDEN * ROWS
 
 
-def test_a_sum_is_known_by_its_gradient_without_looking_at_numbers():
+def test_the_uniform_gradient_of_a_sum_is_recognized_by_its_strides():
     """On the meta device there are none."""
     hidden, weight, labels = (x.detach().to("meta") for x in make_inputs(torch.bfloat16))
     token_weights = torch.rand(BATCH, SEQ, device="meta")
@@ -96,7 +96,7 @@ def test_a_sum_is_known_by_its_gradient_without_looking_at_numbers():
     assert weight.grad.shape == weight.shape
 
 
-def test_the_logits_of_a_large_vocabulary_are_never_there_as_a_whole():
+def test_the_full_logits_of_a_large_vocabulary_are_never_allocated():
     """Micro-batch 8 x 2048, 250368 tokens over 4 ranks, hidden 2048, bf16: 3.82 GiB of fp32 logits."""
     tokens, rows, width = FULL
     steps = make_steps(FULL, torch.bfloat16, torch.device("meta"))
@@ -132,7 +132,7 @@ def test_the_weights_gradient_goes_to_main_grad_in_fp32(dtype):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_without_gradients_only_losses_are_made():
+def test_without_gradients_only_losses_are_computed():
     hidden, weight, labels = make_inputs(torch.bfloat16)
     expected = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -152,7 +152,7 @@ def test_of_two_gradients_one_may_be_left_out(frozen):
     assert torch.equal(inputs[1 - frozen].grad, both[1 - frozen])
 
 
-def test_it_is_the_loss_of_the_logits():
+def test_the_fused_loss_equals_the_loss_of_the_logits():
     hidden, weight, labels = make_inputs(torch.float32, 70)
     losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, 70)
     logits = (hidden @ weight.t()).detach()
@@ -231,6 +231,6 @@ def test_a_second_backward_pass_is_refused():
         (lambda h, w, y: (h, w.half(), y), "one dtype"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(change, complaint):
+def test_shapes_that_do_not_match_are_refused(change, complaint):
     with pytest.raises(ValueError, match=complaint):
         vocab_parallel_linear_cross_entropy(*change(*make_inputs(torch.float32)), ONE, ROWS)

@@ -35,19 +35,19 @@ def ranks(size):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_every_tensor_degree_starts_from_the_same_whole(spec, size):
-    whole = initial_values(spec, 1234, "3.mlp.weight", ONE)
-    assert whole.shape == spec.global_shape
+def test_every_tensor_degree_starts_from_the_same_full_parameter(spec, size):
+    full = initial_values(spec, 1234, "3.mlp.weight", ONE)
+    assert full.shape == spec.global_shape
     shards = [initial_values(spec, 1234, "3.mlp.weight", tp_group) for tp_group in ranks(size)]
     for tp_group, shard in zip(ranks(size), shards, strict=True):
-        assert torch.equal(shard, shard_of(spec, whole, tp_group))
-    assert torch.equal(merge_shards(spec, shards), whole)
+        assert torch.equal(shard, shard_of(spec, full, tp_group))
+    assert torch.equal(merge_shards(spec, shards), full)
 
 
-def test_blocks_are_cut_each_for_itself():
+def test_each_fused_part_is_sharded_separately():
     spec = ParameterSpec((8, 1), shard_dim=0, num_fused_parts=2)
-    whole = torch.arange(8.0).unsqueeze(1)
-    shards = [shard_of(spec, whole, tp_group).flatten().tolist() for tp_group in ranks(2)]
+    full = torch.arange(8.0).unsqueeze(1)
+    shards = [shard_of(spec, full, tp_group).flatten().tolist() for tp_group in ranks(2)]
     assert shards == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert local_slices(spec, TPGroup(rank=1, size=2)) == (slice(2, 4), slice(6, 8))
 
@@ -90,27 +90,33 @@ def test_a_module_is_filled_by_dotted_names_and_rounded_to_its_type():
 
 
 def test_a_parameter_knows_its_spec_and_is_marked_for_deepspeed():
-    cut = new_parameter(SPECS[0], TPGroup(rank=1, size=4))
-    assert cut.shape == (64, 40) and spec_of(cut) is SPECS[0] and cut.tensor_model_parallel is True
-    whole = new_parameter(SPECS[-1], TPGroup(rank=1, size=4))
-    assert whole.shape == (96,) and not hasattr(whole, "tensor_model_parallel")
+    sharded = new_parameter(SPECS[0], TPGroup(rank=1, size=4))
+    assert (
+        sharded.shape == (64, 40) and spec_of(sharded) is SPECS[0] and sharded.tensor_model_parallel is True
+    )
+    replicated = new_parameter(SPECS[-1], TPGroup(rank=1, size=4))
+    assert replicated.shape == (96,) and not hasattr(replicated, "tensor_model_parallel")
     with pytest.raises(ValueError, match="no ParameterSpec"):
         spec_of(nn.Parameter(torch.zeros(3)))
 
 
 def test_each_parameter_is_counted_once():
     first, second = ranks(2)
-    cut, replicated, tied = (new_parameter(spec, first) for spec in (SPECS[0], SPECS[-1], SPECS[0]))
+    sharded, replicated, tied = (new_parameter(spec, first) for spec in (SPECS[0], SPECS[-1], SPECS[0]))
     tied.ds_pipe_replicated = True
-    assert [is_norm_owner(parameter, first) for parameter in (cut, replicated, tied)] == [True, True, False]
-    assert [is_norm_owner(parameter, second) for parameter in (cut, replicated, tied)] == [
+    assert [is_norm_owner(parameter, first) for parameter in (sharded, replicated, tied)] == [
+        True,
+        True,
+        False,
+    ]
+    assert [is_norm_owner(parameter, second) for parameter in (sharded, replicated, tied)] == [
         True,
         False,
         False,
     ]
 
 
-def test_what_cannot_be_cut_evenly_is_refused():
+def test_a_dimension_that_cannot_be_sharded_evenly_is_refused():
     with pytest.raises(ValueError, match="cannot be sharded"):
         new_parameter(ParameterSpec((12, 4), shard_dim=0, num_fused_parts=2), TPGroup(rank=0, size=4))
     with pytest.raises(ValueError, match="num_valid_rows"):

@@ -31,7 +31,7 @@ def test_each_element_becomes_the_nearest_value_of_the_map(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_what_was_quantised_before_comes_back_to_the_last_bit(name):
+def test_dequantized_elements_are_quantized_to_the_same_bits(name):
     """By bitsandbytes, in the optimizer's step, or here."""
     elements, values = moments(name), code_values(name, CPU)
     bnb_codes, state = kernels().quantize_blockwise(elements, code=values, blocksize=BLOCK_SIZE)

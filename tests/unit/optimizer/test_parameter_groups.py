@@ -41,7 +41,7 @@ def test_a_stage_with_only_the_embedding_still_has_both_groups():
     assert (plain["names"], plain["params"]) == ([], [])
 
 
-def test_parameters_with_another_rate_have_groups_of_their_own():
+def test_parameters_with_an_lr_mult_have_groups_of_their_own():
     slow = ("slow.weight", parameter(4, 4, lr_mult=0.25))
     groups = parameter_groups([*named(), slow], 0.1, lr_mult=0.25)
     assert [(g["names"], g["lr_mult"], g["weight_decay"]) for g in groups if g["names"]] == [
@@ -85,7 +85,7 @@ def test_with_8_bits_large_matrices_are_a_group_before_the_others():
     assert [g["weight_decay"] for g in (quantized, decayed, plain)] == [0.1, 0.1, 0.0]
 
 
-def test_bits_are_decided_by_the_whole_parameter_and_not_by_the_shard():
+def test_bits_depend_on_the_size_of_the_full_parameter_not_of_the_shard():
     made = nn.Parameter(torch.ones(16, 64))
     made.spec = ParameterSpec(global_shape=(64, 64), shard_dim=0)
     quantized, *_ = parameter_groups([("3.dense.weight", made)], 0.1, eight_bit=True)

@@ -1,4 +1,4 @@
-"""Where the list of layers is cut, by every method."""
+"""The partition of the layer list by every method."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -36,7 +36,7 @@ def table(layers, casts=False, seconds=None):
     )
 
 
-def cut(method, layers, stages, casts=False, seconds=None, micro_batches=8, is_v_schedule=False):
+def partitioned(method, layers, stages, casts=False, seconds=None, micro_batches=8, is_v_schedule=False):
     chunks = 2 * stages if is_v_schedule else stages
     live = [min(micro_batches, chunks - stage) for stage in range(chunks)]
     return partition_layers(
@@ -45,10 +45,10 @@ def cut(method, layers, stages, casts=False, seconds=None, micro_batches=8, is_v
 
 
 def bounds(method, layers, stages, **options):
-    return cut(method, layers, stages, **options).bounds
+    return partitioned(method, layers, stages, **options).bounds
 
 
-def test_bloom_is_cut_as_it_was_trained():
+def test_bloom_is_partitioned_as_it_was_trained():
     """BLOOM's run: embedding and 5 layers, ten times 6, 5 and the head."""
     assert bounds("type:transformer|embedding", 70, 12, casts=True) == [0, 8, *range(14, 69, 6), 77]
 
@@ -68,7 +68,7 @@ def test_transformer_layers_are_shared_out_evenly():
 
 
 def test_the_embedding_and_the_head_can_weigh_differently():
-    found = cut("type:embed@first:1|embed@last:4|transformer:1", 7, 3)
+    found = partitioned("type:embed@first:1|embed@last:4|transformer:1", 7, 3)
     assert found.weights == [4, 4, 4]
     assert found.bounds == [0, 6, 10, 13]
 
@@ -78,32 +78,32 @@ def test_the_first_alternative_that_matches_wins():
 
 
 def test_parameters_weigh_the_layers():
-    found = cut("parameters", 4, 2)
+    found = partitioned("parameters", 4, 2)
     counts = table(4).parameters
     assert max(found.weights) * 1e6 == min(max(sum(counts[:i]), sum(counts[i:])) for i in range(1, 10))
 
 
 @pytest.mark.parametrize("method", ["time", "profile"])
 def test_a_head_that_works_as_two_layers_counts_as_two(method):
-    found = cut(method, 6, 4, seconds=True)
+    found = partitioned(method, 6, 4, seconds=True)
     assert found.bounds[-2] == 9, "the head is on a stage without transformer layers"
 
 
-def test_a_profile_that_was_never_measured_is_asked_for():
+def test_a_profile_without_measurement_is_refused():
     with pytest.raises(ConfigError, match="--partition-profile FILE"):
-        cut("profile", 6, 4)
+        partitioned("profile", 6, 4)
 
 
 def test_memory_counts_what_the_schedule_keeps_alive():
-    """Early stages keep more micro-batches, so they get fewer layers; no cut has a smaller largest stage."""
-    found = cut("memory", 10, 3, micro_batches=8)
+    """Early stages keep more micro-batches, so they get fewer layers; the largest stage is minimal."""
+    found = partitioned("memory", 10, 3, micro_batches=8)
     layers = table(10)
 
     def stage_bytes(stage, first, last):
         return sum(layers.state_bytes[first:last]) + (3 - stage) * sum(layers.activation_bytes[first:last])
 
-    def largest(cuts):
-        return max(stage_bytes(stage, *span) for stage, span in enumerate(pairwise(cuts)))
+    def largest(candidate):
+        return max(stage_bytes(stage, *span) for stage, span in enumerate(pairwise(candidate)))
 
     best = min(largest([0, a, b, 16]) for a, b in combinations(range(2, 15), 2))
     assert largest(found.bounds) == best
@@ -120,14 +120,14 @@ def test_memory_counts_what_the_schedule_keeps_alive():
         ("layout:Et*4|L", [0, 7, 10]),
     ],
 )
-def test_an_explicit_layout_is_taken_at_its_word(method, expected):
+def test_an_explicit_layout_gives_these_stages(method, expected):
     assert bounds(method, 4, len(expected) - 1) == expected
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
 @pytest.mark.parametrize("casts", [False, True])
 def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
-    """Tokens have no gradient and logits differ between tensor ranks: the ends stay with the embeddings."""
+    """Tokens have no gradient and logits differ between TP ranks: the ends stay with the embeddings."""
     listed = names(4, casts)
     found = bounds("uniform", 4, stages, casts=casts)
     assert found[1] >= 2
@@ -141,7 +141,7 @@ def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
         ("type:mlp|transformer", 2, ["'mlp'", LAYER, "EmbeddingPipe", "type:embed:2|transformer:1"]),
         ("type:transformer", 5, ["4 layers", "5 stages", LAYER, "--pipeline-model-parallel-size"]),
         ("type:transformer:0", 2, ["0 layers", "none"]),
-        ("type:.*:1|embed:5", 2, ["an alternative before 'embed:5'", "does nothing"]),
+        ("type:.*:1|embed:5", 2, ["an alternative before 'embed:5'", "has no effect"]),
         ("uniform", 10, ["9 layers", "10 stages"]),
         ("stages:2,2", 3, ["2 stages", "3", "--pipeline-model-parallel-size"]),
         ("stages:2,3", 2, ["5 transformer layers", "--num-layers is 4"]),
@@ -154,32 +154,32 @@ def test_a_method_that_cannot_be_used_is_named_with_what_there_is(method, stages
     assert all(word in str(caught.value) for word in [method, *words])
 
 
-# --- cuts where a layer does not weigh the same everywhere ---
+# --- partitions with costs that depend on the stage ---
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_partition_by_stage_against_all_cuts(seed):
+def test_partition_by_stage_against_all_partitions(seed):
     import random
 
     generator = random.Random(seed)
     layers, stages = generator.randint(3, 8), generator.randint(1, 3)
     costs = [[generator.randint(1, 9) for _ in range(layers)] for _ in range(stages)]
 
-    def profile(cuts):
-        sums = [sum(costs[s][a:b]) for s, (a, b) in enumerate(pairwise(cuts))]
+    def profile(candidate):
+        sums = [sum(costs[s][a:b]) for s, (a, b) in enumerate(pairwise(candidate))]
         return max(sums), sum(value**2 for value in sums)
 
     everything = [[0, *inner, layers] for inner in combinations(range(1, layers), stages - 1)]
-    assert profile(partition_by_stage(costs)) == min(profile(cuts) for cuts in everything)
+    assert profile(partition_by_stage(costs)) == min(profile(candidate) for candidate in everything)
 
 
-def v_ranks(weights, cuts):
-    sums = [sum(weights[a:b]) for a, b in pairwise(cuts)]
+def v_ranks(weights, candidate):
+    sums = [sum(weights[a:b]) for a, b in pairwise(candidate)]
     return [a + b for a, b in zip(sums, sums[::-1], strict=True)][: len(sums) // 2]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_partition_v_against_all_cuts(seed):
+def test_partition_v_against_all_partitions(seed):
     import random
 
     generator = random.Random(seed)
@@ -188,7 +188,7 @@ def test_partition_v_against_all_cuts(seed):
     weights = [generator.randint(1, 9) for _ in range(layers)]
     found = partition_v([weights] * (2 * ranks))
     everything = ([0, *inner, layers] for inner in combinations(range(1, layers), 2 * ranks - 1))
-    best = min(max(v_ranks(weights, cuts)) for cuts in everything)
+    best = min(max(v_ranks(weights, candidate)) for candidate in everything)
     assert all(a < b for a, b in pairwise(found))
     assert max(v_ranks(weights, found)) == best
 

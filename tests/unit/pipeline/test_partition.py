@@ -1,4 +1,4 @@
-"""The even cut against all cuts, against a plain dynamic program, and on the layer lists of known models."""
+"""The most even partition against all partitions, a plain dynamic program, and lists of known models."""
 
 from collections.abc import Sequence
 from decimal import Decimal
@@ -22,16 +22,18 @@ def profile(weights: Sequence, bounds: Sequence[int]) -> list:
     return sorted(stage_weights(weights, bounds), reverse=True)
 
 
-def best_of_all_cuts(weights: Sequence[int], num_stages: int) -> list[int]:
-    """The documented cut, by the documented order: smallest profile, then smallest bounds."""
+def best_of_all_partitions(weights: Sequence[int], num_stages: int) -> list[int]:
+    """The documented partition, by the documented order: smallest profile, then smallest bounds."""
     size = len(weights)
     weights = weights if any(weights) else [1] * size
-    cuts = [[0, *inner, size] for inner in combinations_with_replacement(range(size + 1), num_stages - 1)]
-    return min(cuts, key=lambda bounds: (profile(weights, bounds), bounds))
+    partitions = [
+        [0, *inner, size] for inner in combinations_with_replacement(range(size + 1), num_stages - 1)
+    ]
+    return min(partitions, key=lambda bounds: (profile(weights, bounds), bounds))
 
 
 def smallest_maximum(weights: Sequence[int], num_stages: int) -> int:
-    """The heaviest stage of the best cut: table over stages and positions, O(num_stages n^2)."""
+    """The heaviest stage of the best partition: table over stages and positions, O(num_stages n^2)."""
     sums = list(accumulate(weights, initial=0))
     heaviest = sums
     for _ in range(num_stages - 1):
@@ -93,7 +95,7 @@ def test_bloom():
     assert bounds == [0, *range(8, 69, 6), 77]
 
 
-def test_later_stages_are_the_heavier_of_equally_even_cuts():
+def test_of_equally_even_partitions_the_one_with_heavier_later_stages_is_returned():
     assert partition([1] * 5, 3) == [0, 1, 3, 5]
     assert stage_weights([1] * 64, partition([1] * 64, 6)) == [10, 10, 11, 11, 11, 11]
 
@@ -121,8 +123,8 @@ def test_fewer_weighted_layers_than_stages(weights, num_stages, bounds):
 
 @settings(max_examples=300, deadline=None)
 @given(layer_weights(max_size=8), st.integers(1, 5))
-def test_smallest_of_all_cuts(weights, num_stages):
-    assert partition(weights, num_stages) == best_of_all_cuts(weights, num_stages)
+def test_smallest_of_all_partitions(weights, num_stages):
+    assert partition(weights, num_stages) == best_of_all_partitions(weights, num_stages)
 
 
 @settings(max_examples=60, deadline=None)
@@ -187,9 +189,9 @@ def test_beyond_the_limit_the_heaviest_stages_are_still_the_best(weights, num_st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solver, "_MAX_TIE_DIGITS", 0)
         bounds = partition(weights, num_stages)
-    cut = profile(weights, bounds)
+    found = profile(weights, bounds)
     assert len(bounds) == num_stages + 1 and bounds == sorted(bounds)
-    assert (cut[0], cut.count(cut[0])) == (exact[0], exact.count(exact[0]))
+    assert (found[0], found.count(found[0])) == (exact[0], exact.count(exact[0]))
 
 
 def test_equally_good_places_beyond_the_limit(monkeypatch):

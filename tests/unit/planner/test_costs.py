@@ -5,7 +5,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.tracked_memory import TrackedMemory
 from megatron.config import read_command_line
 from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy
 from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
@@ -15,6 +14,7 @@ from megatron.mpu.random import DropoutRNG
 from megatron.planner.flops import head_flops, transformer_layer_flops
 from megatron.planner.memory import head_activation_bytes, transformer_layer_activation_bytes
 from megatron.planner.stages import layer_table
+from megatron.testing.tracked_memory import TrackedMemory
 
 SEQ, BATCH, HIDDEN = 128, 2, 64
 FLAGS = (
@@ -29,9 +29,7 @@ def config_of(words):
 
 
 def make_layer(config):
-    stream = DropoutRNG(0)
-    stream.samples = tuple(range(BATCH))
-    layer = ParallelTransformerLayerPipe(LayerContext(config, TPGroup(), stream), 3)
+    layer = ParallelTransformerLayerPipe(LayerContext(config, TPGroup(), DropoutRNG(0, range(BATCH))), 3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.02)
@@ -62,7 +60,7 @@ def test_8_bit_moments_of_layers_are_planned_as_such_and_those_of_the_embedding_
         ("--bf16 --zero-stage 3 --cpu-offload", (2 + 4) / 4, 2 + 4),
     ],
 )
-def test_state_is_planned_as_the_replicas_share_it(words, in_layer, elsewhere):
+def test_state_is_planned_as_zero_shards_it(words, in_layer, elsewhere):
     names = ["EmbeddingPipe", "ParallelTransformerLayerPipe", "EmbeddingPipe"]
     table = layer_table(config_of(f"{words} --world-size 4"), 512, names, [1000, 1000, 1000], None)
     assert table.state_bytes == [1000 * elsewhere, 1000 * in_layer, 0]
@@ -105,7 +103,7 @@ def kept_by(flags):
     return transformer_layer_activation_bytes(config_of(f"--attention-dropout 0.1 {flags}"))
 
 
-def test_selective_recomputation_keeps_what_there_is_without_attention_dropout_and_makes_scores_again():
+def test_selective_recomputation_recomputes_the_scores_of_attention_with_dropout():
     assert kept_by("--recompute-granularity selective") == kept_by("--attention-dropout 0")
     config = config_of("--attention-dropout 0.1 --recompute-granularity selective")
     with FlopCounterMode(display=False) as counter:
@@ -114,7 +112,7 @@ def test_selective_recomputation_keeps_what_there_is_without_attention_dropout_a
     assert transformer_layer_flops(config) == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
-def test_of_recomputed_layers_the_inputs_are_kept_as_the_flags_say():
+def test_recomputed_layers_keep_their_inputs_as_the_flags_say():
     layout = "--world-size 2 --tensor-model-parallel-size 2 --checkpoint-activations"
     whole = SEQ * BATCH * HIDDEN * 4
     assert kept_by(layout) == kept_by(f"{layout} --recompute-granularity full") == whole

@@ -1,6 +1,7 @@
 """The stage map that is printed at the start of a run and by --dry-run."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -30,26 +31,40 @@ def columns(stages):
 TWO_STAGES = plan([0, 7, 12], [30.0, 50.0])
 
 
-def test_a_row_tells_layers_weight_share_parameters_and_content():
+def test_a_row_has_layers_weight_share_parameters_and_content():
     assert columns(TWO_STAGES) == [
         ["stage", "layers", "weight (ms)", "of mean", "parameters per rank", "content"],
-        ["0", "0-6", "30", "0.75", "2,600", f"_to_float16, EmbeddingPipe, to_sequence_first, 4 x {LAYER}"],
-        [
-            "1",
-            "7-11",
-            "50",
-            "1.25",
-            "1,808",
-            f"2 x {LAYER}, to_batch_first, MixedFusedLayerNorm, EmbeddingPipe",
-        ],
+        ["0", "0-6", "30", "0.75", "2,600", "embedding, 4 x transformer layer"],
+        ["1", "7-11", "50", "1.25", "1,808", "2 x transformer layer, final norm, LM head"],
     ]
 
 
-def test_the_numbers_stand_under_the_end_of_their_header():
+@pytest.mark.parametrize(
+    ("bounds", "contents"),
+    [
+        ([0, 12], ["embedding, 6 x transformer layer, final norm, LM head"]),
+        ([0, 2, 4, 12], ["embedding", "transformer layer", "5 x transformer layer, final norm, LM head"]),
+        ([0, 3, 9, 10, 12], ["embedding", "6 x transformer layer", "nothing", "final norm, LM head"]),
+        ([0, 1, 11, 12], ["nothing", "embedding, 6 x transformer layer, final norm", "LM head"]),
+    ],
+)
+def test_the_content_of_a_stage_names_layers_and_no_functions(bounds, contents):
+    stages = plan(bounds, [1.0] * (len(bounds) - 1))
+    assert [row[-1] for row in columns(stages)[1:]] == contents
+
+
+@pytest.mark.parametrize("norm", ["MixedFusedLayerNorm", "RMSNorm"])
+def test_every_kind_of_norm_is_shown_as_the_final_norm(norm):
+    names = [norm if name == "MixedFusedLayerNorm" else name for name in NAMES]
+    titles = replace(TWO_STAGES, names=names).layer_titles()
+    assert titles == ["", "embedding", "", *["transformer layer"] * 6, "", "final norm", "LM head"]
+
+
+def test_numbers_are_right_aligned_with_their_header():
     header, *rows, _ = stage_map(TWO_STAGES).splitlines()
     for name, cell in [("layers", "0-6"), ("weight (ms)", "30"), ("parameters per rank", "2,600")]:
         assert rows[0].index(f"  {cell} ") + 2 + len(cell) == header.index(name) + len(name)
-    assert len({row.index(first) for row, first in zip(rows, ("_to_float16", "2 x"), strict=True)}) == 1
+    assert len({row.index(first) for row, first in zip(rows, ("embedding", "2 x"), strict=True)}) == 1
 
 
 def test_weights_without_a_unit_have_none_in_the_header():
@@ -63,7 +78,7 @@ def test_weights_are_shown_with_four_digits(weight, shown):
     assert columns(plan([0, 7, 12], [weight, 1.0]))[1][2] == shown
 
 
-def test_a_single_layer_is_no_range():
+def test_a_single_layer_is_not_shown_as_a_range():
     assert [row[1] for row in columns(plan([0, 3, 4, 12], [1.0, 1.0, 1.0]))[1:]] == ["0-2", "3", "4-11"]
 
 
@@ -75,7 +90,7 @@ def test_embedding_and_head_on_one_stage_are_one_matrix():
     assert columns(plan([0, 12], [9.0]))[1][4] == f"{1_000 + 6 * 400 + 8:,}"
 
 
-def test_with_dualpipev_the_first_columns_are_the_rank_and_what_it_weighs():
+def test_with_dualpipev_the_first_columns_are_the_rank_and_its_weight():
     rows = columns(plan([0, 4, 6, 8, 12], [1.0, 2.0, 3.0, 6.0], is_v_schedule=True))
     assert [row[:4] for row in rows] == [
         ["rank", "its weight", "stage", "layers"],
@@ -103,7 +118,7 @@ def test_others_wait_for_the_stage_that_takes_longest():
     )
 
 
-def test_nobody_waits_for_memory():
+def test_a_stage_with_more_memory_is_not_waited_for():
     assert heaviest_line(plan([0, 7, 12], [30.0, 50.0], "GiB", method="memory")) == (
         "heaviest   stage 1 by --partition-method memory, max/mean = 1.250: "
         "it needs 25.0 % more than the mean"

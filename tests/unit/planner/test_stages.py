@@ -31,7 +31,7 @@ def pipeline(stages):
         (pipeline(2) + "--pipeline-schedule dualpipev --partition-method stages:2,2", ("2 stages", "4")),
     ],
 )
-def test_what_cannot_be_cut_is_refused_before_any_process_meets_another(words, parts):
+def test_an_impossible_partition_is_refused_before_any_process_group_is_created(words, parts):
     with pytest.raises(ConfigError) as caught:
         plan(words)
     assert all(part in str(caught.value) for part in parts)

@@ -1,4 +1,4 @@
-"""Each tokenizer against its reference, and what happens to bad files."""
+"""Each tokenizer compared with its reference, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2: Tokenizer, gpt2_files: tuple[s
 
 
 def slow_gpt2_ids(vocab_file: str, merge_file: str, text: str) -> list[int]:
-    """OpenAI's algorithm: split by its pattern, spell bytes as letters, merge the pair learnt first."""
+    """OpenAI's algorithm: split by its pattern, map bytes to characters, merge pairs in order of rank."""
     import regex
 
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -124,7 +124,9 @@ def test_gpt2_gives_the_ids_of_openais_algorithm(
     assert gpt2.tokenize(text) == slow_gpt2_ids(*gpt2_files, text)
 
 
-def test_gpt2_has_the_files_size_and_end_of_document(gpt2: Tokenizer, gpt2_files: tuple[str, str]) -> None:
+def test_gpt2_has_the_size_and_end_of_document_of_the_files(
+    gpt2: Tokenizer, gpt2_files: tuple[str, str]
+) -> None:
     vocabulary = json.loads(Path(gpt2_files[0]).read_text())
     assert gpt2.vocab_size == len(vocabulary) == 400
     assert gpt2.eod == vocabulary["<|endoftext|>"]
@@ -142,7 +144,7 @@ def test_hugging_face_folder_gives_the_same_ids(gpt2: Tokenizer, hugging_face_fo
     assert vocabulary_digest(tokenizer) == vocabulary_digest(gpt2)
 
 
-def test_hugging_face_adds_nothing_at_the_ends(
+def test_hugging_face_adds_no_special_tokens(
     gpt2: Tokenizer, hugging_face_folder: str, tmp_path: Path
 ) -> None:
     from tokenizers import processors
@@ -183,11 +185,11 @@ def test_batches_and_single_texts_agree(
     assert tokenizer.tokenize_batch([]) == []
 
 
-def test_gpt2_text_comes_back_unchanged(gpt2: Tokenizer) -> None:
+def test_gpt2_detokenizes_to_the_same_text(gpt2: Tokenizer) -> None:
     assert [gpt2.detokenize(gpt2.tokenize(text)) for text in TRICKY] == TRICKY
 
 
-def test_without_a_type_it_follows_from_the_files(
+def test_the_default_type_is_the_one_that_fits_the_files(
     gpt2_files: tuple[str, str], sentence_piece_file: str
 ) -> None:
     vocab, merges = gpt2_files
@@ -195,7 +197,7 @@ def test_without_a_type_it_follows_from_the_files(
     assert build_tokenizer(flags(tokenizer_model=sentence_piece_file)).name == "SentencePieceTokenizer"
     with pytest.raises(ConfigError, match="GPT2BPETokenizer and SentencePieceTokenizer.*--tokenizer-type"):
         build_tokenizer(flags(vocab_file=vocab, merge_file=merges, tokenizer_model=sentence_piece_file))
-    with pytest.raises(ConfigError, match="no tokenizer is given"):
+    with pytest.raises(ConfigError, match="--tokenizer-model"):
         build_tokenizer(flags())
 
 
@@ -203,26 +205,29 @@ def test_without_a_type_it_follows_from_the_files(
     "given, expected",
     [
         ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file"),
-        ({"vocab_file": "/nowhere/vocab.json"}, "--vocab-file /nowhere/vocab.json: no such file"),
+        ({"vocab_file": "/nowhere/vocab.json"}, "--vocab-file /nowhere/vocab.json: the file does not exist"),
         ({"tokenizer_type": "PretrainedFromHF"}, "needs --tokenizer-name-or-path"),
-        ({"tokenizer_name_or_path": "/nowhere"}, "--tokenizer-name-or-path /nowhere: not a folder"),
+        ({"tokenizer_name_or_path": "/nowhere"}, "--tokenizer-name-or-path /nowhere: expected a folder"),
         ({"tokenizer_type": "SentencePieceTokenizer"}, "needs --tokenizer-model"),
-        ({"tokenizer_model": "/nowhere/sp.model"}, "--tokenizer-model /nowhere/sp.model: no such file"),
+        (
+            {"tokenizer_model": "/nowhere/sp.model"},
+            "--tokenizer-model /nowhere/sp.model: the file does not exist",
+        ),
         ({"tokenizer_type": "BertTokenizer"}, "--tokenizer-type is 'BertTokenizer': expected one of"),
     ],
 )
-def test_what_is_missing_is_named_with_its_flag(given: dict[str, str], expected: str) -> None:
+def test_a_missing_file_is_named_with_its_flag(given: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         build_tokenizer(flags(**given))
 
 
 def test_missing_merges_are_named(gpt2_files: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match="--merge-file .*/none.txt: no such file"):
+    with pytest.raises(ConfigError, match="--merge-file .*/none.txt: the file does not exist"):
         build_tokenizer(flags(vocab_file=gpt2_files[0], merge_file="/nowhere/none.txt"))
 
 
 @pytest.mark.parametrize(
-    "removed, expected", [("<|endoftext|>", "has no <|endoftext|>"), ("A", "lacks 1 of the 256 byte symbols")]
+    "removed, expected", [("<|endoftext|>", "<|endoftext|> is missing"), ("A", "1 of the 256 byte symbols")]
 )
 def test_an_incomplete_gpt2_vocabulary_is_refused(
     gpt2_files: tuple[str, str], tmp_path: Path, removed: str, expected: str
@@ -257,7 +262,7 @@ def test_tokenizers_without_an_end_of_document_are_refused(hugging_face_folder: 
         build_tokenizer(flags(tokenizer_model=model))
 
 
-def test_gpt2_does_not_wait_for_heavy_libraries(gpt2_files: tuple[str, str]) -> None:
+def test_gpt2_does_not_import_heavy_libraries(gpt2_files: tuple[str, str]) -> None:
     code = (
         "import sys; from types import SimpleNamespace as N; from megatron.tokenizer import build_tokenizer\n"
         f"build_tokenizer(N(tokenizer_type=None, vocab_file={gpt2_files[0]!r}, merge_file={gpt2_files[1]!r}, "

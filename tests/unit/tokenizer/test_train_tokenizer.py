@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: from text to the two files that GPT2BPETokenizer reads."""
+"""tools/train_tokenizer.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_vocabulary_has_the_asked_size_and_writes_any_text(jsonl: Path, tmp_path: Path) -> None:
+def test_the_vocabulary_has_the_given_size_and_encodes_any_text(jsonl: Path, tmp_path: Path) -> None:
     tokenizer = train(tmp_path / "made" / "here", jsonl)
     assert tokenizer.vocab_size == 320
     assert tokenizer.eod == 0
@@ -49,7 +49,7 @@ def test_gzipped_and_plain_text_give_the_same_tokenizer(tmp_path: Path) -> None:
     assert len(merges) == 1
 
 
-def test_less_text_than_tokens_is_said(
+def test_a_text_with_too_few_pairs_is_reported(
     jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = train(tmp_path, jsonl, vocab_size=30000)

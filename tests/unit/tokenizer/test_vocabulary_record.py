@@ -1,4 +1,4 @@
-"""Token files and checkpoints are not used with another vocabulary than the one that made them."""
+"""Token files and checkpoints are refused with another vocabulary than their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def original(tmp_path: Path) -> Namespace:
 
 @pytest.fixture
 def other(original: Namespace, tmp_path: Path) -> Namespace:
-    """A vocabulary of the same size in which two tokens have changed places."""
+    """A vocabulary of the same size with two tokens exchanged."""
     vocabulary = json.loads(Path(original.vocab_file).read_text())
     first, second = [token for token in vocabulary if token.isalpha()][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
@@ -51,7 +51,7 @@ def prefix(original: Namespace, tmp_path: Path) -> str:
     return str(tmp_path / "data_text_document")
 
 
-def test_token_files_say_which_vocabulary_made_them(original: Namespace, prefix: str) -> None:
+def test_token_files_record_their_vocabulary(original: Namespace, prefix: str) -> None:
     check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(original)))
 
 
@@ -64,7 +64,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(other: Namespace, prefix
     assert digest[:12] in str(refused.value)
 
 
-def test_files_of_other_programs_have_no_record_and_are_taken(other: Namespace, prefix: str) -> None:
+def test_files_of_other_programs_without_a_record_are_accepted(other: Namespace, prefix: str) -> None:
     Path(record_path(prefix)).unlink()
     check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(other)))
 
@@ -84,7 +84,7 @@ def test_a_hostile_record_is_named(content: bytes, original: Namespace, prefix: 
         check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(original)))
 
 
-def test_a_record_is_written_whole_or_not_at_all(original: Namespace, prefix: str, monkeypatch) -> None:
+def test_a_record_is_written_atomically(original: Namespace, prefix: str, monkeypatch) -> None:
     before = Path(record_path(prefix)).read_bytes()
 
     def fail(_: int) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers trained on the spot, small enough for a test."""
+"""Small tokenizers, trained by the tests."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""tools/job_report.py: from console logs to a table and a picture."""
+"""tools/job_report.py: console logs to a table and a plot."""
+
+from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
 from megatron.training.logging.log_lines import IntervalSummary, format_training_line, format_validation_lines
 from tools import job_report
 
-# Of Megatron-LM of 2021, behind the prefix of a launcher, without rates.
+# A line of Megatron-LM of 2021, with the prefix of a launcher and without throughput.
 PEERS_LINE = (
     "[3]: iteration {step:8d}/     200 | consumed samples: {step:12d} | "
     "elapsed time per iteration (ms): 500.0 | learning rate: 1.000E-04 | global batch size:    16 | "
@@ -17,7 +20,7 @@ PEERS_LINE = (
 def training_line(iteration, loss):
     return format_training_line(
         IntervalSummary(
-            iteration, 20, iteration, iteration, 1.0, 1e-3, 8, None, loss, None, 0.5, 0, 0, 8.0, 4e3, 1.0
+            iteration, 20, iteration, 2 * iteration, 1.0, 1e-3, 8, None, loss, None, 0.5, 0, 0, 8.0, 4e3, 1.0
         )
     )
 
@@ -32,7 +35,7 @@ def lines_of(iterations, offset=0.0):
 
 
 @pytest.mark.parametrize("in_one_log", [False, True])
-def test_a_resumed_run_is_one_curve_in_which_the_later_start_counts(in_one_log):
+def test_resumed_run_is_one_curve(in_one_log):
     first, second = lines_of(range(1, 13)), lines_of(range(11, 21), offset=0.25)
     run = job_report.read_run([("a", first + second)] if in_one_log else [("a", first), ("b", second)])
     losses = run.curve("lm_loss")
@@ -40,10 +43,24 @@ def test_a_resumed_run_is_one_curve_in_which_the_later_start_counts(in_one_log):
     assert (losses[10], losses[11]) == (0.0, -0.75)
     assert run.validation == {"validation": {10: 5.0, 20: 5.25}, "test": {12: 4.0, 20: 4.0}}
     assert [(start.iterations[0], start.iterations[-1]) for start in run.starts] == [(1, 12), (11, 20)]
-    assert run.steps_run_again() == 2
+    assert run.repeated_iterations() == 2
 
 
-def test_the_table_has_a_row_per_start_and_tells_what_was_lost(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "start",
+    [
+        describe_start(Checkpoint(Path("ckpt/global_step5"), TrainingState(5), {}), None),
+        describe_start(None, None),
+        "[0]:  successfully loaded checkpoint from ckpt [ t 0, p 0 ] at iteration 5",
+    ],
+)
+def test_a_start_in_the_same_log_without_a_repeated_iteration_is_a_start(start):
+    lines = [start, *lines_of(range(1, 6)), start, *lines_of(range(6, 10))]
+    run = job_report.read_run([("a", lines)])
+    assert [(start.iterations[0], start.iterations[-1]) for start in run.starts] == [(1, 5), (6, 9)]
+
+
+def test_the_table_has_a_row_per_start_and_the_repeated_iterations(tmp_path, capsys):
     first, second = tmp_path / "1.out", tmp_path / "2.out"
     first.write_text("\n".join(lines_of(range(1, 13))))
     second.write_text("\n".join(lines_of(range(11, 21), offset=0.25)))
@@ -52,24 +69,50 @@ def test_the_table_has_a_row_per_start_and_tells_what_was_lost(tmp_path, capsys)
     head, *rows = capsys.readouterr().out.splitlines()
     assert (
         head.split()
-        == "log steps lm loss smallest grad norm largest rate skipped s/step samples/s TFLOPs".split()
+        == "log iterations lm loss lowest grad norm highest lr skipped s/iteration samples/s TFLOPs".split()
     )
     assert rows[0].split()[:4] == ["1.out", "1-12", "-2.0000", "-2.0000"]
     assert rows[1].split()[:4] == ["2.out", "11-20", "-9.7500", "-9.7500"]
     assert rows[2:5] == [
-        "test loss 4.0000 at step 20, smallest 4.0000 at step 12",
-        "validation loss 5.2500 at step 20, smallest 5.0000 at step 10",
-        "2 steps were run again after a restart",
+        "test loss 4.0000 at iteration 20, lowest 4.0000 at iteration 12",
+        "validation loss 5.2500 at iteration 20, lowest 5.0000 at iteration 10",
+        "2 iterations were repeated after a restart",
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_old_logs_of_peers_give_throughput_too(tmp_path, capsys):
+def test_megatron_lm_logs_give_throughput(tmp_path, capsys):
     log = tmp_path / "main_log.txt"
     log.write_text("\n".join(PEERS_LINE.format(step=step) for step in (10, 20, 30)))
     job_report.main([str(log), "--output", str(tmp_path / "run.png")])
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row == "main_log.txt 10-30 3.0000 3.0000 0.250 0.250 1.00e-04 3 0.5 32 -".split()
+
+
+def test_a_comparison_has_a_row_per_run(tmp_path, capsys):
+    first, second, old = tmp_path / "first.log", tmp_path / "second.log", tmp_path / "old.log"
+    first.write_text("\n".join(lines_of(range(1, 13))))
+    second.write_text("\n".join(lines_of(range(1, 16)) + lines_of(range(11, 21), offset=0.25)))
+    old.write_text("\n".join(PEERS_LINE.format(step=step) for step in (10, 20, 30)))
+    picture = tmp_path / "comparison.png"
+    job_report.main(["--compare", str(first), str(second), str(old), "--output", str(picture)])
+    head, *rows, wrote = capsys.readouterr().out.splitlines()
+    assert head.split() == (
+        "run iterations lm loss test loss validation loss s/iteration tokens/s TFLOPs restarts".split()
+    )
+    # The lines have 2 tokens per sample and 8 samples per second; see training_line and PEERS_LINE.
+    assert rows[0].split() == "first.log 12 -2.0000 4.0000 5.0000 1 16 1 0".split()
+    assert rows[1].split() == "second.log 20 -9.7500 4.0000 5.2500 1 16 1 1".split()
+    assert rows[2].split() == "old.log 30 3.0000 - - 0.5 - - 0".split()
+    assert wrote == f"wrote {picture}" and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_the_same_file_name_are_compared_under_their_paths(tmp_path):
+    logs = [tmp_path / folder / "train.log" for folder in ("a", "b")]
+    for log in logs:
+        log.parent.mkdir()
+        log.write_text(training_line(1, 2.0))
+    assert list(job_report.read_runs(logs)) == [str(log) for log in logs]
 
 
 def mistake(arguments, capsys):
@@ -79,12 +122,13 @@ def mistake(arguments, capsys):
     return capsys.readouterr().err
 
 
-def test_mistakes_are_one_sentence_and_status_2(tmp_path, capsys):
+def test_user_errors_are_one_sentence_and_exit_code_2(tmp_path, capsys):
     log, absent = tmp_path / "empty.log", tmp_path / "absent.log"
     log.write_text("nothing here\n")
-    assert mistake([str(log)], capsys) == (
-        f"error: no training or validation line is in {log}: expected console logs of pretrain_gpt.py\n"
-    )
+    error = mistake([str(log)], capsys)
+    assert str(log) in error and error.count("\n") == 1
     assert mistake([str(absent)], capsys) == f"error: {absent} cannot be read: No such file or directory\n"
     log.write_text(training_line(1, 2.0))
+    assert "--compare" in mistake(["--compare", str(log)], capsys)
+    assert "--compare" in mistake(["--compare", str(log), str(log)], capsys)
     assert "--output" in mistake([str(log), "--output", str(log / "run.png")], capsys)

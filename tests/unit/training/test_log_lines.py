@@ -1,4 +1,4 @@
-"""The console format: golden lines, the peers' lines, and the way back."""
+"""The console format: golden lines, lines of Megatron-LM, and parsing."""
 
 import math
 
@@ -33,7 +33,7 @@ BF16 = IntervalSummary(
 )
 
 
-def test_training_line_is_the_historic_one():
+def test_training_line_has_the_megatron_deepspeed_format():
     assert format_training_line(BF16) == (
         " iteration    94768/  115311 | consumed samples:    177927088 | consumed tokens: 364394676224 |"
         " elapsed time per iteration (s): 105.22 | learning rate: 7.610E-06 | global batch size:  2048 |"
@@ -48,20 +48,20 @@ def test_fp16_line_has_the_loss_scale_after_the_loss():
     assert " number of skipped iterations:   2 |" in line
 
 
-def test_a_curriculum_is_told_by_the_peers_name():
+def test_curriculum_seqlen_is_in_the_line():
     line = format_training_line(IntervalSummary(**{**vars(BF16), "seq_length": 264}))
     assert " curriculum seqlen:   264 |" in line
     assert parse_log_line(line)["curriculum_seqlen"] == 264
 
 
-def test_small_times_and_rates_keep_four_digits():
+def test_small_values_have_four_decimals():
     small = {**vars(BF16), "seconds_per_iteration": 0.01234, "tflops_per_device": 0.00567}
     line = format_training_line(IntervalSummary(**small))
     assert " elapsed time per iteration (s): 0.0123 |" in line
     assert line.endswith(" TFLOPs: 0.0057 |")
 
 
-def test_validation_lines_are_the_historic_ones():
+def test_validation_lines_have_the_megatron_deepspeed_format():
     rule, line, last = format_validation_lines("validation", "iteration 100", 2.302585093)
     assert (
         line
@@ -70,7 +70,7 @@ def test_validation_lines_are_the_historic_ones():
     assert rule == last == "-" * (len(line) + 1)
 
 
-def test_perplexity_of_a_hopeless_loss_is_capped():
+def test_perplexity_is_capped():
     assert "PPL: 4.851652E+08" in format_validation_lines("test", "the end", 4000.0)[1]
 
 
@@ -90,7 +90,7 @@ MEGATRON_LM = (
 )
 
 
-def test_a_bigscience_line_is_read_whole():
+def test_bigscience_line_is_parsed():
     assert parse_log_line(BIGSCIENCE) == {
         "kind": "training",
         "iteration": 12695,
@@ -110,13 +110,13 @@ def test_a_bigscience_line_is_read_whole():
     }
 
 
-def test_a_megatron_lm_line_is_read_in_our_units():
+def test_megatron_lm_line_is_parsed_in_seconds():
     parsed = parse_log_line(MEGATRON_LM)
     assert parsed["seconds_per_iteration"] == pytest.approx(5.4449)
     assert (parsed["tflops_per_device"], parsed["loss_scale"], parsed["iteration"]) == (239.8, 1.0, 43)
 
 
-def test_validation_lines_of_all_kinds_are_read():
+def test_validation_lines_are_parsed():
     line = format_validation_lines("validation", "iteration 100", 2.5)[1]
     assert parse_log_line(line) == {
         "kind": "validation",
@@ -143,14 +143,14 @@ def test_other_lines_are_none(line):
     assert parse_log_line(line) is None
 
 
-def test_a_field_that_is_cut_off_is_left_out():
-    cut = BIGSCIENCE[: BIGSCIENCE.index("3556E+00")]  # '... | lm loss: 2.46'
-    parsed = parse_log_line(cut)
+def test_truncated_field_is_ignored():
+    truncated = BIGSCIENCE[: BIGSCIENCE.index("3556E+00")]  # '... | lm loss: 2.46'
+    parsed = parse_log_line(truncated)
     assert "lm_loss" not in parsed
     assert parsed["global_batch_size"] == 2048
 
 
-def test_a_loss_that_is_no_number_is_read_as_nan():
+def test_nan_loss_is_parsed():
     parsed = parse_log_line(format_training_line(IntervalSummary(**{**vars(BF16), "lm_loss": math.nan})))
     assert math.isnan(parsed["lm_loss"])
 
@@ -178,7 +178,7 @@ values = st.floats(1e-6, 1e6)
         tflops_per_device=values,
     )
 )
-def test_what_is_written_is_read_back(summary):
+def test_formatted_line_is_parsed_back(summary):
     parsed = parse_log_line(format_training_line(summary))
     for name in ("iteration", "total_iterations", "consumed_samples", "consumed_tokens", "global_batch_size"):
         assert parsed[name] == getattr(summary, name)

@@ -1,4 +1,4 @@
-"""What the logger prints and writes, and what it leaves alone."""
+"""The metrics logger: lines, progress bar, TensorBoard, Weights & Biases."""
 
 import io
 import math
@@ -53,7 +53,7 @@ def lines_of(stream):
     return [parsed for line in stream.getvalue().splitlines() if (parsed := parse_log_line(line))]
 
 
-def test_a_line_averages_its_interval_and_ends_with_the_last_step():
+def test_line_averages_its_interval():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=5), THROUGHPUT, stream=stream)
     for iteration in range(1, 11):
@@ -67,7 +67,7 @@ def test_a_line_averages_its_interval_and_ends_with_the_last_step():
     assert (second["consumed_samples"], second["consumed_tokens"]) == (80, 80 * 512)
 
 
-def test_skipped_and_nan_steps_are_counted_and_left_out_of_the_mean():
+def test_skipped_and_nan_steps_are_counted_and_excluded_from_the_mean():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=4), THROUGHPUT, stream=stream)
     logger.log_step(record(1, loss=2.0))
@@ -79,14 +79,14 @@ def test_skipped_and_nan_steps_are_counted_and_left_out_of_the_mean():
     assert (line["number_of_skipped_iterations"], line["number_of_nan_iterations"]) == (2, 1)
 
 
-def test_an_interval_of_skipped_steps_has_no_loss():
+def test_interval_of_skipped_steps_has_no_loss():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=stream)
     logger.log_step(record(1, skipped=True))
     assert "lm_loss" not in lines_of(stream)[0]
 
 
-def test_rates_hold_while_the_batch_grows():
+def test_rates_with_a_growing_batch_size():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=2), THROUGHPUT, stream=stream)
     logger.log_step(record(1, global_batch_size=4, seconds=1.0))
@@ -95,7 +95,7 @@ def test_rates_hold_while_the_batch_grows():
     assert (line["global_batch_size"], line["samples_per_second"]) == (12, 4.0)
 
 
-def test_losses_are_not_touched_between_lines():
+def test_losses_are_not_read_between_lines():
     class Watched(torch.Tensor):
         uses = 0
 
@@ -114,7 +114,7 @@ def test_losses_are_not_touched_between_lines():
     assert Watched.uses > 0
 
 
-def test_the_last_iteration_and_an_early_end_leave_nothing_unsaid():
+def test_remaining_steps_are_printed_at_the_end():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=100), THROUGHPUT, stream=stream)
     logger.log_step(record(20))
@@ -125,7 +125,7 @@ def test_the_last_iteration_and_an_early_end_leave_nothing_unsaid():
     assert [line["iteration"] for line in lines_of(stream)] == [20, 7]
 
 
-def test_other_ranks_say_nothing_and_write_nothing(tmp_path):
+def test_other_ranks_print_and_write_nothing(tmp_path):
     stream = Terminal()
     logging = LoggingConfig(log_interval=1, log_path=str(tmp_path / "run.log"))
     logger = MetricsLogger(logging, THROUGHPUT, enabled=False, stream=stream)
@@ -137,7 +137,7 @@ def test_other_ranks_say_nothing_and_write_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_log_file_grows_by_what_is_printed(tmp_path):
+def test_printed_lines_are_appended_to_the_log_file(tmp_path):
     log = tmp_path / "run.log"
     log.write_text("of the start before\n")
     stream = io.StringIO()
@@ -158,7 +158,7 @@ def test_no_bar_without_a_terminal():
     assert len(stream.getvalue().splitlines()) == 20
 
 
-def test_on_a_terminal_a_bar_tells_loss_and_speed_and_leaves_lines_whole():
+def test_progress_bar_shows_loss_and_speed_and_keeps_lines_intact():
     stream = Terminal()
     logger = MetricsLogger(LoggingConfig(log_interval=2), THROUGHPUT, stream=stream)
     for iteration in range(11, 21):
@@ -176,7 +176,7 @@ def test_on_a_terminal_a_bar_tells_loss_and_speed_and_leaves_lines_whole():
     )
 
 
-def test_validation_lines_name_the_moment():
+def test_validation_lines_contain_the_moment():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(), THROUGHPUT, stream=stream)
     logger.log_validation(ValidationRecord(100, 800, 409600, 2.0))
@@ -190,7 +190,7 @@ def test_validation_lines_name_the_moment():
     assert lines[4].startswith(" test loss at the end of training for test data | lm loss value: 3.0")
 
 
-def test_tensorboard_holds_every_step_under_the_peers_tags(tmp_path):
+def test_tensorboard_has_every_step_under_megatron_tags(tmp_path):
     logging = LoggingConfig(
         log_interval=2,
         log_timers_to_tensorboard=True,
@@ -222,7 +222,7 @@ def test_tensorboard_holds_every_step_under_the_peers_tags(tmp_path):
     assert points("iteration-time/samples per second per replica") == [(2, 2.0), (3, 2.0)]
 
 
-def test_tensorboard_leaves_out_what_no_flag_asked_for(tmp_path):
+def test_tensorboard_has_optional_tags_only_with_their_flags(tmp_path):
     writer = TensorBoardWriter(str(tmp_path), queue_size=10)
     logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=io.StringIO(), writers=[writer])
     logger.log_step(record(1))
@@ -235,13 +235,13 @@ def test_tensorboard_leaves_out_what_no_flag_asked_for(tmp_path):
     assert not any("ppl" in tag for tag in tags)
 
 
-def test_a_tensorboard_folder_that_cannot_be_is_refused(tmp_path):
+def test_unusable_tensorboard_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--tensorboard-dir"):
         TensorBoardWriter(str(tmp_path / "file" / "events"), queue_size=10)
 
 
-def test_every_value_goes_to_wandb_with_its_place(monkeypatch):
+def test_wandb_gets_every_value_with_its_step(monkeypatch):
     """A stand-in for wandb, which is no dependency, with the calls that are made of it."""
     logged, started, ended = [], [], []
 
@@ -265,3 +265,55 @@ def test_every_value_goes_to_wandb_with_its_place(monkeypatch):
         "grad-norm/grad-norm": 0.5,
     }
     assert logged == [place | curves] and ended == [True]
+
+
+def diverging(losses, log_interval=7, **options):
+    """The warnings of a run with these losses and a vocabulary of 1000 tokens (ln: 6.9)."""
+    stream = io.StringIO()
+    logger = MetricsLogger(
+        LoggingConfig(log_interval=log_interval, **options), THROUGHPUT, stream=stream, vocab_size=1000
+    )
+    for iteration, loss in enumerate(losses, start=1):
+        skipped = loss is None
+        logger.log_step(
+            record(
+                iteration, loss=math.nan if skipped else loss, skipped=skipped, total_iterations=len(losses)
+            )
+        )
+    logger.close()
+    return [line for line in stream.getvalue().splitlines() if "WARNING" in line]
+
+
+def test_loss_above_that_of_a_uniform_distribution_is_warned_of_once():
+    (line,) = diverging([3.0] * 20 + [7.0] * 300)
+    assert "iteration 120:" in line and "6.91" in line and "100 steps" in line
+
+
+def test_skipped_steps_neither_count_nor_end_the_count():
+    (line,) = diverging([7.0] * 99 + [None] * 5 + [7.0])
+    assert "iteration 105:" in line
+
+
+@pytest.mark.parametrize("losses", [[7.0] * 99, ([7.0] * 99 + [6.8]) * 3, [6.8] * 300, [math.nan] * 300])
+def test_ordinary_losses_are_not_warned_of(losses):
+    assert diverging(losses) == []
+
+
+def test_tensorboard_takes_the_values_of_a_diverged_run(tmp_path):
+    writer = TensorBoardWriter(str(tmp_path), 1)
+    logger = MetricsLogger(
+        LoggingConfig(log_interval=2, log_validation_ppl_to_tensorboard=True),
+        THROUGHPUT,
+        stream=io.StringIO(),
+        writers=[writer],
+    )
+    losses = [7.0, math.inf, math.nan, 1e30, 5.0]
+    for iteration, loss in enumerate(losses, start=1):
+        logger.log_step(record(iteration, loss=loss, grad_norm=loss, total_iterations=len(losses)))
+        logger.log_validation(ValidationRecord(iteration, 8 * iteration, 4096 * iteration, loss))
+    logger.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for tag in ("lm-loss-training/lm loss", "grad-norm/grad-norm", "lm-loss-validation/lm loss validation"):
+        assert [event.step for event in events.Scalars(tag)] == [1, 2, 3, 4, 5]
+    found = [event.value for event in events.Scalars("lm-loss-training/lm loss")]
+    assert found[::4] == [7.0, 5.0] and math.isinf(found[1]) and math.isnan(found[2])

@@ -1,4 +1,4 @@
-"""A checkpoint, native or universal, as a folder that Hugging Face's transformers reads."""
+"""Writes a checkpoint as a folder that Hugging Face's transformers reads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.layout import FAMILIES, Family
-from megatron.checkpoint.discovery import RUN_FILE, Checkpoint, is_universal
-from megatron.checkpoint.formats.native import VALUES
-from megatron.checkpoint.integrity.files import rename_synced, sync_tree
-from megatron.checkpoint.integrity.verify import check_weights, matches_digest, tensor_digests
-from megatron.checkpoint.states import open_states, specs_of
-from megatron.checkpoint.weights import full_weights
+from megatron.checkpoint.formats.reader import StateReader
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.fields import changes_model, flag_of, option_name
+from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Of one file of weights, unless a single tensor is larger."""
+"""Size limit of one file of weights, unless a single tensor is larger."""
 
 
 def family_of(model: ModelConfig) -> str:
@@ -60,7 +58,7 @@ def family_of(model: ModelConfig) -> str:
     if not alibi and model.apply_residual_connection_post_layernorm:
         raise ConfigError(
             "a model with --apply-residual-connection-post-layernorm and --position-embedding-type absolute "
-            "cannot be written for Hugging Face: BLOOM knows that flag, GPT-2 does not"
+            "cannot be written for Hugging Face: BLOOM has that option, GPT-2 does not"
         )
     return "bloom" if alibi else "gpt2"
 
@@ -80,8 +78,8 @@ def _check_no_other_variant(model: ModelConfig) -> None:
             )
 
 
-def remarks(config: Config) -> list[str]:
-    """What the written model does otherwise than the trained one, a sentence each."""
+def format_differences(config: Config) -> list[str]:
+    """How the written model differs from the trained one, one sentence each."""
     found = []
     if config.data.reset_attention_mask or config.data.reset_position_ids:
         found.append(
@@ -106,10 +104,10 @@ def write_hugging_face(
 ) -> None:
     """Writes the folder `output`: config.json, weights as safetensors, and what `write_tokenizer` adds.
 
-    precision: 'fp32', 'fp16' or 'bf16'; None: the one that the run trained in. verify: compare the weights
-    with their digests, as far as the checkpoint has any. The weights pass through memory a file at a time.
-    The folder appears complete, and on the disk, or not at all. Raises ConfigError for a model that has no
-    Hugging Face form, for damaged files, and for an `output` that is taken.
+    precision: 'fp32', 'fp16' or 'bf16'; None: that of the run. verify: compare the weights with their digests
+    if the checkpoint has any. One file of weights at a time is in memory. The folder appears complete and
+    synced, or not at all. Raises ConfigError for a model that cannot be written as BLOOM or GPT-2, for
+    damaged files, and for an `output` that exists.
     """
     config = checkpoint.config
     family = FAMILIES[family_of(config.model)]
@@ -126,7 +124,7 @@ def write_hugging_face(
     try:
         their_config.save_pretrained(temporary)
         _write_generation_config(their_config, temporary)
-        weights = _their_weights(checkpoint, family, precision, verify)
+        weights = _their_weights(open_reader(checkpoint), family, precision, verify)
         _write_weights(weights, temporary, max_file_bytes)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
@@ -148,7 +146,7 @@ def _hugging_face_config(
         theirs: getattr(config.model, ours) for ours, theirs in family.fields + family.training_fields
     }
     settings["vocab_size"] = vocab_size
-    # Our documents begin where another has ended: the same token stands at both ends.
+    # In our data a document starts after the end of another: one token marks both.
     return AutoConfig.for_model(
         model_type,
         **settings,
@@ -166,51 +164,28 @@ def _write_generation_config(their_config: PreTrainedConfig, folder: Path) -> No
     GenerationConfig.from_model_config(their_config).save_pretrained(folder)
 
 
-def _takes_masters(checkpoint: Checkpoint, precision: str) -> bool:
-    """Whether the values come from the optimizer's files, for those of the layers are rounded."""
-    rounded = checkpoint.config.precision.name != "fp32" and not is_universal(checkpoint.folder)
-    return rounded and precision == "fp32"
+def _needs_master_weights(config: Config, precision: str) -> bool:
+    """Whether the weights in the precision of the run are rounded more than the result."""
+    return precision == "fp32" and config.precision.name != "fp32"
 
 
 def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
-    """With what the weights are compared while `write_hugging_face` writes them, in words."""
-    precision = precision or checkpoint.config.precision.name
-    if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
-        return "the digests of the layer files"
-    if tensor_digests(checkpoint).get(VALUES):
-        return "the digests of the fp32 values"
-    return "sizes alone, for the checkpoint has no digests of its fp32 values"
-
-
-def _our_weights(checkpoint: Checkpoint, precision: str, verify: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole weight), each compared with its digest or that of its files; ConfigError if it differs."""
-    specs = specs_of(checkpoint)
-    if not is_universal(checkpoint.folder) and not _takes_masters(checkpoint, precision):
-        if verify:
-            check_weights(checkpoint)
-        yield from full_weights(checkpoint.folder, specs)
-        return
-    states, digests = open_states(checkpoint), tensor_digests(checkpoint).get(VALUES, {}) if verify else {}
-    for name, spec in specs.items():
-        whole = states.read(name, VALUES)
-        if name in digests and not matches_digest(whole, spec, digests[name]):
-            raise ConfigError(
-                f"checkpoint {checkpoint.folder}: {name} is damaged: its digest is not that of {RUN_FILE}; "
-                "take an older one"
-            )
-        yield name, whole
+    """What `write_hugging_face` compares the weights with, in words."""
+    config = checkpoint.config
+    master_weights = _needs_master_weights(config, precision or config.precision.name)
+    return open_reader(checkpoint).weights_verification(master_weights)
 
 
 def _their_weights(
-    checkpoint: Checkpoint, family: Family, precision: str, verify: bool
+    reader: StateReader, family: Family, precision: str, verify: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    model = checkpoint.config.model
-    specs = specs_of(checkpoint)
-    table = {parameter.ours: parameter for parameter in family.names(model.num_layers)}
-    for name, whole in _our_weights(checkpoint, precision, verify):
+    config = reader.checkpoint.config
+    heads = config.model.num_attention_heads
+    table = {parameter.ours: parameter for parameter in family.names(config.model.num_layers)}
+    read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
+    for name, tensor in read(verify=verify):
         parameter = table[name]
-        without_padding = whole[: specs[name].num_valid_rows]
-        theirs = parameter.transform.to_theirs(without_padding, model.num_attention_heads)
+        theirs = parameter.transform.to_theirs(tensor[: reader.specs[name].num_valid_rows], heads)
         converted = theirs.to(PARAMETER_DTYPES[precision])
         if converted.dtype != theirs.dtype and not converted.isfinite().all() and theirs.isfinite().all():
             raise ConfigError(f"--dtype {precision} cannot hold the values of {name}: use bf16 or fp32")
@@ -218,7 +193,7 @@ def _their_weights(
 
 
 def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:
-    """One file model.safetensors, or several with an index, named as `save_pretrained` does."""
+    """Writes model.safetensors, or several files with an index, named as by `save_pretrained`."""
     parts: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total_bytes = pending_bytes = 0
@@ -228,7 +203,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file
 
         part = folder / f"part-{len(parts)}"
         save_file(pending, part, metadata={"format": "pt"})
-        # safetensors lets nobody else read its files: they get the rights of the others in the folder.
+        # safetensors writes files that only the owner can read: use the mode of the other files.
         part.chmod((folder / "config.json").stat().st_mode)
         parts.append(list(pending))
         pending.clear()

@@ -1,14 +1,13 @@
-"""A BLOOM or GPT-2 of Hugging Face's as a universal checkpoint at iteration 0, which training starts from.
+"""Converts a Hugging Face BLOOM or GPT-2 into a universal checkpoint at iteration 0, to start training from.
 
-Read are folders as `save_pretrained` writes them and as they lie on the hub: config.json, and the weights in
-`model.safetensors` or `pytorch_model.bin`, or in several files that an index names (JSON, whose `weight_map`
-tells the file of each weight).
+It reads folders as `save_pretrained` and the hub have them: config.json, and the weights in
+`model.safetensors` or `pytorch_model.bin`, or in several files with an index (JSON, whose `weight_map` maps
+each weight to its file).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,21 +20,14 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.layout import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
+from megatron.checkpoint.convert.rules import spec_record
 from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, move_into_place, write_parameter
-from megatron.checkpoint.discovery import PARAMETER_FOLDER, RUN_FILE, TrainingState
-from megatron.checkpoint.formats import torch_archive as torch_files
-from megatron.checkpoint.integrity.files import (
-    HostileFileError,
-    expect_layout,
-    open_regular,
-    read_json,
-    sync_file,
-)
-from megatron.checkpoint.integrity.manifest import add_checksum, write_atomically
+from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
+from megatron.checkpoint.formats.torch_archive import load_file as load_torch_file
+from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.integrity.names import check_plain, is_plain, one_line, shown
 from megatron.checkpoint.manager import layout_record
-from megatron.checkpoint.reading import tokenizer_settings
-from megatron.checkpoint.reshard import spec_record
+from megatron.checkpoint.record import RUN_FILE, TrainingState
 from megatron.config import (
     BatchConfig,
     Config,
@@ -46,16 +38,25 @@ from megatron.config import (
     ScheduleConfig,
 )
 from megatron.config.fields import option_name
+from megatron.files import (
+    HostileFileError,
+    expect_layout,
+    open_regular,
+    read_json,
+    sync_file,
+    write_json,
+)
 from megatron.model.gpt_model import PARAMETER_DTYPES
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
 from megatron.planner.stages import plan_stages
+from megatron.tokenizer.flags import tokenizer_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# Of a config.json: far more than any number of tokens, layers or units.
+# Limit for integers in a config.json: far more than any number of tokens, layers or units.
 _LARGEST_SETTING = 1 << 40
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
@@ -65,11 +66,11 @@ BLOOM_SEQ_LENGTH = 2048
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A model in a Hugging Face folder, all of whose weights are known to be there.
+    """A model in a Hugging Face folder. All of its weights are present.
 
-    fields: of ModelConfig. rows: of the word embeddings, which may be more than there are tokens. precision:
-    'fp32', 'fp16' or 'bf16', the type of the weights (fp32 if they have several). stored: the weights by
-    their names, prefix included, mapped from the files.
+    fields: values for ModelConfig. rows: number of word embeddings, which may exceed the number of tokens.
+    precision: 'fp32', 'fp16' or 'bf16', the dtype of the weights (fp32 if they have several). stored: Hugging
+    Face's name, with prefix -> memory-mapped weight.
     """
 
     folder: Path
@@ -80,8 +81,8 @@ class HuggingFaceModel:
     stored: dict[str, Tensor]
 
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
-        """The config of a run that saved this model. data: the tokenizer's flags; vocab_size: --vocab-size.
-        What no model depends on is at its default."""
+        """The config of a run that could have saved this model. data: the tokenizer's flags. vocab_size:
+        --vocab-size. Settings that do not affect the model have their defaults."""
         return Config(
             model=ModelConfig(**self.fields, vocab_size=vocab_size),
             batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
@@ -91,8 +92,8 @@ class HuggingFaceModel:
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(our name, whole weight) of every parameter, with `rows` rows of word embeddings, in the type of
-        the files; each is read from them when it is used."""
+        """Yields (our name, global weight) of every parameter, with `rows` word embeddings, in the dtype of
+        the files. Each is read when it is used."""
         for parameter in self.family.names(self.fields["num_layers"]):
             weight = parameter.transform.to_ours(
                 self.stored[parameter.theirs], self.fields["num_attention_heads"]
@@ -101,15 +102,15 @@ class HuggingFaceModel:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the model's folder holds a tokenizer as well."""
+    """Whether the model's folder also holds a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     """The BLOOM or GPT-2 in `folder`.
 
-    Raises ConfigError for a folder that cannot be read, for a model that ours cannot express, and for weights
-    that are missing, unknown or of another shape than its config.json says.
+    Raises ConfigError for a folder that cannot be read, for a model that cannot be converted, and for weights
+    that are missing, unknown or differ in shape from config.json.
     """
     from transformers import AutoConfig
 
@@ -118,7 +119,7 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     try:
         # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
         their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # depends on what is missing
+    except Exception as error:  # the type depends on what is missing
         raise ConfigError(
             f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
         ) from error
@@ -139,7 +140,7 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
 
 
 def _check_settings(folder: Path) -> None:
-    """ConfigError for a config.json that transformers cannot read, or would take long over."""
+    """ConfigError for a config.json that transformers cannot read in bounded time."""
     path = folder / "config.json"
     try:
         settings = read_json(path)
@@ -156,7 +157,7 @@ def _check_settings(folder: Path) -> None:
         )
     for name, value in settings.items():
         if type(value) is int and abs(value) > _LARGEST_SETTING:
-            raise HostileFileError(f"{path} has {shown(name)} beyond {_LARGEST_SETTING:,}, which nothing has")
+            raise HostileFileError(f"{path} has {shown(name)} beyond {_LARGEST_SETTING:,}, expected less")
 
 
 def _all_weights(folder: Path) -> dict[str, Tensor]:
@@ -171,7 +172,7 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
         if found != expected:
             raise ConfigError(
                 f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
-                "expressed"
+                "converted"
             )
     # Where two of their settings are one of ours, the first decides.
     pairs = (*family.fields, *reversed(family.training_fields))
@@ -190,8 +191,8 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
 def _known_weights(
     folder: Path, family: Family, stored: Mapping[str, Tensor], num_layers: int
 ) -> dict[str, Tensor]:
-    """The weights of the family's table, under their names there; ConfigError unless it is these, and beside
-    them nothing but buffers and a copy of the tied weight."""
+    """The weights in the family's table, by Hugging Face's name. ConfigError for missing ones, and for others
+    except buffers and a copy of the tied weight."""
     if num_layers > len(stored):
         raise HostileFileError(
             f"{folder} has {num_layers:,} layers in its config.json, and {len(stored):,} weights in all"
@@ -219,7 +220,7 @@ def _known_weights(
     if any(not torch.equal(head, found[embeddings]) for head in heads):
         raise ConfigError(
             f"{folder} holds {LM_HEAD} that differs from {embeddings}: only a head that is tied to the word "
-            "embeddings can be expressed"
+            "embeddings can be converted"
         )
     return found
 
@@ -240,9 +241,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    """All tensors of a file by name, mapped: what is not used is not read."""
+    """All tensors of a file by name, memory-mapped: only what is used is read."""
     if path.suffix != ".safetensors":
-        content = torch_files.load_file(path)
+        content = load_torch_file(path)
         if not isinstance(content, dict) or not all(
             type(name) is str and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
@@ -287,13 +288,13 @@ def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> 
 def write_universal(
     model: HuggingFaceModel, config: Config, vocab_size: int, eod: int | None, output: Path
 ) -> None:
-    """Makes the universal checkpoint `output`, which appears complete or not at all, and lets
-    `latest_universal` beside it tell its name. It has no moments: the optimizer begins anew.
+    """Writes the universal checkpoint `output`, complete or not at all, and its name into `latest_universal`
+    beside it. It has no moments: the optimizer starts with new ones.
 
-    config: of `model.config`. vocab_size: true size of the vocabulary; rows beyond it are left out. eod: the
-    token that ends a document, None if unknown. A weight at a time is in memory. Raises ConfigError for a
-    vocabulary that is larger than the model's, weights that are not finite, an `output` that is taken, and
-    too little disk space.
+    config: from `model.config`. vocab_size: true size of the vocabulary; rows beyond it are dropped. eod: the
+    end-of-document token, None if unknown. One weight at a time is in memory. Raises ConfigError for a
+    vocabulary that is larger than the model's, non-finite weights, an `output` that exists, and too
+    little disk space.
     """
     if vocab_size > model.rows:
         raise ConfigError(
@@ -314,12 +315,12 @@ def write_universal(
                 count = int((~values.isfinite()).sum())
                 raise ConfigError(
                     f"{model.folder} holds {count:,} numbers of {name} that are NaN or infinite: it is "
-                    "damaged, or its training had diverged: take another one"
+                    "damaged, or its training diverged: use another one"
                 )
             write_parameter(partial, name, specs[name], (values, {}, {}))
         run = _run_record(config, vocab_size, eod, specs)
         sync_file(partial / PARAMETER_FOLDER)
-        write_atomically(partial / RUN_FILE, json.dumps(add_checksum(run), indent=2) + "\n")
+        write_json(partial / RUN_FILE, add_checksum(run))
         move_into_place(partial, output)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -331,7 +332,7 @@ def write_universal(
 def _run_record(
     config: Config, vocab_size: int, eod: int | None, specs: Mapping[str, ParameterSpec]
 ) -> dict[str, Any]:
-    """As one process would have recorded it before its first step; of data it has seen none."""
+    """The `run.json` that a single process would write before its first step."""
     parallel = config.parallel
     return {
         "state": asdict(TrainingState()),
@@ -352,8 +353,8 @@ def _run_record(
 
 
 def start_flags(config: Config, output: Path) -> list[str]:
-    """The words of `pretrain_gpt.py`'s command line that name the checkpoint `output`, of `write_universal`,
-    its model and its tokenizer; what is at its default is left out."""
+    """Flags of `pretrain_gpt.py` that start from the checkpoint `output`, which `write_universal` made:
+    checkpoint, model and tokenizer. Settings with their default are omitted."""
     model = config.model
     required = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type"]
     if model.position_embedding_type == "absolute":

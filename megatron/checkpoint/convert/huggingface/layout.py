@@ -1,8 +1,8 @@
-"""How our models correspond to Hugging Face's: BLOOM for ALiBi with an embedding norm, GPT-2 for absolute
+"""How our models map to Hugging Face's: BLOOM for ALiBi with an embedding norm, GPT-2 for absolute
 positions.
 
-A `Family` says in one table how settings and parameters correspond. It is read in both directions:
-`huggingface_export` makes a folder from a checkpoint, `huggingface_import` a checkpoint from a folder.
+A `Family` is a table of corresponding settings and parameters. `exporter` uses it to write a folder from a
+checkpoint, and `importer` to write a checkpoint from a folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 
 @dataclass(frozen=True)
 class Transform:
-    """How one tensor becomes the other; both functions take the tensor and the number of heads."""
+    """Conversion of one tensor in both directions; both functions take the tensor and the number of heads."""
 
     to_theirs: Callable[[Tensor, int], Tensor]
     to_ours: Callable[[Tensor, int], Tensor]
@@ -64,11 +64,11 @@ def _with_bias(
 
 @dataclass(frozen=True)
 class Family:
-    """How our models of one kind are written as Hugging Face's.
+    """The mapping of one Hugging Face model type.
 
-    fields: (field of ModelConfig, their setting). training_fields: the same, but for settings that only
-    matter in training; of two for one field the first is read back. our_constants, their_constants: what
-    else defines the family. buffers: names in their files that hold no weights, and are passed over.
+    fields: (field of ModelConfig, their setting). training_fields: the same for settings that only affect
+    training; if two map to one field, the first is read. our_constants, their_constants: values that every
+    model of the family has. buffers: names in their files that are not weights and are ignored.
     """
 
     architecture: str
@@ -80,7 +80,7 @@ class Family:
     buffers: tuple[str, ...]
 
     def names(self, num_layers: int) -> Iterator[Parameter]:
-        """The table for a model of so many layers, with real names."""
+        """The parameters of a model with `num_layers` layers, with the layer numbers filled in."""
         final = FIRST_TRANSFORMER_LAYER + num_layers + 1
         for parameter in self.parameters:
             blocks = range(num_layers) if "{layer}" in parameter.ours else (0,)
@@ -93,19 +93,19 @@ class Family:
                 )
 
     def buffer_names(self, num_layers: int) -> set[str]:
-        """The buffers of a model of so many layers."""
+        """The names of the buffers of a model with `num_layers` layers."""
         return {name.format(block=block) for name in self.buffers for block in range(num_layers)}
 
 
 _EMBED = "tied_modules.embed"
 WORD_EMBEDDINGS = f"{_EMBED}.word_embeddings.weight"
-"""Our name of the weight that is also the head's."""
+"""Our name of the word embeddings, which are tied to the LM head."""
 
 PREFIX = "transformer."
-"""Of all their names. The public files of both families were saved without the head, and lack it."""
+"""Prefix of their names. The public files of both families were saved without the head and lack it."""
 
 LM_HEAD = "lm_head.weight"
-"""Their name of the head's weight, which some files hold beside the word embeddings that it equals."""
+"""Their name of the tied LM head, which some files contain as well."""
 
 FAMILIES = {
     "bloom": Family(
@@ -126,7 +126,7 @@ FAMILIES = {
             ("attention_dropout", "attention_dropout"),
         ),
         our_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
-        # The slow way adds up products in slices, to round as one of its training layouts did: ours does not.
+        # slow_but_exact sums products in slices, to round as one training layout did. Ours does not.
         their_constants={"tie_word_embeddings": True, "slow_but_exact": False},
         parameters=(
             Parameter(WORD_EMBEDDINGS, "transformer.word_embeddings.weight"),
@@ -185,7 +185,7 @@ FAMILIES = {
             *_with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.c_proj", TRANSPOSED),
             *_with_bias("{final}", "transformer.ln_f"),
         ),
-        # The causal mask, and what it puts in place of a hidden score.
+        # The causal mask, and the score of masked positions.
         buffers=("transformer.h.{block}.attn.bias", "transformer.h.{block}.attn.masked_bias"),
     ),
 }

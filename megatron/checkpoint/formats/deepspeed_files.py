@@ -1,0 +1,150 @@
+"""DeepSpeed's optimizer files: the position of each parameter's fp32 values and moments in them.
+
+When a run saves, every (stage, TP rank) pair, and with ZeRO each of its data-parallel ranks, writes a
+file of flat fp32 partitions and the position of each parameter in them. The pieces of a parameter, in the
+order of the data-parallel ranks, form its tensor-parallel shard. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.formats.torch_archive import StoredTensor, read_file
+from megatron.checkpoint.integrity.names import check_parameter
+from megatron.config.errors import ConfigError
+from megatron.files import expect_layout
+
+# The name of a parameter's fp32 values; its moments have the optimizer's names.
+VALUES = "fp32"
+_ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """Elements start to start + length - 1 of an optimizer group's partition in one file."""
+
+    state: dict
+    group: int
+    start: int
+    length: int
+
+    @property
+    def master(self) -> StoredTensor:
+        return self.state["single_partition_of_fp32_groups"][self.group]
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The optimizer's state of the group: moments as long as the partition, and the step."""
+        return self.state["base_optimizer_state"]["state"].get(self.group, {})
+
+    def piece(self, key: str) -> StoredTensor:
+        tensor = self.master if key == VALUES else self.kept[key]
+        # A malicious file may hold an object that has the same attributes and names another file.
+        if not isinstance(tensor, StoredTensor):
+            raise ConfigError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
+        return tensor.part(self.start, self.length)
+
+
+class OptimizerFiles:
+    """The optimizer state of all parameters. `common`: the state in the first file; it contains what is equal
+    in all files (clipping, loss scale). `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages."""
+
+    def __init__(self, folder: Path, tensor_size: int) -> None:
+        """tensor_size: tensor-parallel size of the run that saved. ConfigError names a file that is damaged
+        or has an unknown layout."""
+        self.folder = folder
+        self.tensor_size = tensor_size
+        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
+        files = optimizer_files(folder)
+        if not files:
+            raise ConfigError(f"checkpoint {folder} holds no optimizer state: use another one")
+        self.stage = int(files[0][2] == "optimizer_state_dict")
+        first_holder: dict[tuple[int, str], int] = {}
+        for model_rank, path, key in files:
+            state = _optimizer_state(path, key)
+            if path == files[0][1]:
+                self.common = state
+            tp_rank = model_rank % tensor_size
+            for name, fragment in _fragments(state, path):
+                # A tied parameter is on two stages: one of them is enough.
+                if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
+                    self._fragments[tp_rank].setdefault(name, []).append(fragment)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """All parameters, by global name."""
+        return self._fragments[0].keys()
+
+    def moments(self, name: str) -> list[str]:
+        """The optimizer's names of the moments of a parameter."""
+        first = self._fragments[0][name][0]
+        return [key for key, value in first.kept.items() if _is_moment(value, first.master)]
+
+    def others(self, name: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter beside the moments: the step."""
+        first = self._fragments[0][name][0]
+        return {key: value for key, value in first.kept.items() if not _is_moment(value, first.master)}
+
+    def pieces(self, tp_rank: int, name: str, key: str) -> list[StoredTensor]:
+        """The consecutive pieces of a TP rank's flat shard.
+
+        key: VALUES or a moment. ConfigError if this rank has none.
+        """
+        try:
+            return [fragment.piece(key) for fragment in self._fragments[tp_rank][name]]
+        except KeyError:
+            raise ConfigError(
+                f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
+                "which others have: they are from different checkpoints"
+            ) from None
+
+
+def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
+    """(model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
+    data-parallel ranks. Without ZeRO files, those of ZeRO-0."""
+    zero = [
+        (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
+    ]
+    found = sorted((int(match["data"]), int(match["model"]), path) for match, path in zero if match)
+    if found:
+        return [(model, path, "optimizer_state_dict") for _, model, path in found]
+    plain = [(_MODEL_FILE.fullmatch(path.name), path) for path in model_files(folder)]
+    return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The mp_rank files, one per (stage, TP rank) pair, in the order of their ranks."""
+    paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
+    """(parameter, its fragment) of all in one file. Checks DeepSpeed's layout."""
+    with expect_layout(path, "the optimizer's state by parameter"):
+        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
+        for group, addresses in enumerate(state["param_slice_mappings"]):
+            for name, address in addresses.items():
+                if not isinstance(masters[group], StoredTensor) or type(kept.get(group, {})) is not dict:
+                    raise TypeError(f"group {group} of parameters has no values")
+                check_parameter(name, path)
+                yield name, _Fragment(state, group, address.start, address.numel)
+
+
+def _is_moment(value: Any, master: StoredTensor) -> bool:
+    return isinstance(value, StoredTensor) and value.shape == master.shape
+
+
+def _optimizer_state(path: Path, key: str) -> dict:
+    content = read_file(path)
+    state = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or "param_slice_mappings" not in state:
+        raise ConfigError(
+            f"checkpoint file {path} holds no optimizer state by parameter ({key}, param_slice_mappings): "
+            "expected the position of each parameter, as DeepSpeed writes it with ZeRO 0 and 1"
+        )
+    return state

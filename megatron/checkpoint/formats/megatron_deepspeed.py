@@ -1,0 +1,149 @@
+"""Parameter names and arguments of Microsoft's Megatron-DeepSpeed, translated into this repository's.
+
+Its pipeline has no function between the embedding and the first transformer layer, so it counts differently.
+For L transformer layers (GPTModelPipe in its megatron/model/gpt_model.py):
+
+    layer                   index there                         index here
+    transformer layers      2 .. L+1                            3 .. L+2
+    final norm              L+2                                 L+4
+    word, positions         tied_modules.embed.*                the same
+
+Its list begins with the function `_to_float16` in every precision, so its indices do not depend on fp16 or
+bf16. All other parts of a name are equal. Two kinds of parameters have their rows in another order
+(megatron/model/transformer.py):
+
+- A gated MLP stacks the gate before the values; here the values come first.
+- Since commit 676a482c of 2024 `query_key_value` has the queries of all heads of a tensor-parallel rank, then
+  its keys, then its values. Before, it was laid out per head, as here. `checkpoint_version` is 3.0 in both.
+  The same commit added the argument `ds_sequence_parallel_fpdt`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.integrity.names import one_line
+from megatron.config import ConfigError
+from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+
+_THEIR_FIRST_LAYER = 2
+# A transformer layer is recognized by this parameter. Longer numbers are of no model.
+_INPUT_NORM = re.compile(r"(0|[1-9]\d{0,5})\.input_layernorm\.weight")
+_INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
+_POSITIONS = f"tied_modules.{TIED_EMBEDDING}.position_embeddings.weight"
+# Arguments of its megatron/arguments.py, with the value that the model here has. Older versions lack some.
+_SUPPORTED = {
+    "add_bias_linear": True,
+    "apply_layernorm_1p": False,
+    "normalization": "layernorm",
+    "num_experts": [1],
+    "squared_relu": False,
+    "untie_embeddings_and_output_weights": False,
+}
+# An argument that only versions have in which queries, keys and values are blocks.
+_NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
+_SUPPORTED_ROTARY = {"rope_theta": 10000, "rotary_percent": 1.0}
+
+
+def has_their_indices(names: Collection[str]) -> bool:
+    """Whether the transformer layers of these parameters begin at index 2."""
+    return min(_transformer_layers(names), default=None) == _THEIR_FIRST_LAYER
+
+
+def names_here(names: Collection[str]) -> dict[str, str]:
+    """Parameter name here -> stored name. All names stay as they are without `has_their_indices`."""
+    if not has_their_indices(names):
+        return {name: name for name in names}
+    last = max(_transformer_layers(names))
+    return {_name_here(name, last): name for name in names}
+
+
+def describe_indices(names: Collection[str]) -> str:
+    """What `names_here` changes, for the log."""
+    last = max(_transformer_layers(names))
+    first, shift = _THEIR_FIRST_LAYER, FIRST_TRANSFORMER_LAYER - _THEIR_FIRST_LAYER
+    return (
+        f"Its layers are numbered as in Microsoft's Megatron-DeepSpeed: transformer layers {first} to {last} "
+        f"are {first + shift} to {last + shift} here, the final norm {last + 1} is {last + 3}"
+    )
+
+
+def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Its arguments, with those of the model that have another name here under that name too."""
+    rotary = "rotary" if args.get("use_rotary_position_embeddings") else None
+    positions = "absolute" if _POSITIONS in names else rotary
+    gated = "swiglu" if args.get("swiglu") else None
+    return {**args, "position_embedding_type": positions, "glu_activation": gated}
+
+
+def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """What its model has and the model here lacks, as 'argument is value, expected value'.
+
+    args: the result of `arguments_here`.
+    """
+    rotary = _SUPPORTED_ROTARY if args["position_embedding_type"] == "rotary" else {}
+    found = [
+        f"{key} is {args[key]}, expected {value}"
+        for key, value in {**_SUPPORTED, **rotary}.items()
+        if args.get(key) not in (None, value)
+    ]
+    heads = args.get("num_attention_heads")
+    if args.get("num_key_value_heads") not in (None, heads):
+        found.append(f"num_key_value_heads is {args['num_key_value_heads']}, expected {heads}, one per head")
+    if args["position_embedding_type"] is None:
+        found.append("it has neither learned nor rotary position embeddings")
+    # Its fused kernel and openai_gelu are the tanh approximation. torch's GELU and onnx_safe are exact.
+    fused, onnx_safe = args.get("bias_gelu_fusion"), bool(args.get("onnx_safe"))
+    is_exact = (fused is False or onnx_safe) and not args.get("openai_gelu")
+    if is_exact and not args["glu_activation"]:
+        found.append(
+            f"its GELU is exact (bias_gelu_fusion is {fused}, onnx_safe is {onnx_safe}), expected the tanh "
+            "approximation"
+        )
+    if any(".lm_head." in name for name in names) and not args.get("untie_embeddings_and_output_weights"):
+        found.append("its LM head has its own weight, expected that of the word embedding")
+    return found
+
+
+def tensor_here(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
+    """A global parameter or moment with its rows in the order of the model here. Reordering copies it.
+
+    name: here. args: the result of `arguments_here`. ConfigError if they do not fit the tensor.
+    """
+    if args["glu_activation"] is not None and ".mlp.dense_h_to_4h." in name:
+        return torch.cat(tensor.chunk(2)[::-1])
+    if _NEWER_ARGUMENT in args and ".query_key_value." in name:
+        return _interleave_heads(name, tensor, args)
+    return tensor
+
+
+def _interleave_heads(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
+    """[ranks, 3, heads per rank, head_dim] x ... -> [heads, 3, head_dim] x ..., both with flat rows."""
+    heads, ranks = args.get("num_attention_heads"), args.get("tensor_model_parallel_size")
+    are_counts = all(type(count) is int and count > 0 for count in (heads, ranks))
+    if not are_counts or heads % ranks or len(tensor) % (3 * heads):
+        raise ConfigError(
+            f"{name} has {len(tensor)} rows, which do not fit the checkpoint's arguments num_attention_heads "
+            f"{one_line(heads)} and tensor_model_parallel_size {one_line(ranks)}: it is damaged"
+        )
+    blocks = tensor.reshape(ranks, 3, heads // ranks, -1, *tensor.shape[1:])
+    return blocks.transpose(1, 2).reshape(tensor.shape)
+
+
+def _transformer_layers(names: Collection[str]) -> list[int]:
+    return [int(match[1]) for name in names if (match := _INPUT_NORM.fullmatch(name))]
+
+
+def _name_here(name: str, last: int) -> str:
+    """last: index of the last transformer layer there. Distinct names stay distinct."""
+    match = _INDEXED.fullmatch(name)
+    if match is None or int(match[1]) < _THEIR_FIRST_LAYER:
+        return name
+    # A function comes before the transformer layers here, and another one after them.
+    index = int(match[1]) + (1 if int(match[1]) <= last else 2)
+    return f"{index}.{match[2]}"

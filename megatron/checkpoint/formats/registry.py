@@ -1,0 +1,65 @@
+"""The checkpoint formats: how a folder's format is recognized, and which `StateReader` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.checkpoint.lineage.latest import LATEST_FILE
+from megatron.config.registry import Choice, Registry
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.formats.reader import StateReader
+    from megatron.checkpoint.record import Checkpoint
+
+NATIVE, UNIVERSAL = "native", "universal"
+LATEST_UNIVERSAL_FILE = "latest_universal"
+# In a universal checkpoint: one folder per parameter.
+PARAMETER_FOLDER = "zero"
+
+
+@dataclass(frozen=True)
+class CheckpointFormat(Choice):
+    """A checkpoint format. Its implementation is a `StateReader`.
+
+    marker: a file or folder that checkpoints of this format contain, finished or not, and others do not.
+    latest_file: the file beside the checkpoints that names the newest one, if there is such a file.
+    """
+
+    marker: str = ""
+    latest_file: str = ""
+
+
+FORMATS = Registry(
+    "checkpoint format",
+    {
+        NATIVE: CheckpointFormat(
+            "what a run saves: DeepSpeed's files, one per rank and layer",
+            "megatron.checkpoint.formats.native:NativeReader",
+            latest_file=LATEST_FILE,
+        ),
+        UNIVERSAL: CheckpointFormat(
+            "DeepSpeed's format for exchange: one folder per parameter",
+            "megatron.checkpoint.formats.universal:UniversalReader",
+            marker=PARAMETER_FOLDER,
+            latest_file=LATEST_UNIVERSAL_FILE,
+        ),
+    },
+)
+
+
+def format_of(folder: Path) -> str:
+    """The name of the format of a checkpoint's folder: native, unless it contains another one's marker."""
+    marked = (name for name, entry in FORMATS.items() if entry.marker and (folder / entry.marker).exists())
+    return next(marked, NATIVE)
+
+
+def reader_class(folder: Path) -> type[StateReader]:
+    """The class that reads the checkpoint in `folder`."""
+    return FORMATS.load(format_of(folder))
+
+
+def open_reader(checkpoint: Checkpoint) -> StateReader:
+    """The reader of a checkpoint. It opens files when they are first read."""
+    return reader_class(checkpoint.folder)(checkpoint)

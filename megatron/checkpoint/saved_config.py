@@ -1,0 +1,106 @@
+"""The configuration in a checkpoint's `run.json`: its checks, and its use by --use-checkpoint-args.
+
+Imports neither torch nor DeepSpeed: every rank reads it while it reads the command line.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
+from megatron.checkpoint.integrity.names import one_line
+from megatron.checkpoint.lineage.latest import read_latest
+from megatron.checkpoint.record import RUN_FILE, Checkpoint
+from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.config.checkpoint_args import SavedConfig
+from megatron.files import HostileFileError
+
+RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
+# Limit for integers in a run's settings (tokens, samples, seeds).
+_LARGEST_SIZE = 1 << 53
+
+
+def check_run_file(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if `run.json` lacks a part that describes the model or its layout, or is
+    malformed."""
+    lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
+    if lacking:
+        raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
+    for part in ("config", "layout", "stages"):
+        if not isinstance(checkpoint.run[part], dict):
+            raise ConfigError(f"checkpoint {checkpoint.folder}: {part} in {RUN_FILE} is not a JSON object")
+    try:
+        config = Config.from_dict(checkpoint.run["config"])
+        layers, parameters = config.model.num_layers, len(checkpoint.run.get("parameters") or ())
+        if parameters and layers > parameters:
+            raise HostileFileError(
+                f"checkpoint {checkpoint.folder}: {RUN_FILE} has a config of {layers:,} layers, and only "
+                f"{parameters:,} parameters"
+            )
+        if max(_sizes(checkpoint.run["config"])) > _LARGEST_SIZE:
+            raise ConfigError(f"a number is larger than {_LARGEST_SIZE:,}")
+    except HostileFileError:
+        raise
+    except (AttributeError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({one_line(error)})"
+        ) from error
+
+
+def _sizes(settings: Any) -> Iterator[int]:
+    """The integers in a nested config, and 0."""
+    yield 0
+    for value in settings.values() if isinstance(settings, dict) else ():
+        yield from _sizes(value)
+        if isinstance(value, int):
+            yield value
+
+
+def read_saved_config(options: CheckpointConfig) -> SavedConfig:
+    """The configuration of the checkpoint in --load; or of one in --save, if --load cannot be read and the
+    run may have saved its own since. Reads `run.json` only. ConfigError if there is none.
+
+    It may be another checkpoint than the one that the run resumes from, if the newest one is damaged. The
+    checkpoint that is loaded is compared with the configuration again.
+    """
+    load, save = Path(options.load or ""), options.save
+    try:
+        checkpoint = _newest(load, options.universal_checkpoint)
+    except (ConfigError, OSError) as error:
+        own = None
+        if save is not None and Path(save).resolve() != load.resolve():
+            own = _newest_or_none(Path(save))
+        if own is None:
+            raise ConfigError(f"--use-checkpoint-args: {error}") from error
+        checkpoint = own
+    if checkpoint.is_external:
+        raise ConfigError(
+            f"--use-checkpoint-args: checkpoint {checkpoint.folder} was made by another program and lacks "
+            "the full configuration of the model: give the flags of the model"
+        )
+    check_run_file(checkpoint)
+    return SavedConfig(str(checkpoint.folder), checkpoint.config)
+
+
+def _newest_or_none(folder: Path) -> Checkpoint | None:
+    try:
+        return _newest(folder, universal=False)
+    except (ConfigError, OSError):
+        return None
+
+
+def _newest(folder: Path, universal: bool) -> Checkpoint:
+    """The checkpoint in `folder`, or the one that `latest` or `latest_universal` in it names."""
+    if universal:
+        return find_universal(folder, with_files=False)
+    if (folder / RUN_FILE).is_file():
+        return open_checkpoint(folder, with_files=False)
+    latest = read_latest(folder)
+    if latest is not None and (current_path(folder, latest) / RUN_FILE).is_file():
+        return open_checkpoint(current_path(folder, latest), with_files=False)
+    checkpoint = find_latest(folder) if folder.is_dir() else None
+    if checkpoint is None:
+        raise ConfigError(
+            f"--load {folder} holds no checkpoint (a universal one needs --universal_checkpoint)"
+        )
+    return checkpoint

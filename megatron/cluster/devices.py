@@ -1,0 +1,59 @@
+"""The device of a process, and CUDA's settings that the overlap of communication and computation relies
+on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from megatron.cluster.launch import node_name
+from megatron.config import ConfigError, ParallelConfig
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.environ) -> int:
+    """The index of this process's device among the visible ones.
+
+    Processes that each see one device (srun --gpus-per-task=1) all use index 0. Raises ConfigError if there
+    are fewer devices than processes on the node.
+    """
+    if num_visible == 1:
+        return 0
+    if local_rank < num_visible:
+        return local_rank
+    raise ConfigError(
+        f"LOCAL_RANK {local_rank} has no device: {num_visible} devices are visible on {node_name(env)} "
+        f"(CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', 'unset')}): start at most {num_visible} "
+        "processes per node (--nproc_per_node, --ntasks-per-node), or give each task its own device (srun "
+        "--gpus-per-task=1)"
+    )
+
+
+def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ) -> str:
+    """A name that two processes have in common only if they use the same device; "" on a CPU."""
+    if accelerator.device_name() == "cpu":
+        return ""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
+    # Slices of one GPU (MIG) differ in the variable only.
+    return f"{node_name(env)} {uuid} {env.get('CUDA_VISIBLE_DEVICES', '')}"
+
+
+def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS for the layout; returns a sentence if the user has set another value.
+
+    With one hardware queue the GPU starts kernels in the order of their launches, so a tensor-parallel
+    collective starts before the matrix product that it overlaps with (Megatron-LM requires this). The
+    all-gathers of ZeRO-2 and 3 would wait for the computation instead. Call it before CUDA is initialized.
+    """
+    if parallel.tensor_model_parallel_size == 1 or parallel.zero_stage >= 2:
+        return None
+    if env.setdefault(_CONNECTIONS, "1") == "1":
+        return None
+    return (
+        f"{_CONNECTIONS} is {env[_CONNECTIONS]}: expected 1, so that tensor-parallel communication overlaps "
+        "with matrix products"
+    )

@@ -1,0 +1,50 @@
+"""How a rank ended, and exit codes. Needs no torch, so that a wrong flag is reported at once.
+
+0: finished, or stopped by --exit-interval or --kill-switch-path. 1: a failure; a restart may help. 2: a
+user's mistake, or not enough memory: a restart would fail again. 75, 124, 130: see below.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+from megatron.config.errors import CONFIG_ERROR_EXIT_CODE as CONFIG_ERROR_EXIT_CODE
+
+# Errors of gloo and NCCL after another process has ended.
+_LOST_CONNECTION = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL.*(remote|abort)"
+)
+
+FAILURE_EXIT_CODE = 1
+# EX_TEMPFAIL of sysexits.h: the run has saved, and the same command resumes it. Under torch's launcher the
+# code is 0: the launcher treats every other code as a failure and ends the other processes.
+REQUEUE_EXIT_CODE = 75
+# The exit code of timeout(1).
+HANG_EXIT_CODE = 124
+# Stopped by SIGINT (Ctrl-C).
+INTERRUPTED_EXIT_CODE = 130
+
+
+class ExitStatus(str, Enum):
+    """How a rank ended. A report without one belongs to a rank that was killed or still runs."""
+
+    FINISHED = "finished"
+    REQUEUE = "requeue"
+    """Stopped early and saved: the same command resumes."""
+    INTERRUPTED = "interrupted"
+    """Stopped by SIGINT (Ctrl-C) after the current step, and saved if there is --save."""
+    CONFIG_ERROR = "config error"
+    STOPPED = "stopped"
+    """RunStopped: a restart would fail again."""
+    FAILED = "failed"
+    HANG = "hang"
+    SIGNALLED = "signalled"
+    """Ended at once by a signal, without a save."""
+    ABORTED = "aborted"
+    """Ended because another rank of the node failed or was killed."""
+
+
+def is_lost_connection(error: str) -> bool:
+    """Whether an error is the consequence of the end of another process."""
+    return _LOST_CONNECTION.search(error) is not None

@@ -1,0 +1,73 @@
+"""Processes of this node: whether they run, and a temporary folder that the processes of one start share."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.cluster.launch import has_torch_launcher
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return process_state(pid) not in ("Z", "X")
+
+
+def process_state(pid: int) -> str:
+    """The state of a process in /proc: 'R', 'S', 'T' (stopped), 'Z' (zombie), ...; '' if unknown."""
+    fields = _process_fields(pid)
+    return fields[0] if fields else ""
+
+
+def _process_fields(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the third, the state, on."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
+    """A folder that the ranks of one start share on this node, and that other users cannot write to; None if
+    it cannot be created."""
+    base = Path(tempfile.gettempdir()) / f"megatron-{os.getuid()}"
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        status = base.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        return None
+    return str(base / f"{_start_key(env)}-{_pid_namespace()}@{node}")
+
+
+def _start_key(env: Mapping[str, str]) -> str:
+    """A name that is the same in all processes of one start on this node, and different for other starts."""
+    if "SLURM_STEP_ID" in env and not has_torch_launcher(env):
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        return "-".join(["slurm", *(env.get(name, "0") for name in names)])
+    # The launcher, or the shell that has started all processes. Process ids are reused, so its start time
+    # too.
+    parent = os.getppid()
+    fields = _process_fields(parent)
+    started = fields[19] if len(fields) > 19 else "0"
+    port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{parent}-{started}-{port}-{restart}"
+
+
+def _pid_namespace() -> str:
+    """Containers with their own process ids must not share reports."""
+    try:
+        return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    except OSError:
+        return "0"

@@ -1,0 +1,75 @@
+"""What a run reads of each data set: documents, tokens, samples and epochs, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config import DataConfig
+from megatron.data.blended_dataset import BlendOrder
+from megatron.data.gpt_dataset import index_requests, requested_groups
+from megatron.text_table import format_table
+
+
+@dataclass(frozen=True)
+class DatasetUsage:
+    """What a run reads of one data set for one split or weighted group."""
+
+    group: str
+    prefix: str
+    documents: int
+    """Documents of the data set that belong to the split."""
+    tokens: int
+    """Tokens of these documents: one epoch."""
+    samples: int
+    """Samples that the run reads from the data set."""
+    share: float
+    """These samples as a fraction of all samples of the group."""
+    epochs: float
+    """How many times the run reads each token."""
+    is_training: bool
+
+
+def dataset_usage(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> list[DatasetUsage]:
+    """What a run reads. num_samples: samples of the train, valid and test split; 0: not read, no entry.
+
+    Raises ConfigError for damaged data and for a split with fewer tokens than one sample.
+    """
+    usages = []
+    for is_training, groups in zip((True, False, False), requested_groups(data, num_samples), strict=True):
+        for group, wanted in groups:
+            counts = BlendOrder(group.weights).samples_of_components(wanted)
+            requests = index_requests(group, wanted, seq_length, seed, data.data_cache_path)
+            for request, samples in zip(requests, counts, strict=True):
+                tokens = request.plan().tokens_per_epoch
+                usages.append(
+                    DatasetUsage(
+                        group=group.name,
+                        prefix=request.dataset.prefix,
+                        documents=len(request.documents),
+                        tokens=tokens,
+                        samples=samples,
+                        share=samples / wanted,
+                        epochs=samples * seq_length / tokens,
+                        is_training=is_training,
+                    )
+                )
+    return usages
+
+
+def usage_table(usages: Sequence[DatasetUsage], max_epochs: float) -> str:
+    """A row per data set and group, and a warning per data set that training reads more than `max_epochs`
+    times."""
+    rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
+    for usage in usages:
+        counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]
+        rows.append([usage.group, usage.prefix, *counts, f"{usage.share:.1%}", f"{usage.epochs:.3g}"])
+    warnings = [
+        f"warning: training reads {usage.prefix} {usage.epochs:.2f} times, above --max-epochs-per-dataset "
+        f"{max_epochs:g}: add data, lower its weight, or raise the flag"
+        for usage in usages
+        if usage.is_training and usage.epochs > max_epochs
+    ]
+    return "\n".join([format_table(rows, left_align=(0, 1)), *warnings])

@@ -1,0 +1,34 @@
+"""Named ranges for profilers: on NVIDIA GPUs, NVTX ranges, which Nsight Systems shows on its time line.
+
+The simulation reads the same ranges to assign the work of a step to the instructions of the schedule.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+TRAIN_STEP = "train_step"
+
+
+@contextmanager
+def profiler_range(message: str) -> Iterator[None]:
+    """Marks what runs within this context."""
+    get_accelerator().range_push(message)
+    try:
+        yield
+    finally:
+        get_accelerator().range_pop()
+
+
+def in_profiler_range(name: str, method: Callable) -> Callable:
+    """A method that runs an instruction of a schedule, in a range such as 'ForwardPass buffer_id=0'."""
+
+    @wraps(method)
+    def run(self: Any, **arguments: int) -> Any:
+        with profiler_range(" ".join([name, *(f"{key}={value}" for key, value in arguments.items())])):
+            return method(self, **arguments)
+
+    return run

@@ -1,0 +1,88 @@
+"""What a stage receives from its neighbours, derived from the plan of the stages."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.engine.deepspeed_config import deepspeed_dict
+from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
+from megatron.mpu.layout import ParallelLayout
+
+_MESSAGE_ELEMENTS = 256
+"""Length of DeepSpeed's message with shapes (TENSOR_META_SIZE)."""
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def tensors_at(config: Config, bound: int, seq_length: int) -> list[Spec]:
+    """Shapes and dtypes of the tensors that the layer before `bound` returns on one rank: the inputs of a
+    stage that begins with layer `bound` (see the list of layers in `megatron.model.gpt_model`)."""
+    model, batch = config.model, config.batch.micro_batch_size
+    last_layer = FIRST_TRANSFORMER_LAYER + model.num_layers - 1
+    if bound <= 1:
+        return [((batch, seq_length), torch.int64)]
+    wide = config.precision.fp32_residual_connection and bound <= last_layer + 2
+    if model.apply_residual_connection_post_layernorm and bound > FIRST_TRANSFORMER_LAYER:
+        wide = False  # the residual is the output of a norm
+    dtype = torch.float32 if wide else PARAMETER_DTYPES[config.precision.name]
+    if not FIRST_TRANSFORMER_LAYER <= bound <= last_layer + 1:
+        shape = (batch, seq_length, model.hidden_size)
+    else:
+        parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+        shape = (seq_length // parts, batch, model.hidden_size)
+    has_document_ids = config.data.reset_attention_mask or (
+        config.data.reset_position_ids and model.position_embedding_type == "rotary"
+    )
+    documents = [((batch, seq_length), torch.int64)] if has_document_ids and bound <= last_layer + 1 else []
+    return [(shape, dtype), *documents]
+
+
+class Neighbours:
+    """Fills the integer messages that a rank receives: shapes, and tables of partitioned tensors."""
+
+    def __init__(self, config: Config, layout: ParallelLayout, bounds: list[int], seq_length: int) -> None:
+        self._layout = layout
+        stage, is_v = layout.pipeline_stage, config.parallel.schedule.stages_per_rank == 2
+        after = 2 * layout.pp_size - 1 - stage if is_v else stage + 1
+        self._before = tensors_at(config, bounds[stage], seq_length)
+        self._after = tensors_at(config, bounds[after], seq_length)
+        pipeline = deepspeed_dict(config, config.batch.global_batch_size).get("pipeline", {})
+        self._partitioned = layout.tp_size > 1 and pipeline.get("pipe_partitioned", True)
+
+    def fill(self, values: Tensor, source: int) -> None:
+        """See `device.Peers`."""
+        other = source // (self._layout.tp_size * self._layout.dp_size)
+        specs = self._before if other < self._layout.pipeline_stage else self._after
+        if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
+            message = self._shape_message(specs)
+            values[: len(message)] = torch.tensor(message, dtype=torch.int32)
+        elif values.dtype == torch.int64 and values.dim() == 1 and self._partitioned:
+            values.copy_(torch.tensor(self._partition_table(specs[0][0])))
+
+    def _shape_message(self, specs: list[Spec]) -> list[int]:
+        """In the format of `PipelineEngine._send_tensor_meta`."""
+        if self._partitioned:
+            (shape, dtype), *others = specs
+            table, elements = self._partition_table(shape), _elements(shape)
+            specs = [((len(table),), torch.int64), ((elements // self._layout.tp_size,), dtype), *others]
+        described = [
+            number
+            for shape, dtype in specs
+            for number in (PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape)
+        ]
+        return [0, *described] if len(specs) == 1 else [2, len(specs), *described]
+
+    def _partition_table(self, shape: tuple[int, ...]) -> list[int]:
+        """In the format of `PartitionedTensor.to_meta`: equal parts."""
+        parts, elements = self._layout.tp_size, _elements(shape)
+        ends = [elements // parts * part for part in range(parts + 1)]
+        return [len(shape), *shape, parts, self._layout.tp_rank, *ends]
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements

@@ -1,0 +1,282 @@
+"""One rank of a run on the simulated device, through the run's own code.
+
+`simulate_rank` makes the process group, the model, the engine and the trainer as `megatron.training.run`
+does, and runs two iterations of the trainer's loop. The second is recorded: by then optimizer state and
+tables exist. No other rank exists: the backend's collectives return at once.
+
+The process that calls it cannot be used for anything else afterwards: see `processes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import set_accelerator
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
+from megatron.checkpoint.compatibility import resumed_schedule
+from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.record import TrainingState
+from megatron.cluster import processes
+from megatron.cluster.rank_reports import RankReport
+from megatron.cluster.watchdog import Watchdog
+from megatron.config import BatchSchedule, Config, ConfigError
+from megatron.config.batch import RunLength
+from megatron.data.loader import GPTBatchLoader
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.engine.profiler_ranges import TRAIN_STEP
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.planner.layer_times import needs_profiling, read_layer_times
+from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
+from megatron.simulation.accelerator import BACKEND, SimulatedAccelerator
+from megatron.simulation.device import SimulatedDevice
+from megatron.simulation.peers import Neighbours
+from megatron.simulation.record import Instruction, StepRecord
+from megatron.simulation.torch_patches import patched_torch, register_device
+from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
+from megatron.training.build import build_engine
+from megatron.training.data import RunData
+from megatron.training.logging.startup_report import StartupReport
+from megatron.training.planned_memory import planned_bytes
+from megatron.training.trainer import Trainer, make_metrics
+
+_STEPS = 2
+_NEVER = 2**40
+# A first occurrence, and two others that must be equal.
+_LEAST_MICRO_BATCHES = 3
+
+
+def simulated_micro_batches(config: Config, stage: int) -> int:
+    """Micro-batches that a stage is simulated with: enough to fill its pipeline and to compare several, at
+    most those of the run."""
+    parallel = config.parallel
+    in_flight = parallel.num_stages - stage
+    enough = max(in_flight + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
+    return min(micro_batches_per_step(config), enough)
+
+
+def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
+    """The vocabulary and the stages of the run. ConfigError if the stages depend on measured times."""
+    vocab = find_vocabulary(config)
+    times = read_layer_times(config, vocab.size)
+    if times is None and needs_profiling(_with(config, training={"dry_run": False})):
+        raise ConfigError(
+            "--simulate needs the stages, and --partition-method profile measures them on the devices: give "
+            "the file of an earlier run as --partition-profile, or another --partition-method"
+        )
+    return vocab, plan_stages(config, vocab.size, times)
+
+
+def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
+    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`)."""
+    vocab, plan = plan_of(config)
+    layout = ParallelLayout.from_config(config.parallel, rank)
+    count = micro_batches or simulated_micro_batches(config, layout.pipeline_stage)
+    first = config.curriculum.steps if config.curriculum is not None else 0
+    config = _simulated_config(config, count, first + _STEPS)
+    neighbours = Neighbours(config, layout, plan.bounds, config.seq_length_at(first + 1))
+    with _simulated_process(neighbours, layout) as (simulated, ranges):
+        trainer = _make_trainer(config, layout, vocab, plan, first)
+        optimizer = trainer.engine.optimizer
+        ranges.on_step = lambda: _mark_state(simulated, optimizer)
+        trainer.train(TrainingState(first, 0, 0))
+        return _record(simulated, trainer.engine, layout, count)
+
+
+def _with(config: Config, **changes: dict[str, Any]) -> Config:
+    sections = {
+        name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()
+    }
+    return dataclasses.replace(config, **sections)
+
+
+def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
+    """The run's configuration with another number of micro-batches, without what writes or reads files,
+    evaluates or logs, and with an exit after `last_iteration`."""
+    batch = config.batch
+    unit = batch.micro_batch_size * config.parallel.data_parallel_size
+    return _with(
+        config,
+        batch={"global_batch_size": micro_batches * unit, "rampup_batch_size": None},
+        checkpoint={"save": None, "load": None},
+        parallel={"distributed_backend": None},
+        training={
+            "eval_iters": 0,
+            "exit_interval": last_iteration,
+            "exit_duration_in_mins": None,
+            "hang_timeout": 0.0,
+            "kill_switch_path": None,
+            "deepspeed_config": None,
+            "compile": False,
+        },
+        logging={"tensorboard_dir": None, "wandb_project": None, "log_path": None, "log_interval": _NEVER},
+        data={"num_workers": 0},
+        stability={"skip_train_iteration_range": ()},
+    )
+
+
+class _Ranges:
+    """Reads the ranges that the engine marks for profilers."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        self._simulated = simulated
+        self._open: list[Any] = []
+        self.on_step = lambda: None
+
+    def push(self, message: str) -> None:
+        name, *arguments = message.split(" ")
+        context: Any = nullcontext()
+        if name == TRAIN_STEP:
+            self.on_step()
+            self._simulated.memory.begin_step()
+            self._simulated.trace.begin_step()
+        elif name.isidentifier():
+            values = {key: int(value) for key, _, value in (part.partition("=") for part in arguments)}
+            instruction = Instruction(name, values.get("phase", 0))
+            context = self._simulated.trace.instruction(instruction, values.get("buffer_id", 0))
+        self._open.append(context)
+        context.__enter__()
+
+    def pop(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+@contextmanager
+def _simulated_process(
+    neighbours: Neighbours, layout: ParallelLayout
+) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
+    """Makes this process the rank of `layout` on a simulated device."""
+    register_device()
+    simulated = SimulatedDevice(neighbours)
+    ranges = _Ranges(simulated)
+    set_accelerator(SimulatedAccelerator(simulated, ranges))
+    dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", "sim"])
+    os.environ.update(
+        RANK=str(layout.rank),
+        WORLD_SIZE=str(layout.world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+    )
+    # Backward passes run in this thread, where the mode is active.
+    with patched_torch(simulated), torch.autograd.set_multithreading_enabled(False), simulated:
+        yield simulated, ranges
+
+
+class _EmptySamples:
+    """Token files are not read: no result depends on tokens."""
+
+    name = "simulated"
+
+    def __init__(self, count: int, seq_length: int) -> None:
+        self._count, self._sample = count, np.zeros(seq_length + 1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self._sample
+
+
+class _NoReport(StartupReport):
+    """The report of the first steps compares figures of all ranks, and the others are not there."""
+
+    def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
+        return iter(())
+
+
+class _SimulatedTrainer(Trainer):
+    """The run's trainer without the report of the first steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.startup_report = _NoReport(self.config, self.engine.layout, self.planned_bytes)
+
+
+def _leave_uninitialized(module: nn.Module, seed: int, tp_group: TPGroup) -> None:
+    """Parameters on the simulated device have no values."""
+
+
+def _make_trainer(
+    config: Config, layout: ParallelLayout, vocab: Vocabulary, plan: StagePlan, first: int
+) -> Trainer:
+    rank = processes.init_distributed(config, FakeStore())
+    vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
+    tp_group = layout.make_tp_group()
+    engine = build_engine(config, layout, tp_group, vocab, plan, _leave_uninitialized)
+    size, unit = config.batch.global_batch_size, config.batch.micro_batch_size * layout.dp_size
+    batches = BatchSchedule(size)
+    least = config.parallel.min_micro_batches * unit
+    if size > least:
+        # As few micro-batches as possible in the first step, which only makes the state.
+        batches = BatchSchedule(size, (least, size - least, least))
+    samples = _EmptySamples(_STEPS * size, config.model.seq_length)
+    loader = GPTBatchLoader(
+        samples,
+        micro_batch_size=config.batch.micro_batch_size,
+        dp_rank=layout.dp_rank,
+        dp_size=layout.dp_size,
+        eod=vocab.eod,
+        eod_mask_loss=config.data.eod_mask_loss,
+    )
+    return _SimulatedTrainer(
+        config,
+        engine,
+        RunData(loader, {}, {}),
+        RunLength(_NEVER, len(samples)),
+        batches,
+        resumed_schedule(None, config),
+        make_metrics(config, vocab.size, rank),
+        Watchdog(RankReport(None, str(rank))),
+        CheckpointManager(engine, "", vocab.size, vocab.eod, {}),
+        planned_bytes(config, vocab.size, plan),
+    )
+
+
+def _mark_state(simulated: SimulatedDevice, optimizer: MixedPrecisionOptimizer) -> None:
+    for flat in optimizer.flat:
+        simulated.memory.mark_state("parameters", [flat.weights, flat.local_weights])
+        simulated.memory.mark_state(
+            "gradients", [flat.gradients, flat.local_gradients, flat.reduced_grad_norms]
+        )
+        moments = [
+            x for value in optimizer.optimizer.state.get(flat.master, {}).values() for x in _tensors_of(value)
+        ]
+        simulated.memory.mark_state("optimizer", [flat.master, *moments])
+
+
+def _tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a moment, which may be quantized."""
+    if isinstance(state, Tensor):
+        return [state]
+    return [x for x in getattr(state, "__dict__", {}).values() if isinstance(x, Tensor)]
+
+
+def _record(
+    simulated: SimulatedDevice, engine: GPTEngine, layout: ParallelLayout, micro_batches: int
+) -> StepRecord:
+    first, rest = simulated.trace.by_instruction()
+    simulated.memory.end_instruction(None)
+    return StepRecord(
+        rank=layout.rank,
+        stage=layout.pipeline_stage,
+        world_size=layout.world_size,
+        micro_batches=micro_batches,
+        parameters=sum(p.numel() for p in engine.module.parameters()),
+        peak=simulated.memory.peak_memory(),
+        end=simulated.memory.current_memory(),
+        host_bytes=simulated.host_memory.total,
+        first=first,
+        rest=rest,
+        order=simulated.trace.order,
+        outside=simulated.trace.outside,
+    )

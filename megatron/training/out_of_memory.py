@@ -1,0 +1,127 @@
+"""The error of a rank that cannot allocate memory: planned and measured memory, and the flags that reduce
+it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megatron.cluster.exit_codes import OutOfMemory
+from megatron.config import Config, ConfigError
+from megatron.config.checks.validate import validate
+from megatron.planner.stages import StagePlan, plan_stages
+from megatron.training.logging.peak_memory import local_memory
+from megatron.training.planned_memory import planned_bytes
+
+_GIB = 2**30
+_MAX_FLAGS = 3
+# A flag must reduce the planned memory by this share to be named.
+_MIN_SAVING = 0.02
+# Unused memory that the allocator has reserved, as a share of the device, from which it is fragmented.
+_FRAGMENTED_SHARE = 0.1
+# How errors that are not a torch.OutOfMemoryError describe an allocation that failed.
+_MESSAGES = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+)
+
+
+@contextmanager
+def explained_out_of_memory(
+    config: Config, vocab_size: int, plan: StagePlan, pipeline_rank: int
+) -> Iterator[None]:
+    """Raises OutOfMemory for an allocation that fails in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(describe_out_of_memory(error, config, vocab_size, plan, pipeline_rank)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the device or in host memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(message in str(error) for message in _MESSAGES)
+
+
+def describe_out_of_memory(
+    error: BaseException, config: Config, vocab_size: int, plan: StagePlan, pipeline_rank: int
+) -> str:
+    """One sentence: the allocation, planned and measured memory of this rank, and flags with their planned
+    memory."""
+    planned = planned_bytes(config, vocab_size, plan)
+    measured = local_memory()
+    total = get_accelerator().total_memory()
+    found = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in measured.items())
+    cause = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+    flags = memory_flags(config, vocab_size, max(planned))
+    remedy = ", ".join(f"{flag} ({size / _GIB:.2f} GiB planned)" for flag, size in flags)
+    return (
+        f"out of memory: {cause}; stage {pipeline_rank} is planned with {planned[pipeline_rank] / _GIB:.2f} "
+        f"GiB (largest stage {max(planned) / _GIB:.2f} GiB), measured {found}, the device has "
+        f"{total / _GIB:.2f} GiB; try {_fragmentation_hint(measured, total)}{remedy or 'more devices'}"
+    )
+
+
+def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
+    unused = measured.get("peak reserved", 0) - measured.get("peak allocated", 0)
+    expandable = "expandable_segments" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if expandable or unused < _FRAGMENTED_SHARE * total:
+        return ""
+    return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (the memory is fragmented), "
+
+
+def memory_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
+    """The flags that reduce the planned memory of the largest stage most: (flag and value, planned bytes with
+    it).
+
+    planned: bytes now. At most three, in the order of their effect; none of them changes what is trained.
+    """
+    found = []
+    for flag, changes in _candidates(config):
+        candidate = replace(
+            config, **{name: replace(getattr(config, name), **new) for name, new in changes.items()}
+        )
+        with suppress(ConfigError):
+            validate(candidate)
+            size = max(planned_bytes(candidate, vocab_size, plan_stages(candidate, vocab_size)))
+            if size < (1 - _MIN_SAVING) * planned:
+                found.append((flag, size))
+    return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]
+
+
+def _candidates(config: Config) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """(flag and value, section -> field -> value) of settings that may reduce the memory and keep the
+    model."""
+    parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
+    if micro_batch > 1:
+        yield f"--micro-batch-size {micro_batch // 2}", {"batch": {"micro_batch_size": micro_batch // 2}}
+    if not training.recomputes_layers:
+        yield "--checkpoint-activations", {"training": {"checkpoint_activations": True}}
+        if not training.recomputes_attention:
+            yield "--recompute-granularity selective", {"training": {"recompute_granularity": "selective"}}
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tensor > 1 and not parallel.sequence_parallel:
+        yield "--sequence-parallel", {"parallel": {"sequence_parallel": True}}
+    for stage in range(parallel.zero_stage + 1, 4 if pipeline == 1 else 2):
+        yield f"--zero-stage {stage}", {"parallel": {"zero_stage": stage}}
+    if not parallel.cpu_offload:
+        yield "--cpu-offload", {"parallel": {"cpu_offload": True}}
+    yield (
+        f"--tensor-model-parallel-size {2 * tensor}",
+        {"parallel": {"tensor_model_parallel_size": 2 * tensor}},
+    )
+    yield (
+        f"--pipeline-model-parallel-size {2 * pipeline}",
+        {"parallel": {"pipeline_model_parallel_size": 2 * pipeline}},
+    )

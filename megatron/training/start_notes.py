@@ -1,0 +1,68 @@
+"""Sentences at the start of a run about what a resume changes and what the rest of the run will do."""
+
+from collections.abc import Iterator
+
+from megatron.checkpoint.compatibility import starts_at_zero
+from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.config import BatchSchedule, Config
+from megatron.config.batch import RunLength
+from megatron.optimizer.schedule import LearningRateSchedule, Progress
+
+
+def start_notes(
+    checkpoint: Checkpoint | None,
+    config: Config,
+    length: RunLength,
+    batches: BatchSchedule,
+    lr_schedule: LearningRateSchedule,
+) -> list[str]:
+    """One sentence each: nothing to train, a batch size that differs from the checkpoint's, a learning rate
+    of 0."""
+    if config.training.no_train:
+        return []
+    state = checkpoint.start_state if checkpoint is not None else TrainingState()
+    if state.iteration >= length.iterations:
+        return [
+            f"nothing to train: the checkpoint is at iteration {state.iteration} and the run ends at "
+            f"iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
+        ]
+    return [*_batch_notes(checkpoint, batches, length), *_rate_notes(config, length, batches, lr_schedule)]
+
+
+def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: RunLength) -> Iterator[str]:
+    if checkpoint is None or checkpoint.is_external or starts_at_zero(checkpoint):
+        return
+    saved, samples = BatchSchedule.from_config(checkpoint.config.batch), checkpoint.state.consumed_samples
+    if saved != batches:
+        yield (
+            f"the batch size differs from the checkpoint's: {saved.global_batch_size_at(samples)} samples "
+            f"there (up to {saved.global_batch_size}), {batches.global_batch_size_at(samples)} samples from "
+            f"iteration {checkpoint.state.iteration + 1} on (up to {batches.global_batch_size}); the run "
+            f"ends at iteration {length.iterations}"
+        )
+
+
+def _rate_notes(
+    config: Config, length: RunLength, batches: BatchSchedule, lr_schedule: LearningRateSchedule
+) -> Iterator[str]:
+    def progress_at(iteration: int, samples: int) -> Progress:
+        tokens = batches.tokens_of_samples(
+            samples, seq_length=config.model.seq_length, curriculum=config.curriculum
+        )
+        return Progress(iteration, samples, int(tokens))
+
+    # The last step may lie beyond the decay, because its batch is the rounded rest.
+    last_but_one = progress_at(length.iterations - 1, length.train_samples - batches.global_batch_size)
+    if lr_schedule.lr(last_but_one) > 0 or last_but_one.count("iterations") < 1:
+        return
+    unit = lr_schedule.decay_unit
+    end = progress_at(length.iterations, length.train_samples).count(unit)
+    remedy = (
+        "--override-lr-scheduler uses the schedule of the flags instead"
+        if config.schedule.use_checkpoint_lr_scheduler
+        else "raise the --lr-decay flag, or set --min-lr"
+    )
+    yield (
+        f"WARNING: the learning rate is 0 from {lr_schedule.decay_length:,} {unit} on and the run ends at "
+        f"{end:,} {unit}: these steps do not change the weights; {remedy}"
+    )

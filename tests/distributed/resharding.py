@@ -1,0 +1,42 @@
+"""A run of ten steps: saved after five on one layout, continued on another, and uninterrupted."""
+
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.testing.checkpoints import FINGERPRINT, save_midway
+from megatron.testing.layouts import (
+    VOCAB,
+    Row,
+    build_engine,
+    config_of,
+    train,
+    train_layout,
+)
+from megatron.testing.pool import run_world
+
+STEPS_BEFORE, STEPS_AFTER = 5, 5
+# (TP, PP, DP), ZeRO stage, micro-batch: each saves, and each opens what every other one saved.
+SHAPES = {
+    "tp2 pp2": Row(tp=2, pp=2, zero=1),
+    "1 process": Row(micro_batch=2),
+    "pp4 dp2": Row(pp=4, dp=2, zero=1),
+    "tp4 dp2": Row(tp=4, dp=2, zero=1, micro_batch=2),
+    "tp2 pp2 dp2": Row(tp=2, pp=2, dp=2, micro_batch=2),
+}
+
+
+def save_before(row, folder, changes):
+    save_midway(row, folder, STEPS_BEFORE, **changes)
+
+
+def resume_midway(row, folder, changes):
+    options = {"load": str(folder), **changes.get("checkpoint", {})}
+    config = config_of(row, **{**changes, "checkpoint": options})
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config)
+    train(engine, [9])  # other weights and moments: all must be replaced
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    return checkpoint.state, train(engine, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
+
+
+def uninterrupted(changes):
+    row = Row(micro_batch=2)
+    return run_world(1, train_layout, row, STEPS_BEFORE + STEPS_AFTER, **changes)[0][STEPS_BEFORE:]

@@ -1,0 +1,164 @@
+"""After a load the state is compared with the integrity record; a difference stops the run and is named."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.config import ConfigError
+from megatron.testing.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
+from megatron.testing.layouts import VOCAB, Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
+
+
+def save_two_steps(row, folder):
+    save_midway(row, folder, 2)
+
+
+def start(row, folder):
+    """What a resume prints, or why it stops; and the integrity record of the loaded state."""
+    from megatron.checkpoint.verification.record import make_integrity_record
+
+    config = config_of(row, checkpoint={"load": str(folder)})
+    engine = build_engine(config)
+    train(engine, [9])
+    printed: list[str] = []
+    try:
+        manager = make_manager(engine, folder)
+        manager.restore_or_init(find_latest(folder), printed.append)
+    except ConfigError as error:
+        return str(error)
+    return "\n".join(printed), make_integrity_record(engine, VOCAB)
+
+
+def integrity_record_in(folder):
+    return json.loads((folder / "global_step2" / "run.json").read_text())["certificate"]
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2, dp=2, zero=1), Row(pp=4), Row(tp=4, zero=1)], ids=str)
+def test_an_integrity_record_does_not_depend_on_the_layout(row, tmp_path):
+    run_world(4, save_two_steps, Row(tp=2, dp=2, zero=1), tmp_path)
+    saved = integrity_record_in(tmp_path)
+    parameters = len(saved["digests"]["fp32"])
+    for printed, again in run_world(row.world_size, start, row, tmp_path):
+        assert again["digests"] == saved["digests"] and again["updates"] == 2
+        assert again["probe"]["loss"] == pytest.approx(saved["probe"]["loss"], rel=1e-6)
+        assert again["unequal_copies"] == saved["unequal_copies"] == []
+        for line in (
+            f"weights, fp32 {parameters} parameters, equal to the last bit",
+            f"moments, exp_avg_sq {parameters} parameters, equal to the last bit",
+            "updates of the optimizer 2, equal",
+            "the same, from sample 16",
+            "the same schedule",
+        ):
+            assert line in " ".join(printed.split())
+
+
+def change(folder, what):
+    """Changes one thing in the checkpoint, and the record of its files agrees."""
+    folder = folder / "global_step2"
+    run = json.loads((folder / "run.json").read_text())
+    if what == "canary":
+        run["certificate"]["probe"]["loss"] += 0.01
+    elif what == "updates":
+        run["certificate"]["updates"] = 3
+    else:
+        path = folder / "mp_rank_00_model_states.pt"
+        state = torch.load(path, weights_only=False)
+        optimizer = state["optimizer"]
+        mappings = enumerate(optimizer["param_slice_mappings"])
+        group, address = next((g, mapping["8.weight"]) for g, mapping in mappings if "8.weight" in mapping)
+        if what == "fp32":
+            optimizer["single_partition_of_fp32_groups"][group][address.start] += 1e-6
+        else:
+            optimizer["base_optimizer_state"]["state"][group][what][address.start + 3] *= 1.001
+        torch.save(state, path)
+        run["files"][path.name]["bytes"] = path.stat().st_size
+    del run["sha256"]
+    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
+
+
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("fp32", r"weights, fp32 of 8\.weight differs from what was saved"),
+        ("exp_avg", r"moments, exp_avg of 8\.weight differs from what was saved"),
+        ("exp_avg_sq", r"moments, exp_avg_sq of 8\.weight differs from what was saved"),
+        ("updates", r"counts 2\.0 updates and had counted 3"),
+        ("canary", r"the canary loss was .* when it was saved and is"),
+    ],
+)
+def test_a_difference_stops_every_rank_and_is_named(what, named, tmp_path):
+    run_world(1, save_two_steps, Row(), tmp_path)
+    change(tmp_path, what)
+    for sentence in run_world(2, start, Row(pp=2), tmp_path):
+        assert isinstance(sentence, str)
+        assert re.search(named, sentence)
+
+
+def save_with_unequal_copies(row, folder):
+    engine = build_engine(config_of(row))
+    train(engine, range(1))
+    (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
+    place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
+    flat.master.data[place] += 1e-3 * engine.global_rank
+    make_manager(engine, folder).save(state_after(2))
+
+
+def names_of(engine, flat):
+    return {engine.optimizer.names[parameter] for parameter in flat.parameters}
+
+
+def test_replicas_that_differ_are_recorded_and_need_a_flag_to_load(tmp_path):
+    run_world(2, save_with_unequal_copies, Row(tp=2), tmp_path)
+    assert integrity_record_in(tmp_path)["unequal_copies"] == ["fp32 of 8.weight"]
+    with pytest.raises(
+        ConfigError, match=r"not equal \(fp32 of 8\.weight; 1 in all\).*--allow-replica-mismatch"
+    ):
+        find(tmp_path)
+    assert find(tmp_path, checkpoint={"allow_replica_mismatch": True})[0] is not None
+
+
+# --- data and learning rate ---
+
+
+def find(folder, fingerprint=FINGERPRINT, **changes):
+    changes.setdefault("checkpoint", {})["load"] = str(folder)
+    config = config_of(Row(), **changes)
+    return find_checkpoint(config, VOCAB, fingerprint), config
+
+
+def load_lines(folder, fingerprint, changes):
+    checkpoint, config = find(folder, fingerprint, **changes)
+    checks = load_checkpoint(build_engine(config), checkpoint, fingerprint)
+    return {check.subject: check.result for check in checks}
+
+
+def test_override_data_accepts_other_data(tmp_path):
+    run_world(1, save_two_steps, Row(), tmp_path)
+    other = {**FINGERPRINT, "tokens": [6000]}
+    with pytest.raises(ConfigError, match="--override-data to continue"):
+        find(tmp_path, other)
+    (lines,) = run_world(1, load_lines, tmp_path, other, {"checkpoint": {"override_data": True}})
+    assert lines["data"].startswith("different data, from sample 16 (--override-data): tokens: [5000]")
+
+
+@pytest.mark.parametrize("flag, winner", [("override", "new"), ("use_checkpoint", "old")])
+def test_another_schedule_is_refused_with_both_values_and_a_flag_selects_one(flag, winner, tmp_path):
+    from megatron.checkpoint.compatibility import resumed_schedule
+
+    run_world(1, save_two_steps, Row(), tmp_path)
+    old = find(tmp_path)[1].schedule.lr
+    with pytest.raises(ConfigError, match=rf"max_lr was {old}, is 0.5.*--override-lr-scheduler"):
+        find(tmp_path, schedule={"lr": 0.5})
+    changes = {"schedule": {"lr": 0.5, f"{flag}_lr_scheduler": True}}
+    checkpoint, config = find(tmp_path, **changes)
+    assert resumed_schedule(checkpoint, config).max_lr == (0.5 if winner == "new" else old)
+    (lines,) = run_world(1, load_lines, tmp_path, FINGERPRINT, changes)
+    assert lines["learning rate"].startswith(f"the {winner} schedule (--")
+    assert f"max_lr was {old}, is 0.5" in lines["learning rate"]

@@ -1,0 +1,122 @@
+"""Training resumes from a universal checkpoint of Microsoft's Megatron-DeepSpeed on every layout."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.discovery import find_universal
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.universal import UniversalReader
+from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.config.registry import load_object
+from megatron.mpu.layout import ParallelLayout
+from megatron.planner.stages import plan_stages
+from megatron.testing.checkpoints import FINGERPRINT, state_after
+from megatron.testing.layouts import EOD, FP32_BOUND, Row, config_of, relative_errors
+from megatron.testing.pool import run_world
+from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.unit.checkpoint.megatron_deepspeed_folder import (
+    ASSET_MODELS,
+    ASSET_VOCAB,
+    SEQ,
+    plain_loss,
+    unpack,
+    write_as_megatron_deepspeed,
+)
+from tools import ds_to_universal
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("changes", [{"glu_activation": "swiglu"}, {"position_embedding_type": "rotary"}])
+def test_training_resumes_with_the_same_numbers(changes, tmp_path):
+    """Weights, moments, step and position. A gated MLP is sharded after its halves are swapped."""
+    changes = {"model": changes}
+    run_world(1, save_before, Row(), tmp_path / "native", changes)
+    for _ in convert(open_source(tmp_path / "native" / f"global_step{STEPS_BEFORE}"), tmp_path / "universal"):
+        pass
+    reader = UniversalReader(find_universal(tmp_path / "universal"))
+    states = {}
+    for name in reader.names:
+        kinds = {"fp32" if kind == VALUES else kind: reader.read(name, kind) for kind in reader.kinds(name)}
+        states[name] = {**kinds, "step": reader.optimizer_scalars(name)["step"]}
+    write_as_megatron_deepspeed(tmp_path / "theirs", config_of(Row(), **changes), states)
+    expected = uninterrupted(changes)
+    resumed = {**changes, "checkpoint": {"universal_checkpoint": True}}
+    for row in (SHAPES["tp2 pp2"], SHAPES["pp4 dp2"]):
+        for state, history in run_world(row.world_size, resume_midway, row, tmp_path / "theirs", resumed):
+            assert state == state_after(STEPS_BEFORE)
+            assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+# --- files that the program itself wrote ---
+
+
+@pytest.fixture
+def asset(tmp_path):
+    unpack(tmp_path)
+    return tmp_path
+
+
+def convert_native(folder):
+    source = folder / "global_step3"
+    ds_to_universal.main(["--input_folder", str(source), "--output_folder", f"{source}_converted"])
+
+
+def next_steps(folder):
+    return json.loads((folder / "next_steps.json").read_text())
+
+
+def resume_asset(row, folder, model):
+    """State, and (loss, gradient norm) of the steps that the other program did next, on its samples."""
+    options = {"load": str(folder), "universal_checkpoint": True}
+    config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
+    checkpoint = find_checkpoint(config, ASSET_VOCAB, FINGERPRINT)
+    layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
+    tp_group = layout.make_tp_group()
+    bounds = plan_stages(config, ASSET_VOCAB).bounds
+    schedule = config.parallel.schedule
+    stage = load_object(schedule.model)(config, layout, tp_group, ASSET_VOCAB, EOD, bounds)
+    engine = load_object(schedule.engine)(config, layout, tp_group, stage)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    history = []
+    for step in next_steps(folder):
+        samples = torch.tensor(step["samples"])
+        batches = (
+            (sample[:, :-1].contiguous(), (sample[:, 1:].contiguous(), torch.ones(1, SEQ)))
+            for sample in samples.split(1)
+        )
+        loss = engine.train_step(batches, 0, len(samples), 1e-2)
+        history.append((loss.item(), engine.optimizer.grad_norm))
+    return checkpoint.state, history
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "name, converter", [("swiglu", "ours"), ("learned", "DeepSpeed's"), ("learned", "ours")]
+)
+def test_training_continues_with_the_numbers_of_the_other_program(name, converter, row, asset):
+    folder = asset / name
+    if converter == "ours":
+        convert_native(folder)
+    expected = next_steps(folder)
+    for state, history in run_world(row.world_size, resume_asset, row, folder, ASSET_MODELS[name]):
+        assert (state.iteration, state.consumed_samples, state.consumed_tokens) == (3, 24, 24 * SEQ)
+        assert history == [pytest.approx((step["loss"], step["norm"]), rel=FP32_BOUND) for step in expected]
+    plain = plain_loss(folder, name, torch.tensor(expected[0]["samples"]))
+    assert plain == pytest.approx(expected[0]["loss"], rel=FP32_BOUND)
+
+
+def test_both_converters_write_the_same_tensors(asset):
+    theirs = UniversalReader(find_universal(asset / "learned"))
+    convert_native(asset / "learned")
+    ours = UniversalReader(find_universal(asset / "learned"))
+    assert theirs.folder != ours.folder and set(theirs.stored_names) == set(ours.stored_names)
+    for name in ours.stored_names:
+        assert theirs.kinds(name) == ours.kinds(name) == [VALUES, "exp_avg", "exp_avg_sq"]
+        assert all(torch.equal(theirs.read(name, kind), ours.read(name, kind)) for kind in ours.kinds(name))
+        assert theirs.optimizer_scalars(name) == ours.optimizer_scalars(name)

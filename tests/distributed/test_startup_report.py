@@ -1,0 +1,48 @@
+"""The table of each stage's memory: printed once, a row per pipeline rank."""
+
+import re
+
+import pytest
+import torch.distributed as dist
+
+from megatron.mpu.layout import ParallelLayout
+from megatron.testing.layouts import Row, config_of
+from megatron.testing.pool import run_world
+from megatron.training.logging.startup_report import StartupReport
+
+
+class NothingMoved:
+    skipped = False
+
+
+def tables_after(row, last_step, changes):
+    layout = ParallelLayout.create(dist.get_world_size(), row.tp, row.pp, dist.get_rank())
+    first_steps = StartupReport(config_of(row, **changes), layout, [2.0**30] * row.pp)
+    return [list(first_steps.lines(NothingMoved(), step == last_step)) for step in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("last_step", "logged_after"), [(4, 2), (1, 1)], ids=["after the second step", "after the only step"]
+)
+def test_memory_is_printed_once_with_a_row_per_stage(last_step, logged_after):
+    for texts in run_world(4, tables_after, Row(pp=2, dp=2), last_step, {}):
+        assert [len(of_step) for of_step in texts] == [step == logged_after for step in range(1, 5)]
+        head, *rows = texts[logged_after - 1][0].splitlines()
+        assert head == "memory after the first steps, GiB per stage, least to most of its ranks:"
+        for stage, row in enumerate(rows):
+            column = r"resident +([\d.]+) to +([\d.]+) \(rank (\d)\)"
+            found = re.fullmatch(
+                rf"  stage +(\d+) \| {column} \| peak {column} \| planned +([\d.]+)", row
+            ).groups()
+            assert int(found[0]) == stage and float(found[-1]) == 1.0
+            for least, most, rank in (found[1:4], found[4:7]):
+                assert 0.05 < float(least) <= float(most) < 50
+                assert int(rank) in (2 * stage, 2 * stage + 1)
+        assert len(rows) == 2
+
+
+def test_a_rank_with_two_stages_has_one_row():
+    changes = {"parallel": {"pipeline_schedule": "dualpipev"}}
+    for texts in run_world(2, tables_after, Row(pp=2), 4, changes):
+        head, *rows = texts[1][0].splitlines()
+        assert "per pipeline rank" in head and len(rows) == 2

@@ -1,0 +1,87 @@
+"""The bytes that a rank sends in a step, counted at torch.distributed, are those of docs/questions.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.testing.layouts import GLOBAL_BATCH, SEQ, Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
+
+HIDDEN = 32
+LAYER_PARAMETERS = 12 * HIDDEN**2 + 13 * HIDDEN
+ACTIVATION_BYTES = 2 * SEQ * HIDDEN
+"""Of one layer's output for a micro-batch of one sample, in bf16."""
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, float]]:
+    """Bytes that this rank sends with ring collectives, by collective; 'send' for point-to-point messages."""
+    sent: dict[str, float] = {}
+    kept: dict[str, Callable[..., Any]] = {}
+
+    def count(name: str, payload: int, factor: Callable[[int], float]) -> None:
+        original = kept[name] = getattr(dist, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            tensor = kwargs.get("tensor", args[payload] if len(args) > payload else None)
+            size = dist.get_world_size(kwargs.get("group"))
+            bytes_ = tensor.numel() * tensor.element_size() * factor(size)
+            sent[name] = sent.get(name, 0) + bytes_
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counting)
+
+    count("all_reduce", 0, lambda size: 2 * (size - 1) / size)
+    count("all_gather_into_tensor", 0, lambda size: (size - 1) / size)
+    count("reduce_scatter_tensor", 1, lambda size: (size - 1) / size)
+    count("send", 0, lambda size: 1)
+    try:
+        yield sent
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)
+
+
+def sent_in_a_step(row: Row, num_layers: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    engine = build_engine(config_of(row, model={"num_layers": num_layers}))
+    train(engine, [0])  # the first step also exchanges shapes
+    with counted_bytes() as sent:
+        train(engine, [1])
+    return sent
+
+
+def sent_per_layer(row: Row) -> float:
+    """What one more layer adds, on rank 0."""
+    few, many = (run_world(row.world_size, sent_in_a_step, row, layers)[0] for layers in (2, 4))
+    return (sum(many.values()) - sum(few.values())) / 2
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (Row(dp=2, zero=1, precision="bf16"), (8 + 2) * LAYER_PARAMETERS / 2),
+        (Row(dp=2, zero=3, precision="bf16"), (2 + 2 + 4) * LAYER_PARAMETERS * GLOBAL_BATCH / 2 / 2),
+        (Row(tp=2, precision="bf16"), 8 * ACTIVATION_BYTES * GLOBAL_BATCH / 2),
+        # The recomputation stops before the last all-reduce of a layer.
+        (Row(tp=2, precision="bf16", recompute=True), 10 * ACTIVATION_BYTES * GLOBAL_BATCH / 2),
+    ],
+    ids=str,
+)
+def test_bytes_per_layer(row: Row, expected: float) -> None:
+    assert sent_per_layer(row) == pytest.approx(expected, rel=0.05)
+
+
+def test_bytes_between_stages_do_not_depend_on_the_number_of_layers() -> None:
+    row = Row(pp=3, precision="bf16")
+    for layers in (3, 6):
+        first, middle, last = run_world(3, sent_in_a_step, row, layers)
+        assert first["send"] == last["send"] == ACTIVATION_BYTES * GLOBAL_BATCH
+        assert middle["send"] == 2 * ACTIVATION_BYTES * GLOBAL_BATCH

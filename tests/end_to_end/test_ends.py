@@ -1,0 +1,94 @@
+"""Runs that are killed, interrupted or out of memory: the last line of the log names the cause."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.training.logging.log_lines import parse_log_line
+from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.end_to_end.test_resume import children
+
+FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--pipeline-model-parallel-size", "2"]
+
+
+def last_line(run: Run) -> str:
+    return run.stderr.splitlines()[-1]
+
+
+def at_step(number: int, action):
+    """Calls action(process) while the run waits after a step."""
+
+    def on_line(line: str, process: subprocess.Popen[str]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == number:
+            action(process)
+
+    return on_line
+
+
+def kill_the_last_rank(process: subprocess.Popen[str]) -> None:
+    os.kill(children(process.pid)[-1], signal.SIGKILL)
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """The launcher forwards the signal to its processes."""
+    process.send_signal(signal.SIGINT)
+
+
+def test_killed_rank_is_the_last_line_without_slurm(data: list[str]) -> None:
+    run = pretrain([*FLAGS, *data], processes=2, on_line=at_step(2, kill_the_last_rank))
+    assert run.exit_code != 0
+    assert re.match(r"error: rank 1 on \S+, stage 1 \(pid \d+\), after iteration \d: killed", last_line(run))
+    assert len(run.errors) == 1
+
+
+def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tmp_path: Path) -> None:
+    flags = [*FLAGS, *data, "--save", str(tmp_path), "--load", str(tmp_path)]
+    run = pretrain(flags, processes=2, on_line=at_step(2, interrupt))
+    saved = (tmp_path / "latest").read_text().removeprefix("global_step")
+    expected = (
+        f"interrupted by SIGINT, after iteration {saved}: the same command resumes from iteration {saved}"
+    )
+    assert last_line(run) == expected and 2 <= int(saved) < 5
+    assert run.errors == []
+
+
+def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path)]
+    run = pretrain(flags, on_line=at_step(2, interrupt))
+    last = run.steps[-1]["iteration"]
+    assert run.exit_code == 130 and run.stderr == ""
+    assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGINT"
+    assert (tmp_path / "latest").read_text() == f"global_step{last}"
+
+
+def test_signal_stops_an_evaluation(data: list[str], tmp_path: Path) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path), "--eval-interval", "2"]
+    flags += ["--eval-iters", "20"]
+    run = pretrain(flags, on_line=at_step(2, lambda process: process.terminate()))
+    assert run.exit_code == 75 and run.evaluations == []
+    assert "the evaluation on validation data at iteration 2 was stopped" in run.stdout
+    assert (tmp_path / "latest").read_text() == "global_step2"
+
+
+def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[str]) -> None:
+    run = pretrain([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
+    (line,) = run.errors
+    assert line == last_line(run)
+    assert re.match(r"error: rank 1 on \S+, stage 1 \(pid \d+\), after iteration 1: out of memory: ", line)
+    assert "Tried to allocate 20.00 MiB" in line and "is planned with" in line and "measured" in line
+    assert "try --" in line
+    assert 2 in run.rank_exit_codes
+
+
+@pytest.mark.full
+def test_run_whose_every_step_was_skipped_fails(data: list[str]) -> None:
+    run = pretrain([*MODEL, *ABSOLUTE, *SHORT, *data, "--fp16", "--initial-loss-scale", str(2**40)])
+    assert run.exit_code == 1
+    assert "none of the 5 iterations updated the weights" in last_line(run)

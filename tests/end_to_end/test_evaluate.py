@@ -1,0 +1,107 @@
+"""tools/evaluate.py, compared with the evaluation at the end of the training run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from tests.end_to_end.trained import SEQ, VARIANTS, Trained
+from tools import ds_to_universal, evaluate
+
+FIRST_BATCH = ["--samples", "4"]  # as many as --eval-iters 1 and --global-batch-size 4 read
+# fp32 differs in the order of sums only; in 16 bits the fused head of training rounds differently.
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
+
+
+def losses(capsys: pytest.CaptureFixture[str], trained: Trained, *flags: str) -> list[float]:
+    """The losses that the tool prints, one per data set."""
+    evaluate.main(["--load", str(trained.folder), *flags])
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", capsys.readouterr().out)]
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("micro_batch_size", ["3", "1"])  # 3: the last one is smaller
+def test_the_loss_is_that_of_training_on_the_same_samples(
+    micro_batch_size: str,
+    name: str,
+    train: Callable[[str], Trained],
+    data: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained = train(name)
+    tolerance = TOLERANCES[next((kind for kind in TOLERANCES if kind in name), "fp32")]
+    flags = ["--data-path", data[1], *FIRST_BATCH, "--micro-batch-size", micro_batch_size]
+    for subset, logged in (("valid", "validation"), ("test", "test")):
+        (loss,) = losses(capsys, trained, *flags, "--subset", subset)
+        assert loss == pytest.approx(trained.losses[logged], rel=tolerance)
+
+
+def test_a_universal_checkpoint_and_several_data_sets_give_the_same_losses(
+    trained: Trained, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    universal = tmp_path / "global_step5_universal"
+    native = trained.folder / "global_step5"
+    ds_to_universal.main(["--input_folder", str(native), "--output_folder", str(universal)])
+    capsys.readouterr()
+    # A data set of its own: the validation documents of the corpus, found without the code under test.
+    corpus = IndexedDataset(data[1])
+    count = len(corpus)
+    bounds = np.cumsum([round(share * count / 1000) for share in (900, 50, 50)])
+    with IndexedDatasetBuilder(tmp_path / "valid", corpus.dtype) as builder:
+        for i in range(bounds[0] - (bounds[2] - count), bounds[1] - (bounds[2] - count)):
+            builder.add_documents(corpus[i], [len(corpus[i])])
+        builder.finalize()
+    first, second = losses(capsys, trained, "--data-path", data[1], data[1], *FIRST_BATCH)
+    assert first == second
+    # The same documents in the same order, shuffled with the same seed.
+    flags = ["--data-path", str(tmp_path / "valid"), "--subset", "all", *FIRST_BATCH]
+    assert losses(capsys, trained, *flags) == [first]
+    evaluate.main(["--load", str(universal), "--data-path", data[1], *FIRST_BATCH])
+    assert f"lm loss: {first:.6E}" in capsys.readouterr().out
+
+
+def test_all_samples_are_read_once_by_default(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_documents([1, 2, 3] * 33, [60, 39])
+        builder.finalize()
+    flags = ["--data-path", str(tmp_path / "data"), "--subset", "all", "--seq-length", "16"]
+    evaluate.main(["--load", str(trained.folder), *flags])
+    line = capsys.readouterr().out
+    assert "| all | 6 of 6 samples of 16 tokens |" in line  # 99 tokens: 6 samples, and 2 tokens remain
+    loss, perplexity = (float(re.search(rf"{name}: (\S+)", line)[1]) for name in ("loss", "PPL"))
+    assert perplexity == pytest.approx(np.exp(loss), rel=1e-5)
+
+
+def test_mistakes_are_one_sentence_and_code_2(
+    trained: Trained, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mistake(*flags: str, load: Path = trained.folder) -> str:
+        with pytest.raises(SystemExit) as caught:
+            evaluate.main(["--load", str(load), *flags])
+        assert caught.value.code == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("error: ")
+        return printed.err
+
+    assert "/none" in mistake("--data-path", data[1], load=tmp_path / "none")
+    assert "no/data.idx" in mistake("--data-path", "no/data")
+    assert "--data-path 0.3" in mistake("--data-path", "0.3", data[1])
+    assert f"at most {SEQ}" in mistake("--data-path", data[1], "--seq-length", str(SEQ + 1))
+    assert "--samples is 0" in mistake("--data-path", data[1], "--samples", "0")
+    assert "--subset all" in mistake("--data-path", data[1], "--split", "1", "--subset", "valid")
+    assert "--split is 'x'" in mistake("--data-path", data[1], "--split", "x")
+    with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
+        builder.add_documents([1] * 100, [100])
+        builder.finalize()
+    record = Path(f"{data[1]}.tokenizer.json").read_text()
+    digest = re.search('"vocabulary_sha256": "(.*)"', record)[1]
+    (tmp_path / "other.tokenizer.json").write_text(record.replace(digest, "0" * 64))
+    assert "another vocabulary" in mistake("--data-path", str(tmp_path / "other"), "--subset", "all")

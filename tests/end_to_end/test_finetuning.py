@@ -1,0 +1,135 @@
+"""The commands of docs/finetuning.md, in order, on a tiny BLOOM; and interrupted fine-tuning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import VOCAB_SIZE
+from tests.end_to_end.command import ROOT, Run, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
+from tests.unit.checkpoint.hugging_face_folder import save_theirs
+
+TIMEOUT_S = 300
+# What is smaller than on the page.
+SMALL = {
+    "--seq-length 1024": "--seq-length 32",
+    "--train-iters 2000": "--train-iters 4",
+    "--lr-warmup-iters 100": "--lr-warmup-iters 1",
+    "--save-interval 500": "--save-interval 2",
+    "--global-batch-size 16": "--global-batch-size 4",
+    "--eval-interval 500": "--eval-interval 2",
+    "--eval-iters 10": "--eval-iters 1",
+}
+
+
+def commands() -> list[str]:
+    """The commands of the page's bash blocks, with smaller numbers."""
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    text = "".join(blocks).replace("\\\n", " ")
+    for given, small in SMALL.items():
+        assert given in text
+        text = text.replace(given, small)
+    return [line for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture
+def clone(tmp_path: Path, corpus: Path) -> Path:
+    """A folder that looks like a clone after `make setup`, with a model and a text in it."""
+    from transformers import GPT2TokenizerFast
+
+    for part in ("megatron", "pretrain_gpt.py", "tools"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    # A link would be taken for an interpreter without this environment's packages.
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    model = tmp_path / "bloom-560m"
+    save_theirs(model, "bloom", sizes=(VOCAB_SIZE, 2))
+    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(model)
+    (tmp_path / "my_text.jsonl").write_bytes((corpus / "text.jsonl").read_bytes())
+    return tmp_path
+
+
+def run(command: str, clone: Path) -> str:
+    """Runs a command in the clone and returns what it printed; the test fails if the command does."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    finished = subprocess.run(
+        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
+def test_the_page_fine_tunes_bloom_and_converts_it_back(clone: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    convert, tokenize, tune, export, further = commands()
+    run(convert, clone)
+    run(tokenize, clone)
+    log = run(f"{tune} --exit-interval 2", clone)
+    assert "weights from runs/bloom/global_step0_universal, iteration 0" in log and "(--finetune)" in log
+    log = run(tune, clone)
+    assert "starting from runs/tuned/global_step2, iteration 2" in log and "4/       4" in log
+    run(export, clone)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(clone / name, dtype=torch.float32).state_dict()
+        for name in ("bloom-560m", "my_bloom_tuned")
+    )
+    assert before.keys() == after.keys()
+    assert not torch.equal(
+        before["transformer.h.0.mlp.dense_4h_to_h.weight"], after["transformer.h.0.mlp.dense_4h_to_h.weight"]
+    )
+    assert len(AutoTokenizer.from_pretrained(clone / "my_bloom_tuned")) == VOCAB_SIZE
+    log = run(further, clone)
+    assert "weights from runs/tuned/global_step4, iteration 4" in log and "4/       4" in log
+    record = json.loads((clone / "runs/tuned-further/global_step4/run.json").read_text())
+    assert record["origin"]["folder"] == "global_step4" and record["origin"]["weights_only"]
+
+
+BASE = "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 3 --eval-iters 0 --log-interval 1"
+TUNE = (
+    "--micro-batch-size 2 --global-batch-size 4 --lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 1 "
+    "--train-iters 6 --eval-iters 1 --eval-interval 6 --log-interval 1 --seed 7 --save-interval 2"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["--zero-stage 1 --bf16", "--pipeline-model-parallel-size 2 --fp16"])
+def test_interrupted_fine_tuning_prints_the_lines_of_uninterrupted(
+    layout: str, data: list[str], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    trained = pretrain([*MODEL, *ABSOLUTE, *NO_DROPOUT, *BASE.split(), *data, "--save", str(base)])
+    assert trained.exit_code == 0, trained.stderr
+    own_data = [*data[: data.index("--split")], "--split", "500,400,100"]
+    common = [*TUNE.split(), *layout.split(), *own_data, "--load", str(base), "--use-checkpoint-args"]
+
+    def tune(save: str, *flags: str) -> Run:
+        run = pretrain([*common, "--finetune", "--save", str(tmp_path / save), *flags], processes=2)
+        assert run.exit_code == 0, run.stderr
+        return run
+
+    uninterrupted = tune("uninterrupted")
+    parts = [tune("parts", "--exit-interval", step) for step in ("2", "4")] + [tune("parts")]
+    assert [step["iteration"] for step in uninterrupted.steps] == [1, 2, 3, 4, 5, 6]
+    assert [step for run in parts for step in run.steps] == uninterrupted.steps
+    assert parts[-1].evaluations == uninterrupted.evaluations
+    assert "weights from" in parts[0].stdout and "starting from" in parts[1].stdout
+
+
+def test_flags_that_differ_from_the_checkpoints_are_one_sentence(tmp_path: Path) -> None:
+    run = pretrain(["--load", str(tmp_path), "--use-checkpoint-args"], processes=2)
+    (sentence,) = run.errors
+    assert f"--use-checkpoint-args: --load {tmp_path} holds no checkpoint" in sentence
+    assert run.rank_exit_codes == {2}

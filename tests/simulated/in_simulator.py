@@ -1,0 +1,39 @@
+"""Runs functions of tests on a simulated device, each in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from megatron.simulation import torch_patches
+from megatron.simulation.device import SimulatedDevice
+from megatron.simulation.processes import run_in_processes
+
+
+class NoPeers:
+    """Sends nothing."""
+
+    def fill(self, values: torch.Tensor, source: int) -> None:
+        raise AssertionError("nothing is received")
+
+
+@contextmanager
+def simulated_device(patched: bool = True) -> Any:
+    """A simulated device in this process, with or without the patches of PyTorch."""
+    torch_patches.register_device()
+    device = SimulatedDevice(NoPeers())
+    patches = torch_patches.patched_torch(device) if patched else nullcontext()
+    with patches, torch.autograd.set_multithreading_enabled(False), device:
+        yield device
+
+
+def run_all(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of functions without arguments, each from a process of its own."""
+    return run_in_processes(_call, [(function,) for function in functions])
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()

@@ -1,0 +1,63 @@
+"""Layouts and flags that the simulation is tested with: each option that changes memory, work or messages."""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.config.cli import parse_args
+
+_SMALL = (
+    "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-samples 6400 "
+    "--vocab-size 500 --log-interval 10"
+)
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+# Name -> flags. The order matters to the gate, which takes evenly spaced rows.
+LAYOUTS = {
+    "alone-fp32": "",
+    "alone-bf16-recompute": f"--bf16 --checkpoint-activations {NO_DROPOUT}",
+    "alone-fp16-selective-alibi": "--fp16 --recompute-granularity selective --position-embedding-type alibi",
+    "alone-plain-loss": f"--bf16 --loss-implementation plain {NO_DROPOUT}",
+    "alone-z-loss-swiglu": "--bf16 --z-loss-weight 1e-4 --glu-activation swiglu",
+    "data-2": "--world-size 2 --bf16",
+    "data-4-zero1": "--world-size 4 --zero-stage 1 --bf16 --checkpoint-activations",
+    "data-4-zero2": "--world-size 4 --zero-stage 2 --bf16",
+    "data-4-zero3": f"--world-size 4 --zero-stage 3 --bf16 {NO_DROPOUT}",
+    "data-4-zero3-recompute": "--world-size 4 --zero-stage 3 --fp16 --checkpoint-activations",
+    "data-2-offload": "--world-size 2 --zero-stage 1 --bf16 --cpu-offload",
+    "data-2-offload-fp32": "--world-size 2 --zero-stage 1 --cpu-offload",
+    "data-2-8-bit": "--world-size 2 --zero-stage 1 --bf16 --use-bnb-optimizer",
+    "data-2-sgd": "--world-size 2 --zero-stage 1 --bf16 --optimizer sgd",
+    "tensor-2": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {NO_DROPOUT}",
+    "tensor-2-dropout-embed-norm": "--world-size 2 --tensor-model-parallel-size 2 --fp16 --embed-layernorm",
+    "tensor-2-sequence": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --sequence-parallel",
+    "tensor-4-sequence-recompute": "--world-size 4 --tensor-model-parallel-size 4 --bf16 --sequence-parallel "
+    "--checkpoint-activations",
+    "tensor-2-partition-activations": "--world-size 2 --tensor-model-parallel-size 2 --bf16 "
+    "--checkpoint-activations --partition-activations",
+    "tensor-2-checkpoint-in-cpu": "--world-size 2 --tensor-model-parallel-size 2 --bf16 "
+    "--checkpoint-activations --checkpoint-in-cpu",
+    "pipeline-2-rotary-documents": "--world-size 2 --pipeline-model-parallel-size 2 --bf16 "
+    "--position-embedding-type rotary --reset-position-ids --reset-attention-mask",
+    "pipeline-4-fp32": f"--world-size 4 --pipeline-model-parallel-size 4 {NO_DROPOUT}",
+    "pipeline-2-fp32-residual": "--world-size 2 --pipeline-model-parallel-size 2 --bf16 "
+    "--fp32-residual-connection --checkpoint-activations --checkpoint-num-layers 2",
+    "pipeline-3-head-alone": "--world-size 3 --pipeline-model-parallel-size 3 --bf16 --global-batch-size 60 "
+    "--partition-method type:embed:2|transformer:4",
+    "pipeline-2-post-layernorm": "--world-size 2 --pipeline-model-parallel-size 2 --bf16 "
+    "--fp32-residual-connection --apply-residual-connection-post-layernorm",
+    "dualpipev-2": "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --bf16",
+    "dualpipev-2-tensor-2": "--world-size 8 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+    "--pipeline-schedule dualpipev --fp16 --checkpoint-activations",
+    "all-three": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
+    f"--zero-stage 1 --checkpoint-activations --position-embedding-type alibi --embed-layernorm {NO_DROPOUT}",
+    "all-three-sequence": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--bf16 --zero-stage 1 --sequence-parallel",
+    "all-three-spikes": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--fp16 --spike-policy skip --sync-tp-duplicated-parameters",
+}
+
+
+def config_of(flags: str) -> Config:
+    """The configuration of flags that are added to a small model's."""
+    return parse_args([*_SMALL.split(), *flags.split()], {})

@@ -1,0 +1,121 @@
+"""What would be found on GPUs, in every layout: host synchronizations, and calls that do not fit together."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megatron.planner.stages import layer_table
+from megatron.simulation.matching import find_deadlock
+from megatron.simulation.memory import ROUNDING
+from megatron.simulation.processes import run_in_processes
+from megatron.simulation.record import STEP
+from megatron.simulation.stages import all_calls, run_order, simulate_stages, syncs_per_micro_batch
+from megatron.simulation.world import plan_of, simulate_rank, simulated_micro_batches
+from tests.simulated.layouts import LAYOUTS, config_of
+
+GATE_ROWS = 5
+
+
+@cache
+def records_of(name):
+    return simulate_stages(config_of(LAYOUTS[name]))
+
+
+def allowed_per_micro_batch(name):
+    """DeepSpeed copies checkpointed activations to host memory and back, and waits on a device without
+    streams, as the simulated one is."""
+    return ["runtime/activation_checkpointing/"] if "--checkpoint-in-cpu" in LAYOUTS[name] else []
+
+
+def allowed_per_step(name):
+    """Function -> synchronizations per step. The grad norm decides about clipping and skipping; whether any
+    rank has received a signal is asked after the step, and a world of one does not ask."""
+    flags = LAYOUTS[name]
+    allowed = {"_global_norm": 1, "all_reduce_max": 1 if "--world-size" in flags else 0}
+    if "--spike-policy" in flags:
+        allowed["_loss_and_norm_everywhere"] = 2
+    if "--cpu-offload" in flags:
+        # The gradients go to the host, and the weights come back.
+        allowed |= {"set_master_grad": 99, "copy_master_to_params": 99}
+    if "--use-bnb-optimizer" in flags:
+        allowed["_step_of"] = 99
+    return allowed
+
+
+@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_host_waits_at_most_once_per_step_and_for_the_exit_code(name):
+    for record in records_of(name):
+        found = {
+            key: count
+            for key, count in syncs_per_micro_batch(record).items()
+            if not any(part in key[2] for part in allowed_per_micro_batch(name))
+        }
+        assert found == {}, f"stage {record.stage}, in every micro-batch"
+        allowed = allowed_per_step(name)
+        for (kind, sync), count in record.syncs.items():
+            if any(part in sync.place for part in allowed_per_micro_batch(name)):
+                continue
+            function = sync.place.split(" < ")[0].split(" ")[1]
+            assert count <= allowed.get(function, 0), f"stage {record.stage}, {kind}: {sync}"
+
+
+@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_calls_of_all_ranks_fit(name):
+    config = config_of(LAYOUTS[name])
+    micro_batches = 2 * config.parallel.num_stages + 2
+    assert find_deadlock(all_calls(config, records_of(name), micro_batches)) is None
+
+
+@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_flops_state_and_parameters_are_those_of_the_step(name):
+    config = config_of(LAYOUTS[name])
+    vocab, plan = plan_of(config)
+    table = layer_table(config, vocab.size, plan.names, plan.parameters, None)
+    for record in records_of(name):
+        stages = [stage for stage in range(config.parallel.num_stages) if plan.rank_of(stage) == record.stage]
+        layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
+        assert record.parameters == sum(map(plan.stage_parameters, stages))
+        end = record.end
+        # The rest is padding, which the tiny model has more of than others.
+        state = sum(table.state_bytes[layer] for layer in layers)
+        assert end.parameters + end.gradients + end.optimizer == pytest.approx(state, rel=0.015)
+        found = sum(work.flops for work in record.rest.values())
+        assert found == sum(table.flops[layer] for layer in layers), f"stage {record.stage}"
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32"])
+def test_more_micro_batches_follow_from_fewer(name):
+    """The work of a longer step, and its peak, are those that a shorter simulated step predicts."""
+    config = config_of(LAYOUTS[name])
+    more = simulated_micro_batches(config, 0) + 3
+    longer = run_in_processes(simulate_rank, [(config, 0, more)])[0]
+    shorter = records_of(name)[0]
+    assert shorter.micro_batches < more
+    assert longer.order == run_order(config, 0, more)
+    for kind, predicted, found in zip(
+        [*map(str, longer.order), STEP], shorter.works_of(longer.order), longer.works, strict=True
+    ):
+        assert predicted == found, kind
+    # Only DeepSpeed's list of losses grows, by one scalar per micro-batch and copy.
+    for found, predicted in ((longer.peak, shorter.peak), (longer.end, shorter.end)):
+        assert 0 <= found.total - predicted.total <= 3 * 3 * ROUNDING
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("name", ["all-three", "all-three-sequence"])
+def test_other_ranks_of_a_stage_make_the_same_calls(name):
+    """`all_calls` takes the calls of the first tensor and data rank for all: the last ones are simulated."""
+    config = config_of(LAYOUTS[name])
+    per_stage = config.parallel.world_size // config.parallel.pipeline_model_parallel_size
+    last = [rank for rank in range(config.parallel.world_size) if rank % per_stage == per_stage - 1]
+    found = run_in_processes(simulate_rank, [(config, rank) for rank in last])
+    expected = all_calls(config, records_of(name), 5)
+    for record in found:
+        calls = all_calls(config, [record], 5)[record.rank]
+        assert calls == expected[record.rank]

@@ -1,0 +1,94 @@
+"""Each patch of PyTorch that the simulation makes: what fails without it, and what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.simulated.in_simulator import run_all, simulated_device
+
+
+def outcome(function, patched):
+    """What the function returns for a simulated device, or the name of its error."""
+    with simulated_device(patched) as device:
+        try:
+            return function(device)
+        except Exception as error:
+            return type(error).__name__
+
+
+def tensor_of_list(device):
+    made = torch.tensor([3, 4], device=device.device)
+    return made.tolist(), [sync.cause for sync in device.trace.outside.syncs]
+
+
+def module_to_device(device):
+    module = nn.Linear(2, 3, bias=False)
+    weight = module.weight
+    weight.spec = "spec"
+    module.to(device.device)
+    return (
+        module.weight is weight,
+        getattr(module.weight, "spec", None),
+        str(weight.device),
+        weight.requires_grad,
+    )
+
+
+def resized_storage(device):
+    flat = torch.empty(1024, dtype=torch.float32, device=device.device)
+    sizes = [device.memory.total]
+    for size in (0, 4096):
+        flat.untyped_storage().resize_(size)
+        sizes.append(device.memory.total)
+    return sizes
+
+
+def attention_kernels(device):
+    query = torch.empty(2, 4, 64, 16, dtype=torch.bfloat16, device=device.device)
+    bias = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16, device=device.device)
+    F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    F.scaled_dot_product_attention(query, query, query, bias)
+    return [name for name in device.trace.outside.operations if "attention" in name]
+
+
+def list_of_elements(device):
+    values = torch.zeros(5, device=device.device).tolist()
+    return len(values), [sync.cause for sync in device.trace.outside.syncs]
+
+
+CASES = {
+    "torch.tensor": (tensor_of_list, ([3, 4], ["copy to device", "copy to host"])),
+    "Module.to": (module_to_device, (True, "spec", "sim:0", True)),
+    "resize_": (resized_storage, [4096, 0, 4096]),
+    "attention": (
+        attention_kernels,
+        ["_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"],
+    ),
+    "tolist": (list_of_elements, (5, ["copy to host"])),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """(with, without the patch) by case."""
+    cases = [(name, patched) for name in CASES for patched in (True, False)]
+    calls = [_Case(name, patched) for name, patched in cases]
+    return dict(zip(cases, run_all(calls), strict=True))
+
+
+class _Case:
+    def __init__(self, name, patched):
+        self.name, self.patched = name, patched
+
+    def __call__(self):
+        return outcome(CASES[self.name][0], self.patched)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_patch_makes_the_simulated_device_behave_as_a_real_one(name, outcomes):
+    expected = CASES[name][1]
+    assert outcomes[name, True] == expected
+    assert outcomes[name, False] != expected

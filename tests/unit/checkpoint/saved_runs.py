@@ -1,0 +1,94 @@
+"""A run that saves small checkpoints with the functions of the program, for tests without an engine."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from megatron.checkpoint import publishing
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
+from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
+from megatron.checkpoint.lineage.start import (
+    check_load_folder,
+    check_save_folder,
+    choose_checkpoint,
+    start_identity,
+)
+from megatron.checkpoint.record import TrainingState
+from megatron.config import CheckpointConfig
+from megatron.testing.layouts import Row, config_of
+
+FILE = "layer_01-model_00-model_states.pt"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no code handles it."""
+
+
+class Run:
+    """A run that saves checkpoints of one small file, with the functions of the program."""
+
+    def __init__(self, save, load=None, checkpoint=None, old_format=False, **flags):
+        self.folder, self.old_format = Path(save), old_format
+        self.folder.mkdir(exist_ok=True)
+        load = None if load is None else str(load)
+        self.options = CheckpointConfig(save=str(save), load=load, **flags)
+        self.config = dataclasses.replace(config_of(Row()), checkpoint=self.options)
+        check_load_folder(self.config)
+        self.start = checkpoint or choose_checkpoint(self.options, None)
+        check_save_folder(self.start, self.config)
+        self.identity = start_identity(self.start, self.options)
+
+    @property
+    def started_from(self):
+        return None if self.start is None else self.start.folder.name
+
+    def save(self, *steps, protected=None):
+        for step in steps:
+            publishing.clean_leftovers(self.folder)
+            entry = self.write(step)
+            saving = self.folder / publishing.saving_name(entry.name, self.identity)
+            self.identity = publishing.publish(saving, entry, self.identity)
+            publishing.delete_old_checkpoints(self.folder, self.identity, self.options, protected)
+        return self
+
+    def write(self, step):
+        """Writes an unpublished checkpoint; returns its lineage entry."""
+        name = f"global_step{step}"
+        saving = self.folder / publishing.saving_name(name, self.identity)
+        saving.mkdir()
+        (saving / FILE).write_text(f"weights of {self.identity.run_id} at {step} in {self.identity.attempt}")
+        run = {
+            "state": dataclasses.asdict(TrainingState(iteration=step)),
+            "files": {FILE: describe_file(saving / FILE)},
+            "run_id": self.identity.run_id,
+            "origin": self.identity.origin,
+            "lineage": lineage_record(self.identity.lineage),
+        }
+        if self.old_format:
+            run["lineage"] = [entry.name for entry in self.identity.lineage]
+            del run["run_id"], run["origin"]
+        run = add_checksum(run)
+        (saving / "run.json").write_text(json.dumps(run))
+        run_id = None if self.old_format else self.identity.run_id
+        return LineageEntry(name, step, run_id, run["sha256"])
+
+
+def old_folder(folder, *steps):
+    """Checkpoints as written before run ids existed."""
+    run = Run(folder, folder, old_format=True).save(*steps)
+    (folder / "latest.json").unlink()
+    return run
+
+
+def steps_in(folder):
+    return sorted(int(re.sub(r"\D", "", path.name)) for path in folder.glob("global_step*"))
+
+
+def digest(folder, step):
+    return open_checkpoint(folder / f"global_step{step}").run["sha256"]
+
+
+def damage(folder, step, file=FILE):
+    (folder / f"global_step{step}" / file).write_text("{")

@@ -1,0 +1,147 @@
+"""Which checkpoint a folder resumes from: `latest`, `latest.json`, damaged checkpoints."""
+
+import os
+
+import pytest
+
+from megatron.checkpoint import publishing
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.lineage import latest as latest_module
+from megatron.checkpoint.lineage.latest import read_record
+from megatron.checkpoint.record import describe_start
+from megatron.config import ConfigError
+from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, damage, digest, old_folder, steps_in
+
+
+def test_latest_set_by_hand_is_used_and_the_abandoned_branch_is_replaced_name_by_name(tmp_path):
+    run = Run(tmp_path, tmp_path).save(2, 4, 6, 8)
+    (tmp_path / "latest").write_text("global_step2\n")
+    back = Run(tmp_path, tmp_path)
+    assert back.started_from == "global_step2" and back.identity.run_id == run.identity.run_id
+    line = describe_start(back.start, str(tmp_path))
+    assert "set by hand" in line and "global_step8" in line
+    left_behind = digest(tmp_path, 4)
+    back.save(4)
+    assert digest(tmp_path, 4) != left_behind and steps_in(tmp_path) == [2, 4, 6, 8]
+    assert Run(tmp_path, tmp_path).started_from == "global_step4"
+    # Only the line of descent is deleted: 6 and 8 are of the branch that was left.
+    Run(tmp_path, tmp_path, keep_last=1).save(5)
+    assert steps_in(tmp_path) == [5, 6, 8]
+
+
+def test_going_back_survives_a_kill_before_the_first_save(tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4, 6)
+    (tmp_path / "latest").write_text("global_step2")
+    run = Run(tmp_path, tmp_path)
+    run.write(4)
+    assert Run(tmp_path, tmp_path).started_from == "global_step2"
+
+
+@pytest.mark.parametrize("at", ["rename", "latest", "record"])
+@pytest.mark.parametrize("first", [False, True])
+def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resumed(
+    at, first, tmp_path, monkeypatch
+):
+    """At `rename` the new one is not in place yet, later it is, whatever `latest` names."""
+    run = Run(tmp_path, tmp_path)
+    if not first:
+        run.save(2)
+
+    def die(*_):
+        raise Killed
+
+    where = {
+        "rename": "megatron.checkpoint.publishing.os.rename",
+        "latest": "megatron.checkpoint.publishing.set_latest",
+        "record": "megatron.checkpoint.lineage.latest._write",
+    }[at]
+    entry = run.write(4)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if at == "record":
+            publishing.record_upcoming(tmp_path, entry, run.identity)
+            patch.setattr(publishing, "record_upcoming", lambda *_: None)
+        patch.setattr(where, die)
+        publishing.publish(tmp_path / publishing.saving_name(entry.name, run.identity), entry, run.identity)
+    again = Run(tmp_path, tmp_path)
+    before = None if first else "global_step2"
+    assert again.started_from == (before if at == "rename" else "global_step4")
+    if at == "latest":
+        assert "the job was killed before latest could name global_step4" in again.start.skip_reason
+    again.save(6)
+    assert Run(tmp_path, tmp_path).started_from == "global_step6"
+    assert not list(tmp_path.glob("saving-*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"global_st", b"\xff\x00", b"../../elsewhere", None])
+def test_with_a_damaged_latest_the_newest_of_this_run_is_resumed_not_the_highest_number(content, tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4, 20)
+    Run(tmp_path, overwrite_checkpoints=True).save(4, 6)
+    if content is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_bytes(content)
+    found = find_latest(tmp_path)
+    assert found.folder.name == "global_step6" and "names no checkpoint" in found.skip_reason
+    damage(tmp_path, 6)
+    assert find_latest(tmp_path).folder.name == "global_step4"
+    damage(tmp_path, 4, "run.json")
+    with pytest.raises(ConfigError, match="global_step4: run.json cannot be read"):
+        find_latest(tmp_path)
+
+
+def test_without_latest_and_its_record_one_lineage_is_resumed_and_two_are_refused(tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4)
+    for name in ("latest", "latest.json"):
+        (tmp_path / name).unlink()
+    assert find_latest(tmp_path).folder.name == "global_step4"
+    Run(tmp_path / "other", tmp_path / "other").save(20)
+    (tmp_path / "other" / "global_step20").rename(tmp_path / "global_step20")
+    with pytest.raises(ConfigError, match=r"global_step4 \(run .*global_step20 \(run .*write the name"):
+        find_latest(tmp_path)
+    (tmp_path / "latest").write_text("global_step4")
+    assert find_latest(tmp_path).folder.name == "global_step4"
+
+
+def test_instead_of_a_damaged_checkpoint_its_parent_is_resumed_not_another_branch(tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4, 6)
+    (tmp_path / "latest").write_text("global_step2")
+    Run(tmp_path, tmp_path).save(3, 5)
+    for file in (FILE, "run.json"):
+        damage(tmp_path, 5, file)
+        assert find_latest(tmp_path).folder.name == "global_step3"
+    run = Run(tmp_path, tmp_path).save(5)
+    assert run.started_from == "global_step3"  # and the damaged one was replaced without a flag
+
+
+def test_latest_of_a_folder_from_before_run_ids_is_used(tmp_path):
+    old_folder(tmp_path, 2, 4, 6)
+    (tmp_path / "latest").write_text("global_step2")
+    run = Run(tmp_path, tmp_path).save(4)
+    assert run.started_from == "global_step2" and Run(tmp_path, tmp_path).started_from == "global_step4"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b"[" * 100_000])
+def test_a_damaged_latest_json_is_ignored(content, tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4)
+    (tmp_path / "latest.json").write_bytes(content)
+    assert read_record(tmp_path) is None and Run(tmp_path, tmp_path).started_from == "global_step4"
+
+
+def test_latest_set_by_hand_is_used_after_a_kill_before_latest_json_was_written(tmp_path, monkeypatch):
+    Run(tmp_path, tmp_path).save(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(latest_module, "_write", fail_after_upcoming(latest_module._write))
+        Run(tmp_path, tmp_path).save(6)
+    assert Run(tmp_path, tmp_path).started_from == "global_step6"
+    (tmp_path / "latest").write_text("global_step4")
+    os.utime(tmp_path / "latest", ns=(2**61, 2**61))  # later than the record, on any clock
+    assert Run(tmp_path, tmp_path).started_from == "global_step4"
+
+
+def fail_after_upcoming(write):
+    def fail(folder, record):
+        if record.upcoming is None:
+            raise OSError("no space left on device")
+        write(folder, record)
+
+    return fail

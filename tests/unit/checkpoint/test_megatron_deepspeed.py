@@ -1,0 +1,201 @@
+"""Universal checkpoints of Microsoft's Megatron-DeepSpeed: other indices, the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.checkpoint.discovery import find_universal
+from megatron.checkpoint.formats.universal import UniversalReader
+from megatron.checkpoint.manager import find_checkpoint
+from megatron.checkpoint.record import TrainingState, describe_start
+from megatron.checkpoint.report.inspect import inspect_checkpoint
+from megatron.config import ConfigError
+from megatron.files import HostileFileError
+from megatron.model.single_process import GPTModel, model_specs
+from megatron.mpu.layout import TPGroup
+from megatron.testing.checkpoints import FINGERPRINT
+from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
+from tests.reference.plain_gpt import plain_gpt_logits
+from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, write_as_megatron_deepspeed
+from tests.unit.checkpoint.native_folder import random_wholes
+
+# Of the models that both programs have.
+MODELS: dict[str, dict[str, Any]] = {
+    "learned positions": {},
+    "rotary": {"position_embedding_type": "rotary"},
+    "swiglu, 1 layer": {"glu_activation": "swiglu", "num_layers": 1},
+    "12 layers": {"num_layers": 12},
+}
+
+
+def config_for(folder: Path, **model: Any):
+    options = {"load": str(folder), "universal_checkpoint": True}
+    return config_of(Row(), model=model, checkpoint=options)
+
+
+# Arguments that say in which order the rows of query_key_value are.
+ORDERS = {
+    "per head": {"tensor_model_parallel_size": 2},
+    "blocks": {"tensor_model_parallel_size": 1, "ds_sequence_parallel_fpdt": False},
+    "blocks of 2 ranks": {"tensor_model_parallel_size": 2, "ds_sequence_parallel_fpdt": False},
+}
+
+
+def write(folder: Path, model: dict[str, Any] | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint of these fields of the model. Returns its weights by the names here."""
+    config = config_for(folder, **(model or {}))
+    wholes = random_wholes(config)
+    states = {
+        name: {"fp32": whole, "exp_avg": whole / 8, "exp_avg_sq": whole**2, "step": torch.tensor(float(STEP))}
+        for name, whole in wholes.items()
+    }
+    write_as_megatron_deepspeed(folder, config, states, **options)
+    return wholes
+
+
+def find(folder: Path, **model: Any):
+    return find_checkpoint(config_for(folder, **model), VOCAB, FINGERPRINT)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_and_moments_are_read_under_the_names_here(model: str, order: str, tmp_path: Path) -> None:
+    wholes = write(tmp_path, MODELS[model], **ORDERS[order])
+    checkpoint = find(tmp_path, **MODELS[model])
+    assert checkpoint.state == TrainingState(STEP, 8 * STEP, 8 * STEP * SEQ)
+    reader = UniversalReader(checkpoint)
+    assert set(reader.stored_names) == wholes.keys()
+    for name, spec in model_specs(config_for(tmp_path, **MODELS[model]), VOCAB, EOD).items():
+        values, moments, scalars = reader.read_parameter(name, spec, TPGroup())
+        rows = spec.num_valid_rows or spec.global_shape[0]
+        expected = wholes[name].reshape(-1)
+        assert torch.equal(values.view(spec.global_shape)[:rows].reshape(-1), expected)
+        assert torch.equal(moments["exp_avg"].view(spec.global_shape)[:rows].reshape(-1), expected / 8)
+        assert moments.keys() == {"exp_avg", "exp_avg_sq"} and scalars["step"] == STEP
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_that_of_the_weights_in_plain_pytorch(name: str, tmp_path: Path) -> None:
+    fields = MODELS[name]
+    wholes = write(tmp_path, fields)
+    model = GPTModel(config_for(tmp_path, **fields), VOCAB, EOD)
+    UniversalReader(find(tmp_path, **fields)).load_weights(model)
+    samples = sample_tokens(0, 2)
+    plain = plain_gpt_logits(
+        wholes,
+        samples[:, :-1],
+        layers=fields.get("num_layers", 4),
+        heads=4,
+        positions=fields.get("position_embedding_type", "absolute"),
+        glu=fields.get("glu_activation"),
+        vocab=VOCAB,
+    )
+    losses = [
+        F.cross_entropy(logits.reshape(-1, VOCAB), samples[:, 1:].reshape(-1)).item()
+        for logits in (model(samples[:, :-1]), plain)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_start_says_how_the_layers_are_numbered(tmp_path: Path) -> None:
+    write(tmp_path)
+    line = describe_start(find(tmp_path), str(tmp_path))
+    assert "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8" in line
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("normalization", "rmsnorm"),
+        ("apply_layernorm_1p", True),
+        ("add_bias_linear", False),
+        ("squared_relu", True),
+        ("num_experts", [4]),
+        ("num_key_value_heads", 2),
+        ("bias_gelu_fusion", False),
+        ("onnx_safe", True),
+        ("untie_embeddings_and_output_weights", True),
+    ],
+)
+def test_a_variant_that_the_model_lacks_is_refused_by_name(argument: str, value: Any, tmp_path: Path) -> None:
+    write(tmp_path, **{argument: value})
+    with pytest.raises(ConfigError, match=f"of Microsoft's Megatron-DeepSpeed.*{argument} is"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("argument, value", [("rope_theta", 500000), ("rotary_percent", 0.25)])
+def test_other_rotary_angles_are_refused_if_there_are_any(argument: str, value: Any, tmp_path: Path) -> None:
+    for positions, is_refused in (("rotary", True), ("absolute", False)):
+        folder = tmp_path / positions
+        write(folder, {"position_embedding_type": positions}, **{argument: value})
+        if is_refused:
+            with pytest.raises(ConfigError, match=f"{argument} is {value}"):
+                find(folder, position_embedding_type=positions)
+        else:
+            assert find(folder, position_embedding_type=positions) is not None
+
+
+def test_a_head_of_its_own_is_refused_even_without_arguments(tmp_path: Path) -> None:
+    """Older versions lack the argument. The head has index L+3 there."""
+    write(tmp_path, untie_embeddings_and_output_weights=None)
+    zero = tmp_path / f"global_step{STEP}_universal" / "zero"
+    (zero / "tied_modules.embed.word_embeddings.weight").rename(zero / "1.word_embeddings.weight")
+    (zero / "7.lm_head.weight").mkdir()
+    with pytest.raises(ConfigError, match="its LM head has its own weight"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"num_layers": 6}, "num_layers was 4, is 6; it lacks 26 parameters"),
+        ({"glu_activation": "swiglu"}, r"dense_h_to_4h.weight/fp32.pt holds .* expected \(256, 32\)"),
+        ({"position_embedding_type": "rotary"}, "position_embedding_type was absolute, is rotary"),
+    ],
+)
+def test_another_model_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        reader = UniversalReader(find(tmp_path, **change))
+        for name, spec in model_specs(config_for(tmp_path, **change), VOCAB, EOD).items():
+            reader.read_parameter(name, spec, TPGroup())
+
+
+@pytest.mark.parametrize("version", [0, 1.0])
+def test_another_order_of_queries_keys_and_values_is_refused(version: float, tmp_path: Path) -> None:
+    write(tmp_path, client_state={"checkpoint_version": version})
+    with pytest.raises(ConfigError, match=f"checkpoint_version {version}.*query_key_value"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [0, 3, None, [2], "2", 1 << 70])
+def test_a_hostile_number_of_ranks_is_refused(ranks: Any, tmp_path: Path) -> None:
+    write(tmp_path, **ORDERS["blocks"])
+    path = tmp_path / f"global_step{STEP}_universal" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["args"].tensor_model_parallel_size = ranks
+    torch.save(content, path)
+    with pytest.raises(ConfigError, match="3.self_attention.query_key_value.bias has 96 rows"):
+        UniversalReader(find(tmp_path)).read("3.self_attention.query_key_value.bias", "fp32")
+
+
+def test_it_can_be_inspected(tmp_path: Path) -> None:
+    wholes = write(tmp_path)
+    report = inspect_checkpoint(find_universal(tmp_path).folder)
+    assert report.problems == []
+    assert {parameter.name: parameter.shape for parameter in report.parameters} == {
+        name: tuple(whole.shape) for name, whole in wholes.items()
+    }
+
+
+def test_a_hostile_name_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    zero = tmp_path / f"global_step{STEP}_universal" / "zero"
+    (zero / "2..input_layernorm.weight").mkdir()
+    with pytest.raises(HostileFileError, match=r"2\.\.input_layernorm"):
+        find(tmp_path)

@@ -1,0 +1,88 @@
+"""Readers of the checkpoint formats: equal tensors, and verification by file."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.registry import FORMATS, format_of, open_reader
+from megatron.checkpoint.formats.torch_archive import load_file, matches_checksums
+from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.testing.layouts import Row, config_of
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+
+CONFIG = config_of(Row(tp=2, pp=2, zero=1))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """One checkpoint in each format."""
+    native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
+    list(convert(open_source(native, derive_rules=True), tmp_path / "universal"))
+    return {"native": native, "universal": tmp_path / "universal"}
+
+
+def without_record(folder: Path) -> None:
+    """Removes the digests of tensors from `run.json`."""
+    run = json.loads((folder / "run.json").read_text())
+    del run["sha256"], run["certificate"]
+    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
+
+
+def test_every_format_is_recognized_and_read_alike(folders: dict[str, Path]) -> None:
+    assert {name: format_of(folder) for name, folder in folders.items()} == {name: name for name in FORMATS}
+    native, universal = (open_reader(open_checkpoint(folder)) for folder in folders.values())
+    assert native.names == universal.names
+    for name in native.names:
+        assert native.kinds(name) == universal.kinds(name)
+        for kind in native.kinds(name):
+            assert torch.equal(native.read_unpadded(name, kind), universal.read_unpadded(name, kind))
+        assert native.optimizer_scalars(name) == universal.optimizer_scalars(name)
+
+
+def test_without_digests_of_tensors_the_checksums_of_all_files_are_compared(folders: dict[str, Path]) -> None:
+    folder = folders["universal"]
+    assert open_reader(open_checkpoint(folder)).files_to_verify() == []
+    without_record(folder)
+    reader = open_reader(open_checkpoint(folder))
+    names = reader.files_to_verify()
+    assert set(names) == {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
+    assert [reader.file_problem(name) for name in names] == [None] * len(names)
+    path = folder / "zero" / "8.weight" / "fp32.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(load_file(path)["param"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert "does not match its checksum" in str(reader.file_problem("zero/8.weight/fp32.pt"))
+
+
+def test_a_file_without_checksums_is_read_with_a_warning(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    without_record(folders["universal"])
+    names = ["zero/8.weight/fp32.pt", "zero/8.bias/fp32.pt"]
+    expected = [load_file(folders["universal"] / name)["param"].clone() for name in names]
+    torch.serialization.set_crc32_options(False)
+    try:
+        for name, tensor in zip(names, expected, strict=True):
+            torch.save({"param": tensor}, folders["universal"] / name)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    reader = open_reader(open_checkpoint(folders["universal"], with_files=False))
+    for name, tensor in zip(names, expected, strict=True):
+        assert matches_checksums(folders["universal"] / name) is None
+        assert reader.file_problem(name) is None
+        assert torch.equal(load_file(folders["universal"] / name)["param"], tensor)
+    assert caplog.text.count("has no checksums") == 1
+
+
+def test_a_conversion_does_not_import_torch() -> None:
+    """torch takes seconds and hundreds of MB, which a conversion does not need."""
+    code = "import sys, megatron.checkpoint.convert.to_universal; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"

@@ -1,0 +1,210 @@
+"""Temporary rank reports: real processes that die, with and without a launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.cluster.local.diagnosis import print_diagnosis
+from megatron.cluster.rank_reports import ExitStatus, RankReport
+from tests.end_to_end.command import ROOT
+
+# A rank that prints "ready", waits for a line, and then ends as its arguments say.
+RANK = """
+import os, signal, sys
+sys.stdin.reconfigure(line_buffering=True)
+from megatron.cluster.exit_codes import RunStopped, exit_code, exit_on_error
+from megatron.cluster.exit_status import ExitStatus
+from megatron.cluster.rank_reports import RankReport
+from megatron.cluster.watchdog import Watchdog
+from megatron.config import ConfigError
+
+report = RankReport.from_environment()
+watchdog = Watchdog(report)
+print("ready", report.folder, flush=True)
+with exit_on_error(report):
+    what = sys.stdin.readline().strip()
+    report.set_iteration(7)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "mistake":
+        raise ConfigError("--lr is 0")
+    if what == "broken":
+        raise ValueError("broken")
+    if what == "lost":
+        raise RuntimeError("Connection closed by peer")
+sys.exit(exit_code(report, ExitStatus.FINISHED))
+"""
+LAUNCHER = """
+import os, subprocess, sys, time
+ranks = [
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, "RANK": str(rank), "LOCAL_RANK":
+    str(rank)},
+                     stdin=subprocess.PIPE, text=True)
+    for rank in range(int(os.environ["WORLD_SIZE"]))
+]
+for rank, what in zip(ranks, sys.argv[2:]):
+    rank.stdin.write(what + "\\n"); rank.stdin.flush()
+for rank in ranks:
+    rank.wait()
+time.sleep(0.2)
+print("Traceback of the launcher", file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def environment(folder: Path, world_size: int = 2, **more: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k != "RANK_REPORTS"}
+    return {**env, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "WORLD_SIZE": str(world_size), **more}
+
+
+Start = Callable[[int], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a rank without a launcher."""
+    processes = []
+
+    def start_rank(rank: int) -> subprocess.Popen[str]:
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+        env = environment(tmp_path, RANK=str(rank))
+        process = subprocess.Popen([sys.executable, "-c", RANK], env=env, text=True, **pipes)
+        processes.append(process)
+        assert process.stdout is not None and process.stdout.readline().startswith("ready")
+        return process
+
+    yield start_rank
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_without_a_launcher_one_rank_prints_the_first_cause_and_removes_the_reports(
+    start: Start, tmp_path: Path
+) -> None:
+    first, second = start(0), start(1)
+    second.communicate("kill\n", timeout=30)
+    _, stderr = first.communicate("lost\n", timeout=30)
+    assert first.returncode == 1
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: rank 1 on ") and "after iteration 7: killed (SIGKILL)" in line
+    assert not list(tmp_path.glob("megatron-*/*"))
+
+
+def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
+    ranks = [start(0), start(1)]
+    for rank in ranks:
+        rank.stdin.write("mistake\n")
+        rank.stdin.flush()
+    texts = [rank.communicate(timeout=30)[1] for rank in ranks]
+    assert sorted(texts) == ["", "error: --lr is 0\n"]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+
+
+def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tmp_path: Path) -> None:
+    """The second rank is inside a collective that never ends: here it waits for stdin."""
+    first, second = start(0), start(1)
+    _, stderr = first.communicate("broken\n", timeout=60)
+    assert stderr.splitlines()[-1].endswith("ValueError: broken")
+    assert second.wait(30) == 1
+    assert not list(tmp_path.glob("megatron-*/*"))
+
+
+def test_finished_run_prints_nothing_and_removes_the_reports(start: Start, tmp_path: Path) -> None:
+    first, second = start(0), start(1)
+    assert len(list(tmp_path.glob("megatron-*/*/rank-*.json"))) == 2
+    for rank in (first, second):
+        assert rank.communicate("\n", timeout=30)[1] == "" and rank.returncode == 0
+    assert not list(tmp_path.glob("megatron-*/*"))
+
+
+def test_second_process_with_the_same_rank_prints_its_own_error(start: Start) -> None:
+    first, second = start(0), start(0)
+    assert second.communicate("mistake\n", timeout=30)[1] == "error: --lr is 0\n"
+    assert first.communicate("\n", timeout=30)[1] == ""
+
+
+def test_under_a_launcher_the_cause_is_the_last_line_after_its_traceback(tmp_path: Path) -> None:
+    env = environment(tmp_path, 3, LOCAL_WORLD_SIZE="3", TORCHELASTIC_RUN_ID="none")
+    run = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, RANK, "lost", "kill", "lost"],
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    lines = run.stderr.splitlines()
+    assert lines[-2] == "Traceback of the launcher"
+    assert lines[-1].startswith("error: rank 1 on ") and "killed (SIGKILL)" in lines[-1]
+    assert not list(tmp_path.glob("megatron-*/*"))
+
+
+def test_single_process_has_no_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not RankReport.from_environment({}).is_enabled
+    assert not RankReport.from_environment({"RANK": "x", "WORLD_SIZE": "2"}).is_enabled
+    assert not list(tmp_path.glob("megatron-*/*/*"))
+
+
+def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"megatron-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"megatron-{os.getuid()}").chmod(0o777)
+    assert not RankReport.from_environment({"RANK": "0", "WORLD_SIZE": "2"}).is_enabled
+
+
+@pytest.mark.parametrize(
+    ("facts", "printed"),
+    [
+        ({"on_all_ranks": True}, False),  # rank 0's node prints it
+        ({"on_all_ranks": False}, True),
+        ({"first_rank": 0}, False),  # a consequence of the failure of rank 0
+        ({"first_rank": 4}, True),
+    ],
+    ids=str,
+)
+def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path, capsys) -> None:
+    for rank in (4, 5):
+        RankReport(str(tmp_path / "r"), str(rank), "n2").end(
+            ExitStatus.FAILED, "error: x: KeyError: 1", **facts
+        )
+    print_diagnosis(tmp_path / "r", 0)
+    assert bool(capsys.readouterr().err) is printed
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [(0, "may be on another node"), (2, "Traceback")],
+    ids=["several nodes", "one node"],
+)
+def test_lost_connection_on_one_of_several_nodes_has_no_traceback(
+    processes, expected, tmp_path, capsys
+) -> None:
+    for rank in (0, 1):
+        text = f"Traceback\nerror: rank {rank} on n1: RuntimeError: Connection closed by peer [127.0.0.1]"
+        RankReport(str(tmp_path / "r"), str(rank), "n1").end(ExitStatus.FAILED, text)
+    print_diagnosis(tmp_path / "r", processes)
+    stderr = capsys.readouterr().err
+    assert expected in stderr and ("Traceback" in stderr) is (processes == 2)
+
+
+def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp_path: Path) -> None:
+    """Slurm ends the ranks that are left when a task of another node has failed."""
+    first, _ = start(0), start(1)
+    first.stdin.write("broken\n")
+    first.stdin.flush()
+    while not list(tmp_path.glob("megatron-*/*/failed")):
+        time.sleep(0.01)
+    started = time.monotonic()
+    first.send_signal(signal.SIGTERM)
+    assert "ValueError: broken" in first.communicate(timeout=60)[1]
+    assert time.monotonic() - started < 5

@@ -1,0 +1,193 @@
+"""tools/merge_datasets.py and tools/verify_dataset.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
+from tests.unit.data.token_files import numbered_documents, write_documents
+from tools import merge_datasets, verify_dataset
+
+SIZES = ([3, 0, 5], [4], [2, 6])
+
+
+def vocabulary(vocab_size: int = 100, eod: int = 7, letter: str = "a") -> Any:
+    """A tokenizer as far as a vocabulary record needs one."""
+    return SimpleNamespace(
+        name="Test",
+        vocab_size=vocab_size,
+        eod=eod,
+        vocabulary=lambda: {letter * (i + 1): i for i in range(5)},
+    )
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    """Three data sets with the same vocabulary record."""
+    prefixes = []
+    for number, sizes in enumerate(SIZES):
+        prefixes.append(write_documents(tmp_path / f"part{number}", numbered_documents(sizes)))
+        write_record(prefixes[-1], vocabulary())
+    return prefixes
+
+
+def merge(inputs: list[str], output: Path | str) -> None:
+    merge_datasets.main(["--input", *inputs, "--output-prefix", str(output)])
+
+
+def mistake(capsys: pytest.CaptureFixture[str], tool: Any, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        tool.main(list(arguments))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_merged_documents_are_those_of_the_inputs_in_order(inputs: list[str], tmp_path: Path) -> None:
+    merge(inputs, tmp_path / "all")
+    merged = IndexedDataset(tmp_path / "all")
+    expected = [document for sizes in SIZES for document in numbered_documents(sizes)]
+    assert [merged[i].tolist() for i in range(len(merged))] == expected
+    assert merged.doc_idx.tolist() == list(range(len(expected) + 1))
+    assert merged.dtype == np.uint16
+    assert read_record(str(tmp_path / "all")) == read_record(inputs[0])
+    # The same bytes as if all documents had been written at once.
+    once = write_documents(tmp_path / "once", expected)
+    for ending in (".bin", ".idx"):
+        assert Path(f"{tmp_path}/all{ending}").read_bytes() == Path(f"{once}{ending}").read_bytes()
+
+
+def test_documents_of_several_sequences_keep_their_boundaries(inputs: list[str], tmp_path: Path) -> None:
+    # Make the three sequences of the first data set two documents: [0, 3] and [5].
+    path = Path(f"{inputs[0]}.idx")
+    content = path.read_bytes()
+    header = list(HEADER.unpack(content[: HEADER.size]))
+    header[-1] = 3
+    doc_idx = np.array([0, 2, 3], dtype="<i8").tobytes()
+    path.write_bytes(HEADER.pack(*header) + content[HEADER.size : HEADER.size + 3 * 12] + doc_idx)
+    merge([inputs[1], inputs[0], inputs[2]], tmp_path / "all")
+    assert IndexedDataset(tmp_path / "all").doc_idx.tolist() == [0, 1, 3, 4, 5, 6]
+
+
+def test_inputs_that_do_not_fit_together_are_refused(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = write_documents(tmp_path / "wide", [[1, 2]], dtype="int32")
+    output = str(tmp_path / "all")
+    before = sorted(os.listdir(tmp_path))
+    error = mistake(capsys, merge_datasets, "--input", inputs[0], wide, "--output-prefix", output)
+    assert f"--input {wide}" in error and "int32" in error and "uint16" in error
+    assert sorted(os.listdir(tmp_path)) == before
+    write_record(inputs[1], vocabulary(letter="b"))
+    error = mistake(capsys, merge_datasets, "--input", *inputs, "--output-prefix", output)
+    assert inputs[0] in error and inputs[1] in error and "vocabular" in error
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_an_input_without_a_record_gives_no_record(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.remove(record_path(inputs[2]))
+    write_record(str(tmp_path / "all"), vocabulary(letter="b"))  # of files that are replaced
+    merge(inputs, tmp_path / "all")
+    assert not os.path.exists(record_path(str(tmp_path / "all")))
+    assert inputs[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_damaged_input_is_named(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    os.truncate(inputs[1] + ending, 5)
+    error = mistake(capsys, merge_datasets, "--input", *inputs, "--output-prefix", str(tmp_path / "all"))
+    assert inputs[1] + ending in error
+    assert not list(tmp_path.glob("all*"))
+
+
+def test_an_output_that_is_an_input_is_refused(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = f"{tmp_path}/../{tmp_path.name}/part1"
+    assert output in mistake(capsys, merge_datasets, "--input", *inputs, "--output-prefix", output)
+    flags = ["--input", inputs[0], "--output-prefix", str(tmp_path / "all")]
+    assert "expected at least 2" in mistake(capsys, merge_datasets, *flags)
+    flags = ["--input", *inputs, "--output-prefix", str(tmp_path / "none" / "all")]
+    assert str(tmp_path / "none") in mistake(capsys, merge_datasets, *flags)
+
+
+def test_an_intact_data_set_is_summarized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_documents(tmp_path / "data", [[1, 2, 7], [], [3, 99], [7]])
+    write_record(prefix, vocabulary())
+    verify_dataset.main([prefix])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{prefix}: intact"
+    assert "4, of 0 to 3 tokens, 1.5 on average; 1 empty" in lines[1]
+    assert "6 of type uint16, ids 1 to 99" in lines[2]
+    assert "Test, 100 tokens" in lines[3]
+    assert "2 documents end with the end-of-document token, 7" in lines[4]
+    os.remove(record_path(prefix))
+    verify_dataset.main([prefix])
+    assert "no record" in capsys.readouterr().out
+
+
+def break_offset(prefix: str) -> str:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[HEADER.size + 4 * 3 + 8] ^= 1
+    Path(f"{prefix}.idx").write_bytes(content)
+    return f"{prefix}.idx"
+
+
+def break_boundary(prefix: str) -> str:
+    content = bytearray(Path(f"{prefix}.idx").read_bytes())
+    content[-8] = 9
+    Path(f"{prefix}.idx").write_bytes(content)
+    return f"{prefix}.idx"
+
+
+def truncate_tokens(prefix: str) -> str:
+    os.truncate(f"{prefix}.bin", 8)
+    return f"{prefix}.bin"
+
+
+def token_outside_the_vocabulary(prefix: str) -> str:
+    write_record(prefix, vocabulary(vocab_size=7))  # the last token is 7
+    return f"{prefix}.bin"
+
+
+def break_record(prefix: str) -> str:
+    record = json.loads(Path(record_path(prefix)).read_text())
+    Path(record_path(prefix)).write_text(json.dumps({**record, "vocab_size": "many"}))
+    return record_path(prefix)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [break_offset, break_boundary, truncate_tokens, token_outside_the_vocabulary, break_record],
+    ids=lambda damage: damage.__name__,
+)
+def test_a_damaged_file_is_named_and_the_others_are_verified(
+    inputs: list[str], capsys: pytest.CaptureFixture[str], damage: Any
+) -> None:
+    path = damage(inputs[0])
+    with pytest.raises(SystemExit) as caught:
+        verify_dataset.main([inputs[0], inputs[1]])
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {path}") and printed.err.count("\n") == 1
+    assert printed.out.startswith(f"{inputs[1]}: intact")
+
+
+def test_negative_token_ids_are_damage_without_a_record_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_documents(tmp_path / "data", [[1, -2]], dtype="int32")
+    assert "-2" in mistake(capsys, verify_dataset, prefix)

@@ -1,0 +1,98 @@
+"""What a run reads of each data set, and how often the token files are verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import ConfigError, DataConfig
+from megatron.data.gpt_dataset import (
+    build_gpt_datasets,
+    data_fingerprint,
+    missing_index_files,
+    prepare_index_files,
+)
+from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.data.report import dataset_usage, usage_table
+from megatron.data.splits import verify_token_files
+from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> str:
+    """10 documents of 6 tokens."""
+    return write_documents(tmp_path / "a", numbered_documents([6] * 10))
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> str:
+    """20 documents of 50 tokens."""
+    return write_documents(tmp_path / "b", numbered_documents([50] * 20))
+
+
+def test_every_split_is_counted(a: str) -> None:
+    usages = dataset_usage(data_config(a, split="80,20,0"), 4, 1234, (30, 2, 2))
+    found = [(x.group, x.documents, x.tokens, x.samples, x.share, x.is_training) for x in usages]
+    assert found == [("train", 8, 48, 30, 1.0, True), ("valid", 2, 12, 2, 1.0, False)]
+    assert [usage.epochs for usage in usages] == [30 * 4 / 48, 2 * 4 / 12]
+
+
+def test_a_blend_is_counted_per_data_set(a: str, b: str) -> None:
+    one, other = dataset_usage(data_config("0.3", a, "0.7", b), 4, 1234, (100, 0, 0))
+    assert (one.prefix, one.samples, one.share) == (a, 30, 0.3)
+    assert (other.prefix, other.samples, other.share) == (b, 70, 0.7)
+    assert (one.epochs, other.epochs) == (30 * 4 / 60, 70 * 4 / 1000)
+
+
+def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None:
+    data = DataConfig(
+        train_weighted_split_paths=(f"T: 1 0:1 {a}, 1 0:1 {b}",),
+        valid_weighted_split_paths=(f"V: 1 0:1 {a}",),
+    )
+    usages = dataset_usage(data, 4, 1234, (100, 1000, 0))
+    # a: 50 samples of 4 tokens from 60; b: from 1000; the validation data is read 66 times.
+    assert [line for line in usage_table(usages, 3.4).splitlines() if "warning" in line] == []
+    (warning,) = (line for line in usage_table(usages, 3.3).splitlines() if "warning" in line)
+    assert a in warning and "3.33 times" in warning and "--max-epochs-per-dataset 3.3" in warning
+    assert len(usage_table(usages, 10).splitlines()) == 1 + 3
+
+
+def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:
+    with pytest.raises(ConfigError, match="valid split has 6 tokens"):
+        dataset_usage(data_config(a, split="90,10,0"), 8, 1234, (1, 1, 0))
+
+
+def test_the_full_index_is_read_by_verify_token_files_only(
+    a: str, b: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified = []
+    verify_index = IndexedDataset._verify_index
+
+    def recorded(self: IndexedDataset) -> None:
+        verified.append(self.prefix)
+        verify_index(self)
+
+    monkeypatch.setattr(IndexedDataset, "_verify_index", recorded)
+    data = data_config("1", a, "1", b, "1", a, split="80,20,0")
+    arguments: Any = (data, 4, 1234, (10, 2, 0))
+    verify_token_files(data)
+    assert verified == [a, b]
+    data_fingerprint(data, 4, 1234, 10)
+    missing_index_files(*arguments)
+    prepare_index_files(*arguments)
+    build_gpt_datasets(*arguments)
+    dataset_usage(*arguments)
+    assert verified == [a, b]
+
+
+def test_a_wrong_offset_is_found_by_verification_only(b: str) -> None:
+    content = bytearray(Path(f"{b}.idx").read_bytes())
+    at = HEADER.size + 4 * 20 + 8 * 7
+    content[at : at + 8] = np.int64(702).tobytes()
+    Path(f"{b}.idx").write_bytes(content)
+    assert IndexedDataset(b, verify=False).num_tokens == 1000
+    with pytest.raises(ConfigError, match=rf"{b}.idx: damaged, document 7 begins at byte 702 "):
+        verify_token_files(data_config(b))

@@ -1,0 +1,128 @@
+"""Sizes beyond any run: a plan either takes seconds and little memory, or is refused with one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+
+from megatron.config import Config, ConfigError, read_command_line
+from megatron.config.checks.data import check_index_memory
+from megatron.config.config import SECTIONS
+from megatron.config.fields import flag_of, option_name
+from megatron.planner.report import run_report
+from megatron.planner.stages import plan_stages
+from tests.unit.config.command_lines import SMALL
+
+HUGE = 10**13
+
+
+def plan(words: str) -> str:
+    config = read_command_line([*SMALL, "--vocab-size", "1000", *words.split()], {}).config
+    return run_report(config, plan_stages(config, config.model.vocab_size or 0), 1000, (), "")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--num-layers 10000000", ("--num-layers is 10000000", "at most 100000")),
+        ("--hidden-size 4000000000000", ("--hidden-size is 4000000000000", "at most 1048576")),
+        ("--pad-vocab-size-to 4000000000000", ("--pad-vocab-size-to is 4000000000000", "at most 2147483647")),
+        (
+            "--rampup-batch-size 1 1 1000000000000 --global-batch-size 100000000001 --train-samples "
+            "1000000000000",
+            ("--rampup-batch-size 1 1 1000000000000", "100,000,000,000 increments", "INCREMENT"),
+        ),
+        ("--pipeline-model-parallel-size 1000000000 --world-size 1000000000", ("at most 100000",)),
+        (
+            "--num-layers 20000 --partition-method memory --world-size 4 --pipeline-model-parallel-size 4",
+            ("--partition-method memory", "20,006 layers", "stages:"),
+        ),
+        (
+            "--num-layers 1000 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev",
+            ("type:transformer", "1,006 layers", "1f1b"),
+        ),
+    ],
+)
+def test_a_size_that_cannot_be_planned_is_refused(words: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(words)
+    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+LARGEST = (
+    "--num-layers 100000 --hidden-size 1048576 --ffn-hidden-size 16777216 --num-attention-heads 65536 "
+    "--kv-channels 1048576 --seq-length 16777216 --max-position-embeddings 16777216 "
+    "--pad-vocab-size-to 2147483647"
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        LARGEST,
+        f"--global-batch-size {HUGE} --train-samples {HUGE}",
+        f"--global-batch-size {HUGE} --train-samples {HUGE} --partition-method time --world-size 2 "
+        "--pipeline-model-parallel-size 2",
+        f"--global-batch-size {HUGE} --train-samples {HUGE} --world-size 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule dualpipev",
+        f"--train-samples {HUGE} --save-interval {HUGE} --save x --eval-iters {HUGE} --eval-interval {HUGE}",
+        f"--world-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
+        f"--micro-batch-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
+    ],
+)
+def test_the_largest_sizes_are_planned(words: str) -> None:
+    assert "heaviest" in plan(words)
+
+
+def test_every_size_of_the_model_has_a_bound() -> None:
+    types = typing.get_type_hints(SECTIONS["model"])
+    for field in dataclasses.fields(SECTIONS["model"]):
+        if types[field.name] in (int, int | None) and field.name != "mup_base_hidden_size":
+            assert f"{option_name(field.name)} " in LARGEST or field.name.endswith(("size", "divisible_by"))
+            assert flag_of(field).at_most is not None, field.name
+
+
+def config_of(words: str) -> Config:
+    return read_command_line([*SMALL, "--data-path", "a", *words.split()], {}).config
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--train-samples 1000000000", ("--train-samples 1000000000", "1,000,000,000 samples", "32 GB")),
+        (
+            "--eval-interval 1 --eval-iters 100000000",
+            ("--eval-iters 100000000 every --eval-interval 1", "reduce"),
+        ),
+    ],
+)
+def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_index_memory(config_of(words), memory_bytes=10 * 10**9)
+    assert all(part in str(caught.value) for part in (*parts, "10 GB"))
+
+
+def test_a_run_with_too_many_samples_is_refused_by_its_command_line(tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"a{suffix}").touch()
+    words = [word for word in SMALL if word != "--dry-run"]
+    words += ["--data-path", str(tmp_path / "a"), "--vocab-size", "1000", "--train-samples", str(10**15)]
+    with pytest.raises(ConfigError, match="building their index takes 32,000,000 GB"):
+        read_command_line(words, {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--train-samples 300000000",
+        "--train-samples 1000000000 --no-train",
+        "--eval-interval 1 --eval-iters 100000000 --split 1",
+        # Each prefix has an index of its own.
+        "--train-samples 1000000000 --data-path 1 a 1 b 1 c 1 d",
+    ],
+)
+def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str, tmp_path: Path) -> None:
+    check_index_memory(config_of(words), memory_bytes=10 * 10**9)

@@ -1,0 +1,167 @@
+"""The sbatch scripts as commands: their flags are those of published runs, except for listed differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config, read_command_line
+from megatron.config.config import SECTIONS
+from megatron.config.fields import flag_of, option_name
+from megatron.engine.deepspeed_config import read_deepspeed_config
+from tests.end_to_end.command import ROOT
+from tests.unit.config.published_scripts import SCRIPTS
+
+EXAMPLES = ROOT / "examples" / "slurm"
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+README = (EXAMPLES / "README.md").read_text()
+
+
+def dry_run(script: str, *flags: str, folder: Path, **variables: str) -> str:
+    """What `DRY_RUN=1 bash SCRIPT FLAGS` prints outside Slurm, in an empty folder, which stays empty."""
+    slurm = ("SLURM", "MASTER_", "NNODES", "GPUS_PER_NODE", "RUN_DIR")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(slurm)}
+    run = subprocess.run(
+        ["bash", str(EXAMPLES / script), *flags],
+        cwd=folder,
+        env={**env, "DRY_RUN": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    assert list(folder.iterdir()) == []
+    return run.stdout
+
+
+def commands(printed: str) -> list[list[str]]:
+    """The printed commands as words."""
+    lines = re.sub(r" \\\n +", " ", printed).splitlines()
+    return [shlex.split(line) for line in lines if ".py" in line]
+
+
+def training_flags(printed: str) -> list[str]:
+    """The flags of the last command, which trains."""
+    command = commands(printed)[-1]
+    return command[command.index(str(ROOT / "pretrain_gpt.py")) + 1 :]
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_a_dry_run_prints_the_whole_command_and_does_nothing_else(script: str, tmp_path: Path) -> None:
+    found = commands(dry_run(script, "--exit-interval", "7", folder=tmp_path))
+    assert len(found) == {"smoke.slurm": 2, "resume-universal.slurm": 2}.get(script, 1)
+    *_, command = found
+    assert {"torch.distributed.launch", "--nnodes", "--nproc_per_node", "$SLURM_PROCID"} <= set(command)
+    assert command[-2:] == ["--exit-interval", "7"]
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """'section.field' -> value; of files and folders only whether they are given."""
+    settings = {
+        f"{section}.{field.name}": bool(value)
+        if flag_of(field).metavar in ("FILE", "FOLDER", "PREFIX")
+        else value
+        for section, kind in SECTIONS.items()
+        for field in dataclasses.fields(kind)
+        for value in [getattr(getattr(config, section), field.name)]
+    }
+    # The published scripts name the default backend, and quote the partition method.
+    del settings["parallel.distributed_backend"]
+    settings["parallel.partition_method"] = settings["parallel.partition_method"].strip("'")
+    return {**settings, "curriculum": config.curriculum}
+
+
+# Script -> its differences from the published script of the same name: (ours, theirs).
+LOG = {"logging.log_path": (True, False)}
+KILL_SWITCH = {"training.kill_switch_path": (True, False)}
+PUBLISHED: dict[str, dict[str, tuple[Any, Any]]] = {
+    "tr8-104B": {**LOG, **KILL_SWITCH},
+    "tr8b-104B-bnb": {**LOG, **KILL_SWITCH, "model.embed_layernorm": (True, False)},
+    "tr8b-104B-cl": {**LOG, **KILL_SWITCH},
+    "tr11-176B-ml": {
+        **LOG,
+        "parallel.zero_stage": (1, 0),
+        "stability.sync_tp_duplicated_parameters": (False, True),
+        "checkpoint.keep_last": (3, None),
+        "checkpoint.save_retain_interval": (10000, None),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_script_has_the_settings_of_the_published_run(name: str, tmp_path: Path) -> None:
+    (published,) = (script for script in SCRIPTS if script.name == name)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    printed = dry_run(f"{name}.slurm", folder=folder)
+    nodes, per_node = (
+        int(re.search(rf"--{flag} (\d+)", printed)[1]) for flag in ("nnodes", "nproc_per_node")
+    )
+    assert nodes * per_node == published.processes
+    assert f"#SBATCH --nodes={nodes} " in (EXAMPLES / f"{name}.slurm").read_text()
+    theirs = {**published.deepspeed_json()}
+    ours = {"curriculum_learning": theirs["curriculum_learning"]} if "curriculum_learning" in theirs else {}
+    if ours:
+        assert json.loads(printed[: printed.index("\n}\n") + 2]) == ours
+    found = []
+    for words, settings in ((training_flags(printed), ours), (published.words(), theirs)):
+        if "--deepspeed_config" in words:
+            place = words.index("--deepspeed_config")
+            words = words[:place] + words[place + 2 :]
+        file = tmp_path / "deepspeed.json"
+        file.write_text(json.dumps(settings))
+        words = [
+            *words,
+            "--deepspeed_config",
+            str(file),
+            "--dry-run",
+            "--world-size",
+            str(published.processes),
+        ]
+        found.append(settings_of(read_deepspeed_config(read_command_line(words, {}).config).config))
+    differences = {key: (found[0][key], found[1][key]) for key in found[0] if found[0][key] != found[1][key]}
+    assert differences == PUBLISHED[name]
+    for key in differences:
+        assert f"`{option_name(key.split('.')[1])}`" in README, f"the README does not list {key}"
+
+
+@pytest.mark.parametrize("script", [name for name in NAMES if name not in ("smoke.slurm",)])
+def test_an_empty_ramp_up_turns_it_off(script: str, tmp_path: Path) -> None:
+    flags = training_flags(dry_run(script, folder=tmp_path, RAMPUP_BATCH_SIZE=""))
+    assert "--rampup-batch-size" not in flags
+
+
+@pytest.mark.parametrize("example", ["tr8-104B", "tr11-176B-ml"])
+def test_a_sweep_measures_full_batches(example: str, tmp_path: Path) -> None:
+    """Even if the environment has a ramp-up, and for every method."""
+    methods = set()
+    for task in ("0", "1", "2", "3"):
+        variables = {"EXAMPLE": example, "RAMPUP_BATCH_SIZE": "16 16 1000", "SLURM_ARRAY_TASK_ID": task}
+        flags = training_flags(dry_run("sweep-partition.slurm", folder=tmp_path, **variables))
+        assert "--rampup-batch-size" not in flags and "--save" not in flags
+        assert flags[flags.index("--global-batch-size") + 1] == "2048"
+        methods.add(flags[flags.index("--pp-partition-method") + 1])
+    assert len(methods) == 4
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_every_script_is_in_the_table_of_the_readme(script: str) -> None:
+    assert f"| `{script}` |" in README
+
+
+def test_8_bit_adam_without_a_norm_after_the_embeddings_prints_a_note() -> None:
+    (published,) = (script for script in SCRIPTS if script.name == "tr8b-104B-bnb")
+    words = [*published.words(), "--dry-run", "--world-size", "512"]
+    without, with_norm = (
+        read_command_line([*words, *more], {}).notes for more in ([], ["--embed-layernorm"])
+    )
+    (note,) = set(without) - set(with_norm)
+    assert note.startswith("--use-bnb-optimizer without --embed-layernorm: ")

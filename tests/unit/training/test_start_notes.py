@@ -1,0 +1,89 @@
+"""Sentences at the start about what a resume changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.compatibility import resumed_schedule
+from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.config import BatchSchedule, parse_args
+from megatron.training.start_notes import start_notes
+from megatron.training.trainer import run_length
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --dry-run"
+).split()
+
+
+def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool = False) -> list[str]:
+    """The notes of a run, started from a checkpoint of a run with other flags at an iteration."""
+    config, checkpoint = parse_args([*FLAGS, *flags.split()], {}), None
+    if iteration:
+        saved = parse_args([*FLAGS, *saved_flags.split()], {})
+        state = TrainingState(iteration, 8 * iteration, 8 * 32 * iteration)
+        checkpoint = Checkpoint(Path("x"), state, {"config": saved.to_dict()}, weights_only=finetune)
+    batches = BatchSchedule.from_config(config.batch)
+    schedule = resumed_schedule(checkpoint, config)
+    return start_notes(checkpoint, config, run_length(config, batches), batches, schedule)
+
+
+@pytest.mark.parametrize("iteration", [0, 50, 99])
+def test_ordinary_start_and_resume_have_no_notes(iteration: int) -> None:
+    assert notes("--train-iters 100", "--train-iters 100", iteration) == []
+
+
+@pytest.mark.parametrize("flags", ["--train-samples 125", "--train-samples 800 --train-tokens 4000"])
+def test_rounded_last_batch_is_not_a_learning_rate_of_0(flags: str) -> None:
+    assert notes(flags) == []
+
+
+@pytest.mark.parametrize("iteration", [50, 100, 120])
+def test_fine_tuning_starts_at_0_whatever_the_checkpoint_has_reached(iteration: int) -> None:
+    assert notes("--train-iters 100", "--train-iters 100 --global-batch-size 16", iteration, True) == []
+
+
+@pytest.mark.parametrize("iteration", [100, 120])
+def test_nothing_to_train(iteration: int) -> None:
+    (note,) = notes("--train-iters 100", "--train-iters 100", iteration)
+    assert f"nothing to train: the checkpoint is at iteration {iteration}" in note and "iteration 100" in note
+    assert notes("--train-iters 100 --no-train", "--train-iters 100", iteration) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "parts"),
+    [
+        (
+            "--global-batch-size 16",
+            ("8 samples there (up to 8)", "16 samples from iteration 51 on (up to 16)"),
+        ),
+        ("--rampup-batch-size 4 4 1000", ("8 samples there", "4 samples from iteration 51 on (up to 8)")),
+    ],
+)
+def test_changed_batch_size(now: str, parts: tuple[str, ...]) -> None:
+    (note,) = notes(f"--train-samples 8000 {now}", "--train-samples 8000", 50)
+    assert all(part in note for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("now", "saved", "warned"),
+    [
+        ("--train-iters 200 --use-checkpoint-lr-scheduler", "--train-iters 100", True),
+        ("--train-iters 200 --override-lr-scheduler", "--train-iters 100", False),
+        ("--train-iters 200 --use-checkpoint-lr-scheduler", "--train-iters 100 --min-lr 1e-5", False),
+        ("--train-iters 200 --use-checkpoint-lr-scheduler", "--train-iters 300", False),
+    ],
+)
+def test_checkpoint_schedule_that_ends_before_the_run(now: str, saved: str, warned: bool) -> None:
+    found = notes(now, saved, 100)
+    assert len(found) == warned
+    for note in found:
+        assert "learning rate is 0 from 100 iterations on and the run ends at 200" in note
+        assert "--override-lr-scheduler" in note
+
+
+def test_decay_that_ends_before_a_new_run() -> None:
+    (note,) = notes("--train-iters 200 --lr-decay-iters 100")
+    assert "WARNING: the learning rate is 0" in note and "--min-lr" in note

@@ -1,0 +1,224 @@
+#!/usr/bin/env python
+"""Compute loss and perplexity of a checkpoint on data sets, each by itself.
+
+    python tools/evaluate.py --load checkpoints --data-path data/text_text_document data/code_text_document
+
+The checkpoint may be native, of any layout, or universal. Model, sequence length, split, seed and precision
+are those of the checkpoint. Each data set is read once, in samples of the sequence length; the remaining
+tokens, fewer than a sample, are not read. The loss is the mean over the samples, computed as in training: on
+the same samples it equals the validation loss of the run. Runs in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from tqdm import tqdm
+
+from megatron.config import ConfigError, LoggingConfig, exit_on_config_error, parse_split
+from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.tool_parser import ToolParser
+from megatron.data.indexed_dataset import IndexedDataset, index_path
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.record import Checkpoint
+    from megatron.data.gpt_dataset import GPTDataset
+    from megatron.data.loader import MicroBatch
+    from megatron.model.single_process import GPTModel
+
+ALL = "all"
+
+
+def build_parser() -> ToolParser:
+    """The command line."""
+    parser = ToolParser(__doc__)
+    parser.add_argument(
+        "--load",
+        required=True,
+        metavar="FOLDER",
+        help="folder with the file `latest` or `latest_universal`, or a global_stepN folder",
+    )
+    parser.add_argument(
+        "--universal_checkpoint",
+        "--universal-checkpoint",
+        action="store_true",
+        help="use the universal checkpoint if the folder has native ones too",
+    )
+    parser.add_argument(
+        "--data-path",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="paths of .bin/.idx pairs, without suffix and without weights",
+    )
+    parser.add_argument("--split", metavar="WEIGHTS", help="as in training (default: that of the checkpoint)")
+    parser.add_argument(
+        "--subset",
+        choices=(*SPLIT_NAMES, ALL),
+        help="documents to read: those of a split, or all (default: valid; all for a checkpoint that was "
+        "trained with --train-weighted-split-paths, unless --split is set)",
+    )
+    parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="default: that of the checkpoint")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help="read the first N samples of each data set, in the order of training (default: all)",
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=int, metavar="SAMPLES", help="default: that of the checkpoint"
+    )
+    parser.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare the weights with the checkpoint's digests",
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for invalid arguments."""
+    if not os.path.isdir(arguments.load):
+        raise ConfigError(f"--load {arguments.load}: there is no such folder")
+    for flag in ("seq_length", "samples", "micro_batch_size"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {value}, expected 1 or more")
+    if arguments.split is not None:
+        parse_split(arguments.split)
+    for prefix in arguments.data_path:
+        if prefix.replace(".", "", 1).isdigit() and not os.path.exists(index_path(prefix)):
+            raise ConfigError(
+                f"--data-path {prefix}: expected prefixes without weights, since each data set is evaluated "
+                "by itself"
+            )
+
+
+def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[GPTDataset]:
+    """One epoch of each data set. Raises ConfigError for damaged data or data of another vocabulary."""
+    from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
+    from megatron.data.splits import split_documents
+    from megatron.tokenizer.vocabulary_record import check_record
+
+    config = checkpoint.config
+    has_split = arguments.split is not None or not config.data.train_weighted_split_paths
+    subset = arguments.subset or ("valid" if has_split else ALL)
+    split = arguments.split or config.data.split
+    digest = (checkpoint.run.get("data") or {}).get(VOCABULARY_KEY)
+    datasets = []
+    for prefix in arguments.data_path:
+        dataset = IndexedDataset(prefix)
+        if digest is not None:
+            check_record(prefix, "--data-path", digest)
+        documents: range | None = range(len(dataset))
+        if subset != ALL:
+            documents = split_documents(split, len(dataset))[SPLIT_NAMES.index(subset)]
+        if not documents:
+            raise ConfigError(
+                f"--split {split} assigns none of the {len(dataset):,} documents of --data-path {prefix} to "
+                f"the {subset} split: change --split, or evaluate all documents with --subset {ALL}"
+            )
+        seq_length = arguments.seq_length or config.model.seq_length
+        datasets.append(one_epoch(dataset, subset, documents, seq_length, config.training.seed))
+    return datasets
+
+
+def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the model has too few position embeddings for --seq-length."""
+    model = checkpoint.config.model
+    positions = model.max_position_embeddings
+    if model.position_embedding_type == "absolute" and (seq_length or 0) > positions:
+        raise ConfigError(
+            f"--seq-length is {seq_length}, expected at most {positions}: the model has that many position "
+            "embeddings"
+        )
+
+
+def micro_batches(
+    dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
+) -> Iterator[MicroBatch]:
+    """The first `num_samples` samples in micro-batches of `size`; the last one may be smaller."""
+    from megatron.data.loader import GPTBatchLoader
+
+    remainder = num_samples % size
+    for first, count, batch_size in (
+        (0, num_samples - remainder, size),
+        (num_samples - remainder, remainder, remainder),
+    ):
+        if count:
+            loader = GPTBatchLoader(
+                dataset,
+                micro_batch_size=batch_size,
+                dp_rank=0,
+                dp_size=1,
+                eod=checkpoint.eod,
+                eod_mask_loss=checkpoint.config.data.eod_mask_loss,
+                vocab_size=checkpoint.vocab_size,
+            )
+            yield from loader.micro_batches(first, count)
+
+
+def mean_loss(
+    model: GPTModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
+) -> float:
+    """Mean over the samples of each sample's mean loss over its tokens. Shows progress on stderr."""
+    import torch
+
+    from megatron.model.gpt_model import CrossEntropy
+    from megatron.mpu.layout import TPGroup
+
+    loss_fn = CrossEntropy(TPGroup(), model.vocab_size)
+    device = next(model.parameters()).device
+    total, done = 0.0, 0
+    interval_s = 0.1 if sys.stderr.isatty() else 60.0
+    with torch.no_grad(), tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
+        for tokens, (labels, mask) in micro_batches(dataset, num_samples, size, checkpoint):
+            logits = model(tokens.to(device)).float()
+            loss = loss_fn(logits, (labels.to(device), mask.to(device)))
+            total += loss.item() * len(tokens)
+            done += len(tokens)
+            bar.set_postfix_str(f"loss {total / done:.4f}", refresh=False)
+            bar.update(len(tokens))
+    return total / num_samples
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Run the tool. Raises ConfigError for a user's mistake."""
+    arguments = build_parser().parse_args(argv)
+    check_arguments(arguments)
+
+    from megatron.cluster.processes import configure_logging
+
+    configure_logging(LoggingConfig())
+    from megatron.checkpoint.reading import load_model, read_checkpoint
+    from megatron.training.logging.log_lines import perplexity
+
+    checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
+    check_seq_length(arguments.seq_length, checkpoint)
+    datasets = open_datasets(arguments, checkpoint)
+    model = load_model(checkpoint, verify=not arguments.no_verify_digests)
+    print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
+    size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
+    for prefix, dataset in zip(arguments.data_path, datasets, strict=True):
+        num_samples = min(len(dataset), arguments.samples or len(dataset))
+        loss = mean_loss(model, dataset, num_samples, size, checkpoint)
+        print(
+            f"{prefix} | {dataset.name} | {num_samples:,} of {len(dataset):,} samples of "
+            f"{dataset.seq_length:,} tokens | lm loss: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}",
+            flush=True,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. A user's mistake prints one sentence and exits with code 2."""
+    with exit_on_config_error():
+        run(argv)
+
+
+if __name__ == "__main__":
+    main()
