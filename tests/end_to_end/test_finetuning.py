@@ -105,7 +105,9 @@ TUNE = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["--zero-stage 1 --bf16", "--pipeline-model-parallel-size 2 --fp16"])
+@pytest.mark.parametrize(
+    "layout", ["--zero-stage 1 --bf16", "--pipeline-model-parallel-size 2 --fp16 --initial-loss-scale 1024"]
+)
 def test_interrupted_fine_tuning_prints_the_lines_of_uninterrupted(
     layout: str, data: list[str], tmp_path: Path
 ) -> None:
