@@ -218,12 +218,12 @@ def new_record(
         script=script,
         rows=rows,
         command=shlex.join(command),
-        **machine_facts(),
         created=now_text(),
+        **machine_facts(),
     )
 
 
-def machine_facts() -> dict[str, str]:
+def machine_facts() -> dict[str, Any]:
     """Commit of this repository ('+' if files are changed), host and Python version."""
     return {"commit": _commit(), "host": node_name(os.environ), "python": platform.python_version()}
 
