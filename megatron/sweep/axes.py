@@ -18,7 +18,7 @@ from megatron.config.deprecated import DEPRECATED_FLAGS
 
 MAX_ROWS = 1000
 # Flags that decide what a sweep measures. The sweep sets the first ones itself, after the base command.
-SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_interval")
+SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_interval", "logging.log_bubble")
 _REFUSED = {
     "training.dry_run": "use the plan command instead",
     "training.simulate": "use pretrain_gpt.py --dry-run --simulate instead",
@@ -129,8 +129,9 @@ def words_of(flag: str, value: str) -> list[str]:
 
 
 def run_words(base: Sequence[str], words: Sequence[str], steps: int) -> list[str]:
-    """The flags of a run of `steps` steps, without evaluation, with a log line per step."""
-    return [*base, *words, "--exit-interval", str(steps), "--eval-iters", "0", "--log-interval", "1"]
+    """The flags of a run of `steps` steps, without evaluation, that logs every step and its bubble."""
+    own = ["--exit-interval", str(steps), "--eval-iters", "0", "--log-interval", "1", "--log-bubble"]
+    return [*base, *words, *own]
 
 
 def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:

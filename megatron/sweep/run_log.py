@@ -11,6 +11,7 @@ from megatron.training.logging.log_lines import parse_log_line
 
 _MEMORY_ROW = re.compile(r"^\s+(?:stage|pipeline rank)\s+(\d+) \| (.*)$")
 _MEMORY = re.compile(r"(\w[\w ]*?)\s+([\d.]+) to\s+([\d.]+) \(rank (\d+)\)")
+_BUBBLE = re.compile(r"^bubble, % of the passes' time per pipeline rank: ([\d. -]+)$", re.MULTILINE)
 _ERROR = re.compile(r"^(?:rank \d+ on \S+: )?error: ")
 _GIB = 2**30
 # status -> what its reason contains, in the order in which they are tried.
@@ -92,7 +93,16 @@ def read_result(row: RecordedRow, repeat: int, log: str, exit_code: int, steps: 
         "step_s": seconds,
         "tokens_per_s": row.tokens_per_step / seconds if seconds else None,
         "memory": parse_memory_rows(log),
+        "bubble": parse_bubble(log, steps),
     }
+
+
+def parse_bubble(log: str, steps: int) -> float | None:
+    """The mean idle share of the pipeline ranks, the median over the second half of the steps. None if it was
+    not logged."""
+    shares = [[float(share) for share in line.split()] for line in _BUBBLE.findall(log) if "-" not in line]
+    means = [sum(ranks) / len(ranks) / 100 for ranks in shares]
+    return statistics.median(means[-((steps + 1) // 2) :]) if means else None
 
 
 def failure(log: str, exit_code: int) -> tuple[str, str]:

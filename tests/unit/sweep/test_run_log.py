@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.sweep.run_log import failure, parse_memory_rows, parse_steps, read_result, step_seconds
+from megatron.sweep.run_log import (
+    failure,
+    parse_bubble,
+    parse_memory_rows,
+    parse_steps,
+    read_result,
+    step_seconds,
+)
 from megatron.training.logging.log_lines import IntervalSummary, format_training_line
 from megatron.training.logging.peak_memory import format_memory_row
 from tests.unit.sweep.made import make_row
@@ -80,6 +87,14 @@ def test_the_memory_table_is_read(what: str) -> None:
 )
 def test_a_failure_has_a_status_and_the_last_sentence_of_the_run(log: str, status: str, reason: str) -> None:
     assert failure(log, 1) == (status, reason)
+
+
+def test_the_bubble_is_the_mean_of_the_ranks_in_the_second_half() -> None:
+    """The lines are those of `bubble_line`, which tests/end_to_end/test_sweep.py runs."""
+    line = "bubble, % of the passes' time per pipeline rank:"
+    log = "\n".join([f"{line} 90.0 90.0", "other", f"{line} 10.0 30.0", f"{line} 20.0 40.0"])
+    assert parse_bubble(log, 3) == pytest.approx(0.25)
+    assert parse_bubble("other", 3) is None
 
 
 def test_a_run_that_ends_early_without_an_error_is_not_measured() -> None:
