@@ -97,7 +97,14 @@ def submit(
     tasks = [{"row": row.index, "repeat": repeat} for row, repeat in todo]
     write_json(file, {"folder": str(folder.path.resolve()), "job": None, "tasks": tasks})
     # One job at a time, so that the rows do not disturb each other.
-    words = ["sbatch", "--parsable", f"--array=0-{len(tasks) - 1}%1", "--job-name=sweep"]
+    # There is nothing to save: the scripts' ten minutes of warning would stop a short job at its start.
+    words = [
+        "sbatch",
+        "--parsable",
+        "--signal=B:USR2@60",
+        f"--array=0-{len(tasks) - 1}%1",
+        "--job-name=sweep",
+    ]
     words += [
         f"--nodes={nodes}",
         f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out",
@@ -119,7 +126,7 @@ def submit(
         ) from None
     if run.returncode:
         file.unlink()
-        raise ConfigError(f"sbatch refuses the array: {run.stderr.strip()}")
+        raise ConfigError(f"sbatch refuses the array: {run.stderr.strip().splitlines()[-1]}")
     job = run.stdout.strip().partition(";")[0]
     write_json(file, {**read_json(file), "job": job})
     return (
