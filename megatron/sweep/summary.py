@@ -37,6 +37,9 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
         if found.runs
     ]
     sweep = {name: value for name, value in vars(record).items() if name not in ("rows", "format")}
+    # A sweep may be continued later: after a change of the program, or elsewhere.
+    for facts in ("commit", "host"):
+        sweep[f"{facts}s"] = sorted({result[facts] for result in results.values() if facts in result})
     return {
         "format": FORMAT,
         "sweep": sweep,

@@ -119,6 +119,11 @@ def remarks(summary: Summary) -> list[str]:
             found.append(f"row {row['row']} {row['status']}: {row['reason']}")
         elif row["predicted"] and row["predicted"]["note"]:
             found.append(f"row {row['row']}: no prediction: {row['predicted']['note']}")
+    for facts in ("commits", "hosts"):
+        if len(values := summary["sweep"][facts]) > 1:
+            found.append(
+                f"runs of {len(values)} {facts} ({', '.join(values)}): their times may not be comparable"
+            )
     for agreement in summary["losses"]:
         found += [agreement["sentence"], *agreement["disagreeing"]]
     return found

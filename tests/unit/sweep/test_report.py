@@ -82,6 +82,12 @@ def test_the_text_has_predicted_beside_measured_and_what_is_wrong(summary: dict)
     assert "row 1, repeat 2 has loss 2.5 at step 4, row 0, repeat 1 has 2" in text
 
 
+def test_runs_of_several_commits_are_said() -> None:
+    results = {key: {**RESULTS[key], "commit": str(key[1]), "host": "n1"} for key in [(0, 1), (0, 2)]}
+    text = report_text(summarize(make_record(A), results))
+    assert "runs of 2 commits (1, 2): their times may not be comparable" in text and "hosts" not in text
+
+
 def test_columns_without_a_value_are_left_out() -> None:
     head, *_ = table_cells(summarize(make_record(A), {}))
     assert "s/step" not in head and "planned s" in head
