@@ -21,6 +21,11 @@ from megatron.files import expect_layout
 # The name of a parameter's fp32 values; its moments have the optimizer's names.
 VALUES = "fp32"
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+_SHARDED_WEIGHTS_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+SHARDED_WEIGHTS = (
+    "another program saved it with ZeRO-3, in shards that this program does not read: convert it with "
+    "DeepSpeed's own ds_to_universal.py"
+)
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 
 
@@ -115,6 +120,11 @@ def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
         return [(model, path, "optimizer_state_dict") for _, model, path in found]
     plain = [(_MODEL_FILE.fullmatch(path.name), path) for path in model_files(folder)]
     return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
+
+
+def sharded_weight_files(folder: Path) -> list[Path]:
+    """The files of weights that DeepSpeed's ZeRO-3 writes, one per rank. Runs of this program have none."""
+    return [path for path in folder.glob("zero_pp_rank_*") if _SHARDED_WEIGHTS_FILE.fullmatch(path.name)]
 
 
 def model_files(folder: Path) -> list[Path]:
