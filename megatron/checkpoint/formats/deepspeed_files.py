@@ -47,6 +47,14 @@ class _Fragment:
         """The optimizer's state of the group: moments as long as the partition, and the step."""
         return self.state["base_optimizer_state"]["state"].get(self.group, {})
 
+    def is_moment(self, value: Any) -> bool:
+        """Whether an entry of `kept` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
+        rank without the padding of the partition, and the moments with it."""
+        paddings = self.state.get("group_paddings")
+        has_padding = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
+        lengths = {self.master.numel, self.master.numel + paddings[self.group] if has_padding else 0}
+        return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.numel in lengths
+
     def piece(self, key: str) -> StoredTensor:
         tensor = self.master if key == VALUES else self.kept[key]
         # A malicious file may hold an object that has the same attributes and names another file.
@@ -88,12 +96,12 @@ class OptimizerFiles:
     def moments(self, name: str) -> list[str]:
         """The optimizer's names of the moments of a parameter."""
         first = self._fragments[0][name][0]
-        return [key for key, value in first.kept.items() if _is_moment(value, first.master)]
+        return [key for key, value in first.kept.items() if first.is_moment(value)]
 
     def others(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter beside the moments: the step."""
         first = self._fragments[0][name][0]
-        return {key: value for key, value in first.kept.items() if not _is_moment(value, first.master)}
+        return {key: value for key, value in first.kept.items() if not first.is_moment(value)}
 
     def pieces(self, tp_rank: int, name: str, key: str) -> list[StoredTensor]:
         """The consecutive pieces of a TP rank's flat shard.
@@ -143,10 +151,6 @@ def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
                 yield name, _Fragment(state, group, address.start, address.numel)
-
-
-def _is_moment(value: Any, master: StoredTensor) -> bool:
-    return isinstance(value, StoredTensor) and value.shape == master.shape
 
 
 def _optimizer_state(path: Path, key: str) -> dict:
