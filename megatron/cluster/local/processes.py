@@ -28,6 +28,16 @@ def process_state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def io_bytes() -> int:
+    """Bytes that this process has read and written, files and sockets; 0 if the system does not count
+    them."""
+    try:
+        with open("/proc/self/io") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
+    except OSError:
+        return 0
+
+
 def _process_fields(pid: int) -> list[str]:
     """The fields of /proc/<pid>/stat from the third, the state, on."""
     try:
