@@ -69,3 +69,21 @@ def test_each_rank_names_another_program_at_its_port(data: list[str]) -> None:
     assert rank.returncode == 2
     last = stderr.splitlines()[-1]
     assert last.startswith(f"error: rank 1: 127.0.0.1:{port} is open, but it is not the store of this run: ")
+
+
+@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.full)])
+def test_the_launchers_own_error_for_a_port_in_use_is_in_the_docs(launcher: str) -> None:
+    """It binds the port before this program starts, so the program cannot say it better."""
+    with socket.create_server(("", 0)) as program:
+        port = str(program.getsockname()[1])
+        command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node", "2"]
+        run = subprocess.run(
+            [*command, "--master_port", port, "pretrain_gpt.py", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert run.returncode == 1 and run.stdout == ""
+    last = run.stderr.strip().splitlines()[-1]
+    assert f"    {last.replace(port, '29500')}\n" in (ROOT / "docs" / "questions.md").read_text()

@@ -47,6 +47,19 @@ def _process_fields(pid: int) -> list[str]:
         return []
 
 
+def started_by_living_launcher(folder: Path) -> bool:
+    """Whether the launcher, or shell, in the name of a folder of `shared_temporary_folder` still runs."""
+    pid, _, rest = folder.name.partition("-")
+    fields = _process_fields(int(pid)) if pid.isdigit() else []
+    return len(fields) > 19 and fields[19] == rest.partition("-")[0]
+
+
+def earlier_folders(folder: Path) -> list[Path]:
+    """The folders of other starts on this node, by processes that this one can see."""
+    suffix = folder.name[folder.name.rindex("-") :]
+    return [path for path in folder.parent.iterdir() if path.name.endswith(suffix) and path != folder]
+
+
 def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
     """A folder that the ranks of one start share on this node, and that other users cannot write to; None if
     it cannot be created."""
