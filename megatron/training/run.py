@@ -78,7 +78,9 @@ def run(
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
-        checkpoint = manager.select_valid_checkpoint(checkpoint, config, vocab.size, fingerprint)
+        checkpoint = manager.select_valid_checkpoint(
+            checkpoint, config, vocab.size, fingerprint, watchdog.heartbeat
+        )
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, length, batches, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
@@ -93,7 +95,7 @@ def run(
     engine = build_engine(config, layout, tp_group, vocab, plan)
     saved_to = config.checkpoint.save or ""
     checkpoints = manager.CheckpointManager(
-        engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner
+        engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner, watchdog.heartbeat
     )
     with watchdog.phase(Phase.LOAD):
         state = checkpoints.restore_or_init(checkpoint, metrics.print)
