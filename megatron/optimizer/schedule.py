@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
+from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, GrowthStyle
 
 Unit = Literal["iterations", "samples", "tokens"]
@@ -120,7 +121,9 @@ class LearningRateSchedule:
                 return self.min_lr
             lr = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, position / self.decay_start)
             return lr
-        if position == self.decay_start:  # with a WSD decay of length 0 it is also the end
+        if self.wsd_style is not None and position == self.decay_start:
+            return self.max_lr  # to the last bit, whatever min_lr is: a trunk and its branches are equal
+        if position == self.decay_start:
             done = 0.0
         elif position >= self.decay_length:
             done = 1.0
@@ -149,6 +152,17 @@ class LearningRateSchedule:
             f"learning rate: {warmup}{self.style} from {self.max_lr:.3E} to {self.min_lr:.3E} "
             f"at {self.decay_length:,} {self.decay_unit}"
         )
+
+
+def schedule_of(config: Config) -> LearningRateSchedule:
+    """The schedule of a run's flags; ConfigError as `LearningRateSchedule.from_config`."""
+    seq_length = config.model.seq_length
+    tokens_of_samples = partial(
+        BatchSchedule.from_config(config.batch).tokens_of_samples,
+        seq_length=seq_length,
+        curriculum=config.curriculum,
+    )
+    return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 
 
 def constant_lr(max_lr: float, min_lr: float, done: float) -> float:
@@ -186,8 +200,8 @@ def _stable_end(schedule: ScheduleConfig, warmup: float, end: int, unit: Unit) -
     """The end of WSD's stable phase; ConfigError if that is before the end of the warm-up."""
     if unit == "tokens":
         raise ConfigError(
-            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens, or --train-tokens): its "
-            "decay is counted in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
+            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): it "
+            "is counted in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
         )
     by_iters = unit == "iterations"
     length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
