@@ -1,8 +1,8 @@
 """Writes the SVG figures of the documentation, next to this file: `python docs/figures/make.py`.
 
-`python docs/figures/make.py runs/quickstart/train.log` reads the losses of a `make train` into quickstart.json first.
-Only the standard library is used to draw; the learning rates are computed by the package. Text is monospace, so that
-its width is known: text that does not fit its box is an error.
+`python docs/figures/make.py runs/quickstart/train.log` reads the losses of a `make train` into
+quickstart.json first. Drawing needs the standard library and the package's learning-rate schedule only.
+Text is monospace, so that its width is known: text that does not fit its box is an error.
 """
 
 from __future__ import annotations
