@@ -24,12 +24,12 @@ UNITS = {
         "--lr-wsd-decay-iters 4",
         "--train-iters 12",
     ),
-    # Batches of 2, 4, 6 and 8 samples; 8 iterations have consumed 36.
+    # Batches of 2, 4, 6 and 8 samples; 8 iterations have consumed 28.
     "samples": (
         "--global-batch-size 8 --rampup-batch-size 2 2 24 --lr-warmup-samples 10".split(),
         "--train-samples 200",
         "--lr-wsd-decay-samples 32",
-        "--train-samples 68",
+        "--train-samples 60",
     ),
 }
 BRANCH_AT = 8
