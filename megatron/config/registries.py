@@ -13,7 +13,7 @@ from megatron.config.registry import Choice, Registry
 # Functions Tensor -> Tensor, element by element.
 ACTIVATIONS = Registry(
     "--activation",
-    {"gelu": Choice("GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.mlp:gelu")},
+    {"gelu": Choice("GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.activations:gelu")},
 )
 
 # Functions Tensor -> Tensor of the gate in value * activation(gate): "GLU Variants Improve Transformer",
@@ -22,7 +22,7 @@ GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
         "geglu": Choice("GELU", "torch.nn.functional:gelu"),
-        "liglu": Choice("identity", "megatron.model.mlp:identity"),
+        "liglu": Choice("identity", "megatron.model.activations:identity"),
         "reglu": Choice("ReLU", "torch.nn.functional:relu"),
         "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
     },
@@ -160,7 +160,7 @@ PIPELINE_SCHEDULES = Registry(
         "1f1b": PipelineSchedule(
             "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
             "megatron.pipeline.schedule:one_f_one_b",
-            model="megatron.model.gpt_model:GPTModelPipe",
+            model="megatron.model.pipeline_module:GPTModelPipe",
             engine="megatron.engine.pipeline_engine:GPTEngine",
             instructions="deepspeed.runtime.pipe.schedule:TrainSchedule",
         ),
@@ -168,7 +168,7 @@ PIPELINE_SCHEDULES = Registry(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
             "pipeline bubble (DualPipeV, arXiv:2412.19437)",
             "megatron.pipeline.schedule:dual_pipe_v",
-            model="megatron.model.gpt_model:GPTModelDualPipeV",
+            model="megatron.model.pipeline_module:GPTModelDualPipeV",
             engine="megatron.engine.pipeline_engine:GPTDualPipeVEngine",
             instructions="deepspeed.runtime.pipe.schedule:DualPipeVSchedule",
             stages_per_rank=2,
