@@ -47,6 +47,18 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
     return counts[int(node)] if _in_step(env) and node.isdigit() and int(node) < len(counts) else None
 
 
+def node_rank_of(env: Mapping[str, str]) -> int | None:
+    """The number of this node among those of the run; None if the environment does not contain it."""
+    number = (
+        env.get("GROUP_RANK")
+        if has_torch_launcher(env)
+        else env.get("SLURM_NODEID")
+        if _in_step(env)
+        else None
+    )
+    return int(number) if number and number.isdigit() else None
+
+
 def node_name(env: Mapping[str, str]) -> str:
     """The name of this node in Slurm, otherwise its host name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
