@@ -93,16 +93,14 @@ class Trainer:
 
     def _print_exit_reason(self) -> None:
         if self.exit_reason:
-            nothing_saved = "" if self.config.checkpoint.save else "; nothing is saved without --save"
-            self.metrics.print(self.exit_reason.sentence + nothing_saved)
+            self.metrics.print(self.exit_reason.line(self.config.checkpoint))
 
     @property
     def exit_status(self) -> ExitStatus:
-        """How the run ended: REQUEUE if it stopped early and has saved, so that the same command resumes
-        it."""
-        status = self.exit_reason.status if self.exit_reason else ExitStatus.FINISHED
-        resumable = self.config.checkpoint.save is not None
-        return ExitStatus.FINISHED if status is ExitStatus.REQUEUE and not resumable else status
+        """How the run ended: REQUEUE if it stopped early and the same command resumes it."""
+        return (
+            self.exit_reason.final_status(self.config.checkpoint) if self.exit_reason else ExitStatus.FINISHED
+        )
 
     def advance(self, state: TrainingState) -> TrainingState:
         """Takes one step, or skips a range of iterations."""
@@ -177,6 +175,8 @@ class Trainer:
             ) from error
         seconds = time.perf_counter() - started
         self.watchdog.report.note(saved_iteration=state.iteration)
+        if not self.config.checkpoint.load:
+            self.watchdog.report.note(load_to_resume=self.config.checkpoint.save)
         if self.engine.global_rank != 0:
             return  # on a network file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())

@@ -65,7 +65,9 @@ def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -
     run = pretrain(flags, on_line=at_step(2, interrupt))
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 130 and run.stderr == ""
-    assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGINT"
+    assert run.stdout.splitlines()[-1] == (
+        f"exiting program at iteration {last}: SIGINT; to resume, add --load {tmp_path}"
+    )
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
