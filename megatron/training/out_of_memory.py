@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.exit_codes import OutOfMemory
+from megatron.cluster.launch import allocator_settings
 from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.planner.stages import StagePlan, plan_stages
@@ -84,7 +84,7 @@ def _cause(error: BaseException) -> str:
 
 def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
     unused = measured.get("peak reserved", 0) - measured.get("peak allocated", 0)
-    expandable = "expandable_segments" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    expandable = any("expandable_segments" in value for value in allocator_settings().values())
     if expandable or unused < _FRAGMENTED_SHARE * total:
         return ""
     return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (the memory is fragmented), "

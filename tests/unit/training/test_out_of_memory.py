@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from megatron.cluster.exit_codes import OutOfMemory
+from megatron.cluster.launch import allocator_settings
 from megatron.config import Config, parse_args
 from megatron.planner.stages import plan_stages
-from megatron.training.out_of_memory import explained_out_of_memory, is_out_of_memory, memory_flags
+from megatron.training.out_of_memory import (
+    _fragmentation_hint,
+    explained_out_of_memory,
+    is_out_of_memory,
+    memory_flags,
+)
 from megatron.training.planned_memory import planned_bytes
 
 VOCAB = 50_000
@@ -114,6 +120,18 @@ def test_sentence_has_the_line_of_nccl_that_names_the_memory() -> None:
         explained_out_of_memory(config, VOCAB, plan, 0),
     ):
         raise torch.distributed.DistBackendError(NCCL_ERROR)
+
+
+@pytest.mark.parametrize(
+    "name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", None]
+)
+def test_expandable_segments_are_not_named_if_they_are_set(name, monkeypatch) -> None:
+    for variable in allocator_settings():
+        monkeypatch.delenv(variable)
+    if name is not None:
+        monkeypatch.setenv(name, "expandable_segments:True")
+    hint = _fragmentation_hint({"peak reserved": 50, "peak allocated": 10}, 80)
+    assert ("expandable_segments" in hint) is (name is None)
 
 
 def test_other_errors_pass() -> None:
