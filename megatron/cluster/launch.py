@@ -20,6 +20,7 @@ from megatron.config.errors import ConfigError
 # The port follows from the job id, so that two jobs on one node use different ports. The range lies below the
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
+_LAST_PORT = 65_535
 # The settings of PyTorch's allocator, by its current and former names.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -133,7 +134,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
         )
     if world_size > 1:
         _text(env, "MASTER_ADDR")
-        _number(env, "MASTER_PORT")
+        _check_port(env)
     if "LOCAL_WORLD_SIZE" in env and "LOCAL_RANK" in env:
         local_rank, local_size = _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE")
         if local_rank >= local_size or local_size > world_size:
@@ -141,6 +142,15 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
                 "contradict each other: unset those that your script exports, the launcher sets all three"
             )
+
+
+def _check_port(env: Mapping[str, str]) -> None:
+    port = _number(env, "MASTER_PORT")
+    if not 1 <= port <= _LAST_PORT:
+        raise ConfigError(
+            f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, the same "
+            "on all nodes"
+        )
 
 
 def _check_against_slurm(env: Mapping[str, str]) -> None:
@@ -196,7 +206,9 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if "MASTER_ADDR" not in env:
         hosts = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
         found["MASTER_ADDR"] = address_of(first_host(hosts))
-    if "MASTER_PORT" not in env:
+    if "MASTER_PORT" in env:
+        _check_port(env)
+    else:
         found["MASTER_PORT"] = str(port_of_job(_number(env, "SLURM_JOB_ID")))
     return found
 
