@@ -21,6 +21,8 @@ from megatron.config.errors import ConfigError
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
+# Empty ones count as unset.
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The settings of PyTorch's allocator, by its current and former names.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -86,7 +88,10 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets torch's variables in a task of srun, see `torch_variables`."""
+    """Sets torch's variables in a task of srun, see `torch_variables`. Deletes empty ones."""
+    for name in _TORCH_VARIABLES:
+        if env.get(name) == "":
+            del env[name]
     env.update(torch_variables(env))
 
 
@@ -110,7 +115,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
     address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises ConfigError
     if the variables contradict each other.
     """
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if env.get("RANK") or env.get("WORLD_SIZE"):
         _check_torch_variables(env)
         _check_against_slurm(env)
         return {}
@@ -125,8 +130,12 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def _check_torch_variables(env: Mapping[str, str]) -> None:
-    world_size = _number(env, "WORLD_SIZE")
-    rank = _number(env, "RANK")
+    world_size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
+    if world_size < 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}: expected the number of processes, 1 or more; unset RANK and "
+            "WORLD_SIZE, or correct the script that sets them"
+        )
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"RANK {rank} with WORLD_SIZE {world_size}: expected 0 to {world_size - 1}; unset both, or "
@@ -148,8 +157,8 @@ def _check_port(env: Mapping[str, str]) -> None:
     port = _number(env, "MASTER_PORT")
     if not 1 <= port <= _LAST_PORT:
         raise ConfigError(
-            f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, the same "
-            "on all nodes"
+            f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, the "
+            "same on all nodes"
         )
 
 
@@ -267,5 +276,5 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _beside(env: Mapping[str, str]) -> str:
-    names = ("RANK", "WORLD_SIZE") if "RANK" in env or "WORLD_SIZE" in env else ("SLURM_STEP_ID",)
-    return " and ".join(f"{name}={env[name]}" for name in names if name in env)
+    names = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)] or ["SLURM_STEP_ID"]
+    return " and ".join(f"{name}={env[name]}" for name in names)
