@@ -29,6 +29,33 @@ from megatron.training.logging.writers import make_writers
 from megatron.training.stability.monitor import StabilityMonitor
 
 
+# After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
+_MANY_SKIPPED_STEPS = 10
+
+
+@dataclass
+class UpdateCount:
+    """The steps of this start of the program, and how many of them have updated the weights. Ranges of
+    --skip-train-iteration-range are not steps."""
+
+    num_steps: int = 0
+    num_updates: int = 0
+
+    def add(self, skipped: bool) -> None:
+        """Counts a step."""
+        self.num_steps += 1
+        self.num_updates += not skipped
+
+    def problem(self, fp16: bool) -> str | None:
+        """One sentence if there were steps and no update."""
+        if self.num_updates or not self.num_steps:
+            return None
+        why = "with fp16 because of overflows: set --initial-loss-scale lower, or use --bf16"
+        if not fp16:
+            why = "by --spike-policy"
+        return f"none of the {self.num_steps} steps of this start updated the weights: every step was skipped ({why})"
+
+
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
     """Iterations and samples of the run from iteration 0, resumed or not."""
     iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
@@ -55,6 +82,7 @@ class Trainer:
     startup_report: StartupReport = field(init=False)
     stability: StabilityMonitor = field(init=False)
     exits: ExitConditions = field(init=False)
+    updates: UpdateCount = field(default_factory=lambda: UpdateCount(), init=False)
 
     def __post_init__(self) -> None:
         self.exits = ExitConditions.from_config(
@@ -132,6 +160,7 @@ class Trainer:
         except NonFiniteError as error:
             raise self.stability.diagnose(error, progress.iteration) from error
         optimizer = self.engine.optimizer
+        self.updates.add(optimizer.skipped)
         self.metrics.log_step(
             StepRecord(
                 iteration=progress.iteration,
@@ -196,14 +225,17 @@ class Trainer:
                 return
 
     def check_updates(self, state: TrainingState) -> None:
-        """Raises RunStopped after the last iteration of a run whose every step was skipped."""
-        if self.config.training.no_train or state.iteration < self.length.iterations:
+        """Prints a warning if every step of this start was skipped. Raises RunStopped instead after the last
+        iteration, unless the steps were few and others before this start have updated the weights."""
+        problem = self.updates.problem(self.config.precision.fp16)
+        if problem is None:
             return
-        if 0 < state.iteration <= state.skipped_iterations:
-            raise RunStopped(
-                f"none of the {state.iteration} iterations updated the weights: every step was skipped (with "
-                "fp16 because of overflows: set --initial-loss-scale lower, or use --bf16)"
-            )
+        is_unusual = (
+            self.updates.num_steps >= _MANY_SKIPPED_STEPS or state.skipped_iterations >= state.iteration
+        )
+        if state.iteration >= self.length.iterations and is_unusual:
+            raise RunStopped(problem)
+        self.metrics.print(f"WARNING: {problem}")
 
     def _evaluate_interval(self, state: TrainingState, count: int) -> TrainingState:
         """Evaluates on the last `count` validation data sets. The state that is returned contains how many
