@@ -59,7 +59,7 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
             f"samples, this run is over {_train_samples(config):,}: that is another number of epochs of the "
             f"same data ({'; '.join(differences)}), which are shuffled together, so the order of the samples "
             "differs: keep the length of that run (--global-batch-size, --train-iters, --train-samples, "
-            "--train-tokens), or pass --override-data to continue in the new order from the same sample number"
+            "--train-tokens), or pass --override-data to continue in the new order from the same sample"
         )
     raise ConfigError(
         f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "

@@ -28,7 +28,6 @@ from megatron.training.logging.startup_report import StartupReport
 from megatron.training.logging.writers import make_writers
 from megatron.training.stability.monitor import StabilityMonitor
 
-
 # After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
 
@@ -53,7 +52,10 @@ class UpdateCount:
         why = "with fp16 because of overflows: set --initial-loss-scale lower, or use --bf16"
         if not fp16:
             why = "by --spike-policy"
-        return f"none of the {self.num_steps} steps of this start updated the weights: every step was skipped ({why})"
+        return (
+            f"none of the {self.num_steps} steps of this start updated the weights: every step was skipped "
+            f"({why})"
+        )
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
@@ -82,7 +84,7 @@ class Trainer:
     startup_report: StartupReport = field(init=False)
     stability: StabilityMonitor = field(init=False)
     exits: ExitConditions = field(init=False)
-    updates: UpdateCount = field(default_factory=lambda: UpdateCount(), init=False)
+    updates: UpdateCount = field(default_factory=UpdateCount, init=False)
 
     def __post_init__(self) -> None:
         self.exits = ExitConditions.from_config(
@@ -121,6 +123,7 @@ class Trainer:
 
     def _print_exit_reason(self) -> None:
         if self.exit_reason:
+            self.metrics.flush()  # the lines of the steps before
             self.metrics.print(self.exit_reason.line(self.config.checkpoint))
 
     @property

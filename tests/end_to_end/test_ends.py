@@ -61,7 +61,7 @@ def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tm
 
 
 def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -> None:
-    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path)]
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path), "--log-interval", "2"]
     run = pretrain(flags, on_line=at_step(2, interrupt))
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 130 and run.stderr == ""

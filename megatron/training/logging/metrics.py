@@ -150,10 +150,14 @@ class MetricsLogger:
             self._log.write(text + "\n")
             self._log.flush()
 
-    def close(self) -> None:
-        """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
+    def flush(self) -> None:
+        """Prints and writes the steps since the last line."""
         if self._pending:
             self._flush()
+
+    def close(self) -> None:
+        """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
+        self.flush()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -125,6 +125,18 @@ def test_remaining_steps_are_printed_at_the_end():
     assert [line["iteration"] for line in lines_of(stream)] == [20, 7]
 
 
+def test_flush_prints_the_steps_before_another_text():
+    stream = io.StringIO()
+    logger = MetricsLogger(LoggingConfig(log_interval=100), THROUGHPUT, stream=stream)
+    logger.log_step(record(7))
+    logger.flush()
+    logger.print("exiting program at iteration 7: SIGINT")
+    logger.flush()
+    logger.close()
+    assert [line["iteration"] for line in lines_of(stream)] == [7]
+    assert stream.getvalue().splitlines()[-1] == "exiting program at iteration 7: SIGINT"
+
+
 def test_other_ranks_print_and_write_nothing(tmp_path):
     stream = Terminal()
     logging = LoggingConfig(log_interval=1, log_path=str(tmp_path / "run.log"))
