@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import data_path, index_path
 from megatron.data.loader import GPTBatchLoader
-from megatron.data.report import dataset_usage, usage_table
+from megatron.data.report import dataset_usage, splits_without_documents, usage_table
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import Vocabulary
@@ -56,7 +56,8 @@ def data_report(config: Config, length: RunLength) -> str:
     """The table of what the run reads of each data set, with a warning above --max-epochs-per-dataset."""
     samples = length.samples_per_split(config)
     usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
-    return usage_table(usages, config.data.max_epochs_per_dataset)
+    empty = splits_without_documents(config.data, samples)
+    return usage_table(usages, config.data.max_epochs_per_dataset, empty)
 
 
 def planned_data_report(config: Config, length: RunLength) -> str:
