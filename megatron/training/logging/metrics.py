@@ -203,7 +203,8 @@ class MetricsLogger:
                     f"WARNING: iteration {record.iteration}: the loss has been above ln(vocabulary size) = "
                     f"{self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
                     f"{_DIVERGED_STEPS} steps: the training has probably diverged; resume from an earlier "
-                    "checkpoint with a lower learning rate, or skip the data (--skip-train-iteration-range, --spike-policy)"
+                    "checkpoint with a lower learning rate, or skip the data "
+                    "(--skip-train-iteration-range, --spike-policy)"
                 )
                 self._uniform_loss = math.inf  # once per start
 
