@@ -128,7 +128,7 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
             samples = one_epoch(dataset, subset, documents, seq_length, config.training.seed)
         except ConfigError as error:
             remedy = "" if subset == ALL else f"; --subset {ALL} evaluates all {len(dataset):,} documents"
-            raise ConfigError(f"{prefix}: {error}{remedy}") from error
+            raise ConfigError(f"{error}{remedy}") from error
         of_split = "" if subset == ALL else f" ({subset} of --split {split})"
         datasets.append((samples, f"{len(documents):,} of {len(dataset):,} documents{of_split}"))
     return datasets
