@@ -20,6 +20,7 @@ from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, sa
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
 from tools import convert_huggingface
+from tools.convert_huggingface import check_tokenizer_fits
 
 KINDS = ("bloom", "gpt2")
 
@@ -102,6 +103,14 @@ def test_a_native_checkpoint_survives_a_round_trip(positions, tmp_path):
         assert torch.equal(torch.load(checkpoint.folder / "zero" / name / "fp32.pt")["param"], whole)
     native = read_checkpoint(tmp_path / "native")
     assert torch.equal(our_logits(checkpoint), our_logits(native))
+
+
+def test_a_tokenizer_with_far_fewer_tokens_is_refused():
+    with pytest.raises(ConfigError, match="1 tokens and the model 1,024 word embeddings, 1,023 of which"):
+        check_tokenizer_fits(1024, 1, None)
+    check_tokenizer_fits(1024, 1, 1)
+    check_tokenizer_fits(250_880, 250_680, None)  # BLOOM
+    check_tokenizer_fits(100, 100, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
