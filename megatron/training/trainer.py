@@ -8,12 +8,12 @@ import torch
 
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
-from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.exit_codes import CannotSave, RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.hang_detector import Phase
 from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import Config
+from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader, truncated
@@ -64,6 +64,14 @@ def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
     return RunLength(iterations, schedule.consumed_after(iterations))
 
 
+def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
+    """What the user should do. iteration: of the newest checkpoint; 0 without one."""
+    if not iteration:
+        return "nothing has been saved before; fix this, then start again"
+    load = "" if checkpoint.load else f" with --load {checkpoint.save}"
+    return f"fix this, then the run resumes from iteration {iteration}{load}"
+
+
 @dataclass
 class Trainer:
     """Trains, evaluates and saves with the objects that `megatron.training.run` creates."""
@@ -84,6 +92,8 @@ class Trainer:
     startup_report: StartupReport = field(init=False)
     stability: StabilityMonitor = field(init=False)
     exits: ExitConditions = field(init=False)
+    resumable_iteration: int = field(default=0, init=False)
+    """The iteration of the run's newest checkpoint; 0 without one."""
     updates: UpdateCount = field(default_factory=UpdateCount, init=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +111,7 @@ class Trainer:
         if training.no_train:
             return state
         saved = state
+        self.resumable_iteration = state.iteration
         self.watchdog.set_handled_signals(self.exits.install_handlers())
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
         if state.pending_evaluations and self.exit_reason is None:
@@ -202,9 +213,9 @@ class Trainer:
         except FolderTakenError as error:
             raise RunStopped(str(error)) from error
         except SaveError as error:
-            raise RunStopped(
-                f"{error}: fix this, then the run resumes from the previous checkpoint", on_all_ranks=False
-            ) from error
+            remedy = after_failed_save(self.resumable_iteration, self.config.checkpoint)
+            raise CannotSave(f"{error}: {remedy}") from error
+        self.resumable_iteration = state.iteration
         seconds = time.perf_counter() - started
         self.watchdog.report.note(saved_iteration=state.iteration)
         if not self.config.checkpoint.load:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
-from megatron.training.trainer import Trainer, UpdateCount
+from megatron.config import CheckpointConfig
+from megatron.training.trainer import Trainer, UpdateCount, after_failed_save
 
 
 def warnings_at_end(
@@ -51,6 +54,33 @@ def test_run_that_ends_without_an_update_fails(skipped_before: int, steps: str) 
 def test_few_overflows_at_the_end_of_a_resumed_run_are_no_failure() -> None:
     (warning,) = warnings_at_end(100, 3, "ss")
     assert warning.startswith("WARNING: none of the 2 steps")
+
+
+@pytest.mark.parametrize(
+    ("iteration", "load", "expected"),
+    [
+        (0, "a", "nothing has been saved before; fix this, then start again"),
+        (7, "a", "fix this, then the run resumes from iteration 7"),
+        (7, None, "fix this, then the run resumes from iteration 7 with --load a"),
+    ],
+)
+def test_previous_checkpoint_is_named_after_a_failed_save_if_there_is_one(iteration, load, expected) -> None:
+    assert after_failed_save(iteration, CheckpointConfig(save="a", load=load)) == expected
+
+
+def test_failed_save_is_exit_code_2() -> None:
+    def save(state: TrainingState) -> None:
+        raise SaveError("checkpoint a/global_step5 cannot be written (the disk is full)")
+
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=CheckpointConfig(save="a")),
+        watchdog=SimpleNamespace(phase=lambda phase: nullcontext()),
+        checkpoints=SimpleNamespace(save=save),
+        resumable_iteration=0,
+    )
+    with pytest.raises(RunStopped, match="the disk is full.: nothing has been saved before") as caught:
+        Trainer.checkpoint(trainer, TrainingState(5))
+    assert caught.value.exit_code == 2 and not caught.value.on_all_ranks
 
 
 def test_fp16_is_not_named_without_it() -> None:
