@@ -162,7 +162,8 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
     if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
         raise ConfigError(
             f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
-            f"which would be dropped: give the tokenizer of this model, or --vocab-size {tokens} if it is this one"
+            f"which would be dropped: give the tokenizer of this model, or --vocab-size {tokens} if it is "
+            "this one"
         )
 
 
