@@ -60,17 +60,24 @@ def data_report(config: Config, length: RunLength) -> str:
     return usage_table(usages, config.data.max_epochs_per_dataset, empty)
 
 
+def missing_token_file(config: Config) -> str:
+    """Why the data cannot be read on this machine, for a dry run; "" if they can."""
+    if not (config.data.data_path or config.data.train_weighted_split_paths):
+        return "no --data-path"
+    for option, prefix in token_file_prefixes(config.data):
+        for path in (data_path(prefix), index_path(prefix)):
+            if not Path(path).is_file():
+                return f"{option} {prefix}: {path} does not exist"
+    return ""
+
+
 def planned_data_report(config: Config, length: RunLength) -> str:
     """`data_report` for a dry run. Without the data files, says which one is missing.
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
     """
-    if not (config.data.data_path or config.data.train_weighted_split_paths):
-        return "data       not checked: no --data-path"
-    for option, prefix in token_file_prefixes(config.data):
-        for path in (data_path(prefix), index_path(prefix)):
-            if not Path(path).is_file():
-                return f"data       not checked: {option} {prefix}: {path} does not exist"
+    if missing := missing_token_file(config):
+        return f"data       not checked: {missing}"
     verify_token_files(config.data)
     run_fingerprint(config, length)
     return data_report(config, length)
