@@ -34,6 +34,7 @@ _MAX_WAIT_FOR_RANKS_S = 20.0
 # If it does not know how many ranks its node has, it waits this long for reports of all ranks of the run.
 _MAX_WAIT_FOR_REPORTS_S = 5.0
 _POLL_INTERVAL_S = 0.01
+_ELSEWHERE = "the cause may be on another node, or a rank that was started from another shell: see its error"
 _CLAIM_FILE = "diagnosis"
 
 
@@ -132,7 +133,7 @@ def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:
     is_failure = diagnosis.cause is not None and diagnosis.cause["end"] == ExitStatus.FAILED
     if not (is_failure and is_lost_connection(error)):
         return diagnosis
-    return replace(diagnosis, text=f"{error} (the cause may be on another node: see its error)")
+    return replace(diagnosis, text=f"{error} ({_ELSEWHERE})")
 
 
 def _is_printed_elsewhere(diagnosis: Diagnosis, local_ranks: set[int], prints_errors_of_all: bool) -> bool:

@@ -100,6 +100,22 @@ def test_without_a_launcher_one_rank_prints_the_first_cause_and_removes_the_repo
     assert not list(tmp_path.glob("megatron-*/*"))
 
 
+def test_ranks_with_a_wrapper_each_have_a_common_diagnosis(tmp_path: Path) -> None:
+    """`RANK=0 timeout 100 python ...`: the parents differ."""
+    processes = []
+    for rank in (0, 1):
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+        command = ["timeout", "100", sys.executable, "-c", RANK]
+        process = subprocess.Popen(command, env=environment(tmp_path, RANK=str(rank)), text=True, **pipes)
+        assert process.stdout.readline().startswith("ready")
+        processes.append(process)
+    killed, other = processes
+    killed.communicate("kill\n", timeout=30)
+    _, stderr = other.communicate("lost\n", timeout=30)
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: rank 0 on ") and "killed (SIGKILL)" in line
+
+
 def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
     ranks = [start(0), start(1)]
     for rank in ranks:
