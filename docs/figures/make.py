@@ -1,8 +1,8 @@
 """Writes the SVG figures of the documentation, next to this file: `python docs/figures/make.py`.
 
-`python docs/figures/make.py runs/quickstart/train.log` reads the losses of a `make train` into quickstart.json first.
-Only the standard library is used to draw. Text is monospace, so that its width is known: text that does not fit its
-box is an error.
+`python docs/figures/make.py runs/quickstart/train.log` reads the losses of a `make train` into
+quickstart.json first. Drawing needs the standard library and the package's learning-rate schedule only.
+Text is monospace, so that its width is known: text that does not fit its box is an error.
 """
 
 from __future__ import annotations
@@ -264,6 +264,58 @@ def quickstart_loss() -> str:
     return str(figure)
 
 
+# Title and schedule; warm-up over 100 of 1,000 iterations, minimum 0.1 of the maximum.
+SCHEDULES = {
+    "cosine": {"lr_decay_style": "cosine"},
+    "inverse-square-root": {"lr_decay_style": "inverse-square-root"},
+    "WSD minus_sqrt": {
+        "lr_decay_style": "WSD",
+        "lr_wsd_decay_style": "minus_sqrt",
+        "lr_wsd_decay_iters": 200,
+    },
+    "branch at 500, exponential": {
+        "lr_decay_style": "WSD",
+        "lr_wsd_decay_style": "exponential",
+        "lr_wsd_decay_iters": 200,
+        "lr_decay_iters": 700,
+    },
+}
+
+
+def learning_rates() -> str:
+    """The learning rate of four schedules, computed by the program."""
+    sys.path.insert(0, str(FOLDER.parents[1]))
+    from megatron.config import ScheduleConfig, TrainingConfig
+    from megatron.optimizer.schedule import LearningRateSchedule, Progress
+
+    figure = Svg(760, 400, "Learning-rate schedules")
+    figure.text(20, 28, "Warm-up over 100 of 1,000 iterations, --min-lr 0.1 x --lr", bold=True)
+    left, right, top, bottom = 70, 730, 50, 270
+    figure.line([(left, top), (left, bottom), (right, bottom)], "#444")
+    for share in (0.0, 0.5, 1.0):
+        figure.text(left - 10, bottom - share * (bottom - top) + 4, f"{share:g}", anchor="end")
+    for step in (100, 500, 700, 800, 1000):
+        x = left + (right - left) * step / 1000
+        figure.text(x, bottom + 20, str(step), anchor="end" if step == 1000 else "middle")
+    figure.text((left + right) / 2, bottom + 40, "iteration (vertical: share of --lr)", anchor="middle")
+    for i, (name, flags) in enumerate(SCHEDULES.items()):
+        section = ScheduleConfig(lr=1.0, min_lr=0.1, lr_warmup_iters=100, **flags)  # type: ignore[arg-type]
+        schedule = LearningRateSchedule.from_config(section, TrainingConfig(train_iters=1000), 1)
+        end = section.lr_decay_iters or 1000
+        points = [
+            (
+                left + (right - left) * step / 1000,
+                bottom - schedule.lr(Progress(step, step, step)) * (bottom - top),
+            )
+            for step in range(0, end + 1, 5)
+        ]
+        figure.line(points, LINE_COLORS[i], 1.8)
+        y = 330 + 20 * i
+        figure.line([(left, y - 4), (left + 40, y - 4)], LINE_COLORS[i], 3)
+        figure.text(left + 52, y, name)
+    return str(figure)
+
+
 def read_quickstart_log(log: Path) -> None:
     """Write the losses of a console log of `make train` to quickstart.json."""
     sys.path.insert(0, str(FOLDER.parents[1]))
@@ -280,6 +332,7 @@ FIGURES = {
     "pipeline.svg": pipeline,
     "life_of_a_run.svg": life_of_a_run,
     "checkpoint_files.svg": checkpoint_files,
+    "learning_rates.svg": learning_rates,
     "quickstart_loss.svg": quickstart_loss,
 }
 

@@ -51,8 +51,9 @@ class _Fragment:
         """Whether an entry of `kept` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
         rank without the padding of the partition, and the moments with it."""
         paddings = self.state.get("group_paddings")
-        has_padding = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
-        lengths = {self.master.numel, self.master.numel + paddings[self.group] if has_padding else 0}
+        known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
+        padding = paddings[self.group] if known else 0
+        lengths = [self.master.numel, *([self.master.numel + padding] if type(padding) is int else [])]
         return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.numel in lengths
 
     def piece(self, key: str) -> StoredTensor:
