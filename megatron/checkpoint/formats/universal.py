@@ -181,10 +181,10 @@ class UniversalReader(StateReader):
         _check_files(self.checkpoint)
         saved = self.checkpoint.run["args"]
         differences = [
-            f"{name} was {saved[name]}, is {getattr(config.model, name)}"
-            for name in MEGATRON_MODEL_ARGS
+            f"{name} was {saved[name]}, is {value}"
+            for name, value in config.model_settings().items()
             # The other program may not have this argument.
-            if saved.get(name) not in (None, getattr(config.model, name))
+            if name in MEGATRON_MODEL_ARGS and saved.get(name) not in (None, value)
         ]
         return differences + _vocabulary_differences(self.checkpoint, specs, vocab_size)
 
