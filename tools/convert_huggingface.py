@@ -30,6 +30,8 @@ from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, token
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
 
+# Rows of the word embeddings that belong to no token. Above this share the tokenizer is another model's.
+MAX_DROPPED_SHARE = 0.05
 # Flags that act in one direction only, by the input flag of that direction.
 DIRECTION_FLAGS = {
     "--load": ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
@@ -152,6 +154,18 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     return notes
 
 
+def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None:
+    """Raise ConfigError if the tokenizer has far fewer tokens than the model has word embeddings, unless
+    --vocab-size confirms it. BLOOM has 0.08 % more rows than tokens."""
+    dropped = rows - tokens
+    if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
+        raise ConfigError(
+            f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
+            f"which would be dropped: give the tokenizer of this model, or --vocab-size {tokens} if it is "
+            "this one"
+        )
+
+
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Write the universal checkpoint; return notes for the user."""
     from megatron.checkpoint.convert.huggingface.importer import (
@@ -169,6 +183,7 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
         tokenizer = {"tokenizer_name_or_path": str(source.resolve())}
     config = model.config(DataConfig(**tokenizer), arguments.vocab_size)
     vocabulary = find_vocabulary(config)
+    check_tokenizer_fits(model.rows, vocabulary.size, arguments.vocab_size)
     write_universal(model, config, vocabulary.size, vocabulary.eod, output)
     print(f"wrote {output}: {model.family.architecture} of {source}, {vocabulary.size:,} tokens")
     print(f"start from it with: {shlex.join(start_flags(config, output))}")

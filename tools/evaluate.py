@@ -61,8 +61,8 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--subset",
         choices=(*SPLIT_NAMES, ALL),
-        help="documents to read: those of a split, or all (default: valid; all for a checkpoint that was "
-        "trained with --train-weighted-split-paths, unless --split is set)",
+        help="documents to read: those of a split, or all (default: valid for data that the checkpoint was "
+        "trained on with --split, or if --split is set; all for other data)",
     )
     parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="default: that of the checkpoint")
     parser.add_argument(
@@ -99,15 +99,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             )
 
 
-def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[GPTDataset]:
-    """One epoch of each data set. Raises ConfigError for damaged data or data of another vocabulary."""
+def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:
+    """One epoch of each data set, and which documents it has. Raises ConfigError for damaged data, data of
+    another vocabulary and data with fewer tokens than a sample."""
     from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
     from megatron.data.splits import split_documents
     from megatron.tokenizer.vocabulary_record import check_record
 
     config = checkpoint.config
-    has_split = arguments.split is not None or not config.data.train_weighted_split_paths
-    subset = arguments.subset or ("valid" if has_split else ALL)
     split = arguments.split or config.data.split
     digest = (checkpoint.run.get("data") or {}).get(VOCABULARY_KEY)
     datasets = []
@@ -115,6 +114,7 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
         dataset = IndexedDataset(prefix)
         if digest is not None:
             check_record(prefix, "--data-path", digest)
+        subset = arguments.subset or default_subset(arguments.split, dataset, checkpoint)
         documents: range | None = range(len(dataset))
         if subset != ALL:
             documents = split_documents(split, len(dataset))[SPLIT_NAMES.index(subset)]
@@ -124,8 +124,31 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
                 f"the {subset} split: change --split, or evaluate all documents with --subset {ALL}"
             )
         seq_length = arguments.seq_length or config.model.seq_length
-        datasets.append(one_epoch(dataset, subset, documents, seq_length, config.training.seed))
+        try:
+            samples = one_epoch(dataset, subset, documents, seq_length, config.training.seed)
+        except ConfigError as error:
+            remedy = "" if subset == ALL else f"; --subset {ALL} evaluates all {len(dataset):,} documents"
+            raise ConfigError(f"{error}{remedy}") from error
+        of_split = "" if subset == ALL else f" ({subset} of --split {split})"
+        datasets.append((samples, f"{len(documents):,} of {len(dataset):,} documents{of_split}"))
     return datasets
+
+
+def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Checkpoint) -> str:
+    """The validation split of data that the run has trained on, or of --split; all documents of other data.
+
+    Data are those of the run if the file name, or the numbers of documents and tokens are the same: they may
+    have moved.
+    """
+    if split is not None:
+        return "valid"
+    if checkpoint.config.data.train_weighted_split_paths:
+        return ALL
+    data = checkpoint.run.get("data") or {}
+    names = map(os.path.basename, data.get("paths") or [])
+    sizes = zip(data.get("documents") or [], data.get("tokens") or [], strict=False)
+    is_known = os.path.basename(dataset.prefix) in names or (len(dataset), dataset.num_tokens) in sizes
+    return "valid" if is_known else ALL
 
 
 def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
@@ -204,11 +227,11 @@ def run(argv: Sequence[str] | None) -> None:
     model = load_model(checkpoint, verify=not arguments.no_verify_digests)
     print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
     size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
-    for prefix, dataset in zip(arguments.data_path, datasets, strict=True):
+    for prefix, (dataset, documents) in zip(arguments.data_path, datasets, strict=True):
         num_samples = min(len(dataset), arguments.samples or len(dataset))
         loss = mean_loss(model, dataset, num_samples, size, checkpoint)
         print(
-            f"{prefix} | {dataset.name} | {num_samples:,} of {len(dataset):,} samples of "
+            f"{prefix} | {dataset.name} | {documents} | {num_samples:,} of {len(dataset):,} samples of "
             f"{dataset.seq_length:,} tokens | lm loss: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}",
             flush=True,
         )

@@ -9,8 +9,8 @@ Reads the logs of this repository, Megatron-LM and Megatron-DeepSpeed. Several l
 in order. The table has one row per start of the program. The picture shows loss, grad norm, learning rate and
 throughput over the iterations. If starts overlap (a resume from an older checkpoint), the later one is shown.
 
-With --compare each log is a run. The table has one row per run, and the picture shows losses, grad norms and
-throughput of all runs.
+With --compare each log is a run. The table has one row per run, with the last loss and that at the last
+common iteration, and the picture shows losses, grad norms and throughput of all runs.
 """
 
 from __future__ import annotations
@@ -166,19 +166,28 @@ def _row(start: Start) -> list[str]:
 
 
 def comparison(runs: Mapping[str, Run]) -> str:
-    """The table of --compare, with one row per run. `runs`: by name."""
+    """The table of --compare, with one row per run. `runs`: by name. Runs of different length are compared by
+    the loss at their last common iteration."""
+    curves = {name: run.curve("lm_loss") for name, run in runs.items()}
+    common = max(set.intersection(*map(set, curves.values())), default=None)
+    at_common = [] if common is None else [f"at {common:,}"]
     evaluated = sorted({name for run in runs.values() for name in run.validation})
     rates = {"s/iteration": "seconds_per_iteration", "tokens/s": "tokens_per_second"}
     rates["TFLOPs"] = "tflops_per_device"
-    rows = [["run", "iterations", "lm loss", *(f"{x} loss" for x in evaluated), *rates, "restarts"]]
+    rows = [
+        ["run", "iterations", "lm loss", *at_common, *(f"{x} loss" for x in evaluated), *rates, "restarts"]
+    ]
     for name, run in runs.items():
-        losses = [run.curve("lm_loss"), *(run.validation.get(x, {}) for x in evaluated)]
+        losses = [curves[name], *(run.validation.get(x, {}) for x in evaluated)]
+        shown = [f"{values[max(values)]:.4f}" if values else "-" for values in losses]
         medians = [run.median(field) for field in rates.values()]
         rows.append(
             [
                 name,
                 f"{run.starts[-1].iterations[-1]:,}",
-                *(f"{values[max(values)]:.4f}" if values else "-" for values in losses),
+                *shown[:1],
+                *([] if common is None else [f"{curves[name][common]:.4f}"]),
+                *shown[1:],
                 *("-" if median is None else f"{median:,.4g}" for median in medians),
                 str(len(run.starts) - 1),
             ]

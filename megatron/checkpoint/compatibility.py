@@ -6,8 +6,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import Config, ConfigError
-from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
+from megatron.config import BatchSchedule, Config, ConfigError
+from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences, same_data
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 
 
@@ -50,12 +50,29 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
     """Raises ConfigError for other data, in which the saved position is meaningless, unless
     --override-data."""
     differences = _data_differences(checkpoint, fingerprint)
-    if differences and not config.checkpoint.override_data:
+    if not differences or config.checkpoint.override_data:
+        return
+    if same_data(checkpoint.run["data"], fingerprint):
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "
-            "data flags of that run, or --override-data to continue with these data from the same sample "
-            "number"
+            f"checkpoint {checkpoint.folder} is of a run over {_train_samples(checkpoint.config):,} training "
+            f"samples, this run is over {_train_samples(config):,}: that is another number of epochs of the "
+            f"same data ({'; '.join(differences)}), which are shuffled together, so the order of the samples "
+            "differs: keep the length of that run (--global-batch-size, --train-iters, --train-samples, "
+            "--train-tokens), or pass --override-data to continue in the new order from the same sample"
         )
+    raise ConfigError(
+        f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "
+        "data flags of that run, or --override-data to continue with these data from the same sample "
+        "number"
+    )
+
+
+def _train_samples(config: Config) -> int:
+    """The training samples of the whole run."""
+    batches = BatchSchedule.from_config(config.batch)
+    return batches.consumed_after(
+        batches.total_iterations(config.training, config.model.seq_length, config.curriculum)
+    )
 
 
 def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
@@ -79,7 +96,12 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
     if checkpoint.is_external:
         return f"not compared, {position}: the program that saved it did not record them"
     if differences := _data_differences(checkpoint, fingerprint):
-        return f"different data, {position} (--override-data): {'; '.join(differences)}"
+        what = (
+            "the same data in another order"
+            if same_data(checkpoint.run["data"], fingerprint)
+            else "different data"
+        )
+        return f"{what}, {position} (--override-data): {'; '.join(differences)}"
     return f"the same, {position}"
 
 

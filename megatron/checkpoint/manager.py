@@ -403,7 +403,8 @@ def _is_of_writing(error: OSError | RuntimeError) -> bool:
 def _space(folder: Path) -> str:
     """Free space of the folder's disk, for an error text: PyTorch's errors do not say that a disk is full."""
     try:
-        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
+        free = shutil.disk_usage(folder).free
+        return f"{free / 1e6:,.1f} MB are free there" if free else "the disk is full"
     except OSError as error:
         return f"its file system does not answer: {error.strerror}"
 

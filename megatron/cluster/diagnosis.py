@@ -110,6 +110,8 @@ def _saved(reports: Sequence[Report]) -> str:
     )
     if saved is None:
         return "nothing was saved"
+    if folders := [report["load_to_resume"] for report in reports if "load_to_resume" in report]:
+        return f"saved iteration {saved}; to resume, add --load {folders[0]}"
     return f"the same command resumes from iteration {saved}"
 
 

@@ -47,6 +47,15 @@ class SharedConfigError(ConfigError):
     """A ConfigError that is raised on every rank."""
 
 
+class CannotSave(RunStopped):
+    """A checkpoint cannot be written, as on a full disk. A restart would fail again."""
+
+    exit_code = CONFIG_ERROR_EXIT_CODE
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, on_all_ranks=False)
+
+
 @contextmanager
 def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Iterator[None]:
     """Ends this process if the block raises, and writes the error to the rank's report.

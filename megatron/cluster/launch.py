@@ -20,8 +20,11 @@ from megatron.config.errors import ConfigError
 # The port follows from the job id, so that two jobs on one node use different ports. The range lies below the
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
+_LAST_PORT = 65_535
+# Empty ones count as unset.
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The settings of PyTorch's allocator, by its current and former names.
-_ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def rank_of(env: Mapping[str, str]) -> str:
@@ -45,6 +48,18 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
         counts += [int(count)] * int(repeats or 1)
     node = env.get("SLURM_NODEID", "")
     return counts[int(node)] if _in_step(env) and node.isdigit() and int(node) < len(counts) else None
+
+
+def node_rank_of(env: Mapping[str, str]) -> int | None:
+    """The number of this node among those of the run; None if the environment does not contain it."""
+    number = (
+        env.get("GROUP_RANK")
+        if has_torch_launcher(env)
+        else env.get("SLURM_NODEID")
+        if _in_step(env)
+        else None
+    )
+    return int(number) if number and number.isdigit() else None
 
 
 def node_name(env: Mapping[str, str]) -> str:
@@ -73,7 +88,10 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets torch's variables in a task of srun, see `torch_variables`."""
+    """Sets torch's variables in a task of srun, see `torch_variables`. Deletes empty ones."""
+    for name in _TORCH_VARIABLES:
+        if env.get(name) == "":
+            del env[name]
     env.update(torch_variables(env))
 
 
@@ -81,8 +99,13 @@ def set_allocator_default(env: MutableMapping[str, str] = os.environ) -> None:
     """Lets PyTorch's CUDA allocator grow its segments, so that sizes that change (a batch-size ramp-up, a
     curriculum, an evaluation) do not fragment the memory, unless the user has set the allocator. Call it
     before torch is imported."""
-    if not _ALLOCATOR_VARIABLES & env.keys():
+    if not allocator_settings(env):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def allocator_settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that set PyTorch's allocator, by name."""
+    return {name: env[name] for name in _ALLOCATOR_VARIABLES if name in env}
 
 
 def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:
@@ -92,7 +115,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
     address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises ConfigError
     if the variables contradict each other.
     """
-    if "RANK" in env or "WORLD_SIZE" in env:
+    if env.get("RANK") or env.get("WORLD_SIZE"):
         _check_torch_variables(env)
         _check_against_slurm(env)
         return {}
@@ -107,8 +130,12 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def _check_torch_variables(env: Mapping[str, str]) -> None:
-    world_size = _number(env, "WORLD_SIZE")
-    rank = _number(env, "RANK")
+    world_size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
+    if world_size < 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}: expected the number of processes, 1 or more; unset RANK and "
+            "WORLD_SIZE, or correct the script that sets them"
+        )
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"RANK {rank} with WORLD_SIZE {world_size}: expected 0 to {world_size - 1}; unset both, or "
@@ -116,7 +143,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
         )
     if world_size > 1:
         _text(env, "MASTER_ADDR")
-        _number(env, "MASTER_PORT")
+        _check_port(env)
     if "LOCAL_WORLD_SIZE" in env and "LOCAL_RANK" in env:
         local_rank, local_size = _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE")
         if local_rank >= local_size or local_size > world_size:
@@ -124,6 +151,15 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
                 "contradict each other: unset those that your script exports, the launcher sets all three"
             )
+
+
+def _check_port(env: Mapping[str, str]) -> None:
+    port = _number(env, "MASTER_PORT")
+    if not 1 <= port <= _LAST_PORT:
+        raise ConfigError(
+            f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, the "
+            "same on all nodes"
+        )
 
 
 def _check_against_slurm(env: Mapping[str, str]) -> None:
@@ -179,7 +215,9 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if "MASTER_ADDR" not in env:
         hosts = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
         found["MASTER_ADDR"] = address_of(first_host(hosts))
-    if "MASTER_PORT" not in env:
+    if "MASTER_PORT" in env:
+        _check_port(env)
+    else:
         found["MASTER_PORT"] = str(port_of_job(_number(env, "SLURM_JOB_ID")))
     return found
 
@@ -238,5 +276,5 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _beside(env: Mapping[str, str]) -> str:
-    names = ("RANK", "WORLD_SIZE") if "RANK" in env or "WORLD_SIZE" in env else ("SLURM_STEP_ID",)
-    return " and ".join(f"{name}={env[name]}" for name in names if name in env)
+    names = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)] or ["SLURM_STEP_ID"]
+    return " and ".join(f"{name}={env[name]}" for name in names)

@@ -13,7 +13,7 @@ import torch
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
-from megatron.config import TrainingConfig
+from megatron.config import CheckpointConfig, TrainingConfig
 
 # Reasons as numbers for an all-reduce; if there are several, the largest one is reported.
 _NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH, _FOLDER_LOST = 0, 1, 2, 3, 100, 1000, 2000
@@ -26,6 +26,19 @@ class ExitReason:
 
     sentence: str
     status: ExitStatus
+
+    def line(self, checkpoint: CheckpointConfig) -> str:
+        """The sentence, with what the user needs to resume."""
+        if not checkpoint.save:
+            return f"{self.sentence}; nothing is saved without --save"
+        if not checkpoint.load and self.status is not ExitStatus.FINISHED:
+            return f"{self.sentence}; to resume, add --load {checkpoint.save}"
+        return self.sentence
+
+    def final_status(self, checkpoint: CheckpointConfig) -> ExitStatus:
+        """The status; REQUEUE only if the same command resumes: with --save and --load."""
+        is_resumable = checkpoint.save is not None and checkpoint.load is not None
+        return ExitStatus.FINISHED if self.status is ExitStatus.REQUEUE and not is_resumable else self.status
 
 
 @dataclass(frozen=True)

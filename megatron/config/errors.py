@@ -21,11 +21,11 @@ class ConfigError(Exception):
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """End the program with exit code 2 on a ConfigError.
 
-    Every rank exits; only global rank 0 (environment variable RANK, 0 if unset) prints the message.
+    Every rank exits; only global rank 0 (environment variable RANK, 0 if unset or empty) prints the message.
     """
     try:
         yield
     except ConfigError as error:
-        if env.get("RANK", "0") == "0":
+        if (env.get("RANK") or "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(CONFIG_ERROR_EXIT_CODE)

@@ -158,6 +158,13 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
     ]
 
 
+def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+    """Whether two fingerprints differ at most in how often the run reads the data, which changes the order
+    of its samples."""
+    per_length = {"epochs": None, "last_epoch_apart": None}
+    return not fingerprint_differences({**saved, **per_length}, {**current, **per_length})
+
+
 def requested_groups(
     data: DataConfig, num_samples: tuple[int, int, int]
 ) -> list[list[tuple[DocumentGroup, int]]]:

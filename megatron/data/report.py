@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config import DataConfig
+from megatron.config import DataConfig, parse_split
+from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.data.blended_dataset import BlendOrder
 from megatron.data.gpt_dataset import index_requests, requested_groups
 from megatron.text_table import format_table
@@ -59,9 +60,26 @@ def dataset_usage(
     return usages
 
 
-def usage_table(usages: Sequence[DatasetUsage], max_epochs: float) -> str:
-    """A row per data set and group, and a warning per data set that training reads more than `max_epochs`
-    times."""
+def splits_without_documents(data: DataConfig, num_samples: tuple[int, int, int]) -> list[str]:
+    """The splits that a run reads and that have a weight in --split, but no documents. num_samples: as
+    above."""
+    if data.train_weighted_split_paths:
+        return []
+    found = requested_groups(data, num_samples)
+    return [
+        name
+        for name, share, wanted, groups in zip(
+            SPLIT_NAMES, parse_split(data.split), num_samples, found, strict=True
+        )
+        if wanted and share and not groups
+    ]
+
+
+def usage_table(
+    usages: Sequence[DatasetUsage], max_epochs: float, without_documents: Sequence[str] = ()
+) -> str:
+    """A row per data set and group, a line per split of `without_documents`, and a warning per data set that
+    training reads more than `max_epochs` times."""
     rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
     for usage in usages:
         counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]
@@ -72,4 +90,5 @@ def usage_table(usages: Sequence[DatasetUsage], max_epochs: float) -> str:
         for usage in usages
         if usage.is_training and usage.epochs > max_epochs
     ]
-    return "\n".join([format_table(rows, left_align=(0, 1)), *warnings])
+    empty = [f"{name}: no documents, so it is not evaluated" for name in without_documents]
+    return "\n".join([format_table(rows, left_align=(0, 1)), *empty, *warnings])

@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import data_path, index_path
 from megatron.data.loader import GPTBatchLoader
-from megatron.data.report import dataset_usage, usage_table
+from megatron.data.report import dataset_usage, splits_without_documents, usage_table
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import Vocabulary
@@ -60,7 +60,19 @@ def data_report(config: Config, length: RunLength) -> str:
     """The table of what the run reads of each data set, with a warning above --max-epochs-per-dataset."""
     samples = length.samples_read(config)
     usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
-    return usage_table(usages, config.data.max_epochs_per_dataset)
+    empty = splits_without_documents(config.data, samples)
+    return usage_table(usages, config.data.max_epochs_per_dataset, empty)
+
+
+def missing_token_file(config: Config) -> str:
+    """Why the data cannot be read on this machine, for a dry run; "" if they can."""
+    if not (config.data.data_path or config.data.train_weighted_split_paths):
+        return "no --data-path"
+    for option, prefix in token_file_prefixes(config.data):
+        for path in (data_path(prefix), index_path(prefix)):
+            if not Path(path).is_file():
+                return f"{option} {prefix}: {path} does not exist"
+    return ""
 
 
 def planned_data_report(config: Config, length: RunLength) -> str:
@@ -68,12 +80,8 @@ def planned_data_report(config: Config, length: RunLength) -> str:
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
     """
-    if not (config.data.data_path or config.data.train_weighted_split_paths):
-        return "data       not checked: no --data-path"
-    for option, prefix in token_file_prefixes(config.data):
-        for path in (data_path(prefix), index_path(prefix)):
-            if not Path(path).is_file():
-                return f"data       not checked: {option} {prefix}: {path} does not exist"
+    if missing := missing_token_file(config):
+        return f"data       not checked: {missing}"
     verify_token_files(config.data)
     run_fingerprint(config, length)
     return data_report(config, length)

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.exit_codes import OutOfMemory
+from megatron.cluster.launch import allocator_settings
 from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.planner.stages import StagePlan, plan_stages
@@ -25,12 +26,14 @@ _MAX_FLAGS = 3
 _MIN_SAVING = 0.02
 # Unused memory that the allocator has reserved, as a share of the device, from which it is fragmented.
 _FRAGMENTED_SHARE = 0.1
-# How errors that are not a torch.OutOfMemoryError describe an allocation that failed.
-_MESSAGES = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
+# How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
+# (c10, ATen/cuda/Exceptions.h), CUDA's libraries by their status (CUBLAS_STATUS_ALLOC_FAILED,
+# CUDNN_STATUS_ALLOC_FAILED, CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED), NCCL's "Last error"
+# ("Cuda failure 2 'out of memory'" in its src/include/checks.h; older versions have no number).
+_MESSAGE = re.compile(
+    r"CUDA out of memory|CUDA (driver )?error: out of memory|Cuda failure.*'out of memory'"
+    r"|STATUS_(INTERNAL_ERROR_(DEVICE|HOST)_)?ALLOC(ATION)?_FAILED"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 
 
@@ -51,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or in host memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return any(message in str(error) for message in _MESSAGES)
+    return _MESSAGE.search(str(error)) is not None
 
 
 def describe_out_of_memory(
@@ -63,7 +66,7 @@ def describe_out_of_memory(
     measured = local_memory()
     total = get_accelerator().total_memory()
     found = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in measured.items())
-    cause = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+    cause = _cause(error)
     flags = memory_flags(config, vocab_size, max(planned))
     remedy = ", ".join(f"{flag} ({size / _GIB:.2f} GiB planned)" for flag, size in flags)
     return (
@@ -73,9 +76,15 @@ def describe_out_of_memory(
     )
 
 
+def _cause(error: BaseException) -> str:
+    """The line of the error that describes the allocation: with NCCL it is the last one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next(filter(_MESSAGE.search, lines), lines[0]).strip().rstrip(". ")
+
+
 def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
     unused = measured.get("peak reserved", 0) - measured.get("peak allocated", 0)
-    expandable = "expandable_segments" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    expandable = any("expandable_segments" in value for value in allocator_settings().values())
     if expandable or unused < _FRAGMENTED_SHARE * total:
         return ""
     return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (the memory is fragmented), "

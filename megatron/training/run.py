@@ -29,7 +29,7 @@ from megatron.training.logging.output_folders import make_output_folders
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.planned_memory import planned_bytes
 from megatron.training.ramp_up import ramp_up_notes
-from megatron.training.start_notes import start_notes
+from megatron.training.start_notes import planned_start, start_notes
 from megatron.training.trainer import Trainer, make_metrics, run_length
 
 
@@ -51,8 +51,12 @@ def run(
     if config.training.dry_run:
         if processes.is_main_process():
             notes = [*notes, *ramp_up_notes(config)]
+            planned_data = planned_data_report(config, length)
+            checkpoint, found = planned_start(config, length, vocab)
+            lr_schedule = resumed_schedule(checkpoint, config)
+            notes += found + start_notes(checkpoint, config, length, batches, lr_schedule)
             print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
-            print("\n" + planned_data_report(config, length))
+            print("\n" + planned_data)
         return ExitStatus.FINISHED
     checkpoint = folder_owner = fingerprint = data_table = None
     if config.parallel.local_rank == 0:

@@ -1,12 +1,16 @@
 """Sentences at the start of a run about what a resume changes and what the rest of the run will do."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.checkpoint.compatibility import starts_at_zero
-from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.checkpoint.manager import find_checkpoint
+from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
 from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
+from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.training.data import missing_token_file, run_fingerprint
 
 
 def start_notes(
@@ -27,6 +31,26 @@ def start_notes(
             f"iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
     return [*_batch_notes(checkpoint, batches, length), *_rate_notes(config, length, batches, lr_schedule)]
+
+
+def planned_start(
+    config: Config, length: RunLength, vocab: Vocabulary
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that a run with the flags of a dry run would start from, and a sentence about it.
+
+    It is checked as in a run if --load is a folder on this machine and the data are there. Raises ConfigError
+    if the run would be refused.
+    """
+    load = config.checkpoint.load
+    if load is None:
+        return None, []
+    if not Path(load).is_dir():
+        return None, [f"--load is not checked: {load} does not exist here"]
+    if missing := missing_token_file(config):
+        return None, [f"--load {load} is not checked: {missing}"]
+    fingerprint = run_fingerprint(config, length, vocab)
+    checkpoint = find_checkpoint(config, vocab.size, fingerprint)
+    return checkpoint, [describe_start(checkpoint, load)]
 
 
 def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: RunLength) -> Iterator[str]:

@@ -8,12 +8,12 @@ import torch
 
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
-from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.exit_codes import CannotSave, RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.hang_detector import Phase
 from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import Config
+from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader, truncated
@@ -29,11 +29,48 @@ from megatron.training.logging.startup_report import StartupReport
 from megatron.training.logging.writers import make_writers
 from megatron.training.stability.monitor import StabilityMonitor
 
+# After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
+_MANY_SKIPPED_STEPS = 10
+
+
+@dataclass
+class UpdateCount:
+    """The steps of this start of the program, and how many of them have updated the weights. Ranges of
+    --skip-train-iteration-range are not steps."""
+
+    num_steps: int = 0
+    num_updates: int = 0
+
+    def add(self, skipped: bool) -> None:
+        """Counts a step."""
+        self.num_steps += 1
+        self.num_updates += not skipped
+
+    def problem(self, fp16: bool) -> str | None:
+        """One sentence if there were steps and no update."""
+        if self.num_updates or not self.num_steps:
+            return None
+        why = "with fp16 because of overflows: set --initial-loss-scale lower, or use --bf16"
+        if not fp16:
+            why = "by --spike-policy"
+        return (
+            f"none of the {self.num_steps} steps of this start updated the weights: every step was skipped "
+            f"({why})"
+        )
+
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
     """Iterations and samples of the run from iteration 0, resumed or not."""
     iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
     return RunLength(iterations, schedule.consumed_after(iterations))
+
+
+def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
+    """What the user should do. iteration: of the newest checkpoint; 0 without one."""
+    if not iteration:
+        return "nothing has been saved before; fix this, then start again"
+    load = "" if checkpoint.load else f" with --load {checkpoint.save}"
+    return f"fix this, then the run resumes from iteration {iteration}{load}"
 
 
 @dataclass
@@ -56,6 +93,9 @@ class Trainer:
     startup_report: StartupReport = field(init=False)
     stability: StabilityMonitor = field(init=False)
     exits: ExitConditions = field(init=False)
+    resumable_iteration: int = field(default=0, init=False)
+    """The iteration of the run's newest checkpoint; 0 without one."""
+    updates: UpdateCount = field(default_factory=UpdateCount, init=False)
 
     def __post_init__(self) -> None:
         self.exits = ExitConditions.from_config(
@@ -72,6 +112,7 @@ class Trainer:
         if training.no_train:
             return state
         saved = state
+        self.resumable_iteration = state.iteration
         self.watchdog.set_handled_signals(self.exits.install_handlers())
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
         if state.pending_evaluations and self.exit_reason is None:
@@ -94,16 +135,15 @@ class Trainer:
 
     def _print_exit_reason(self) -> None:
         if self.exit_reason:
-            nothing_saved = "" if self.config.checkpoint.save else "; nothing is saved without --save"
-            self.metrics.print(self.exit_reason.sentence + nothing_saved)
+            self.metrics.flush()  # the lines of the steps before
+            self.metrics.print(self.exit_reason.line(self.config.checkpoint))
 
     @property
     def exit_status(self) -> ExitStatus:
-        """How the run ended: REQUEUE if it stopped early and has saved, so that the same command resumes
-        it."""
-        status = self.exit_reason.status if self.exit_reason else ExitStatus.FINISHED
-        resumable = self.config.checkpoint.save is not None
-        return ExitStatus.FINISHED if status is ExitStatus.REQUEUE and not resumable else status
+        """How the run ended: REQUEUE if it stopped early and the same command resumes it."""
+        return (
+            self.exit_reason.final_status(self.config.checkpoint) if self.exit_reason else ExitStatus.FINISHED
+        )
 
     def advance(self, state: TrainingState) -> TrainingState:
         """Takes one step, or skips a range of iterations."""
@@ -136,6 +176,7 @@ class Trainer:
         except NonFiniteError as error:
             raise self.stability.diagnose(error, progress.iteration) from error
         optimizer = self.engine.optimizer
+        self.updates.add(optimizer.skipped)
         self.metrics.log_step(
             StepRecord(
                 iteration=progress.iteration,
@@ -176,11 +217,13 @@ class Trainer:
         except FolderTakenError as error:
             raise RunStopped(str(error)) from error
         except SaveError as error:
-            raise RunStopped(
-                f"{error}: fix this, then the run resumes from the previous checkpoint", on_all_ranks=False
-            ) from error
+            remedy = after_failed_save(self.resumable_iteration, self.config.checkpoint)
+            raise CannotSave(f"{error}: {remedy}") from error
+        self.resumable_iteration = state.iteration
         seconds = time.perf_counter() - started
         self.watchdog.report.note(saved_iteration=state.iteration)
+        if not self.config.checkpoint.load:
+            self.watchdog.report.note(load_to_resume=self.config.checkpoint.save)
         if self.engine.global_rank != 0:
             return  # on a network file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -200,14 +243,17 @@ class Trainer:
                 return
 
     def check_updates(self, state: TrainingState) -> None:
-        """Raises RunStopped after the last iteration of a run whose every step was skipped."""
-        if self.config.training.no_train or state.iteration < self.length.iterations:
+        """Prints a warning if every step of this start was skipped. Raises RunStopped instead after the last
+        iteration, unless the steps were few and others before this start have updated the weights."""
+        problem = self.updates.problem(self.config.precision.fp16)
+        if problem is None:
             return
-        if 0 < state.iteration <= state.skipped_iterations:
-            raise RunStopped(
-                f"none of the {state.iteration} iterations updated the weights: every step was skipped (with "
-                "fp16 because of overflows: set --initial-loss-scale lower, or use --bf16)"
-            )
+        is_unusual = (
+            self.updates.num_steps >= _MANY_SKIPPED_STEPS or state.skipped_iterations >= state.iteration
+        )
+        if state.iteration >= self.length.iterations and is_unusual:
+            raise RunStopped(problem)
+        self.metrics.print(f"WARNING: {problem}")
 
     def _evaluate_interval(self, state: TrainingState, count: int) -> TrainingState:
         """Evaluates on the last `count` validation data sets. The state that is returned contains how many

@@ -246,6 +246,18 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
     assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
 
 
+def test_another_number_of_epochs_is_not_called_other_data(saved):
+    """A larger batch, or a longer run, reads the same data more often."""
+    longer = {**FINGERPRINT, "epochs": [2], "last_epoch_apart": [True]}
+    with pytest.raises(ConfigError) as caught:
+        find(saved, fingerprint=longer, training={"train_iters": 1000})
+    sentence = str(caught.value)
+    assert "another number of epochs of the same data" in sentence and "other data" not in sentence
+    assert re.search(r"run over [\d,]+ training samples, this run is over [\d,]+000:", sentence)
+    with pytest.raises(ConfigError, match="trained on other data"):
+        find(saved, fingerprint={**longer, "tokens": [6000]})
+
+
 def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
     """Its weights came from elsewhere: how they are trained on is this run's own."""
     path = saved / "global_step1" / "run.json"

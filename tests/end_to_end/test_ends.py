@@ -61,11 +61,13 @@ def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tm
 
 
 def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -> None:
-    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path)]
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path), "--log-interval", "2"]
     run = pretrain(flags, on_line=at_step(2, interrupt))
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 130 and run.stderr == ""
-    assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGINT"
+    assert run.stdout.splitlines()[-1] == (
+        f"exiting program at iteration {last}: SIGINT; to resume, add --load {tmp_path}"
+    )
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
@@ -104,4 +106,4 @@ def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[
 def test_run_whose_every_step_was_skipped_fails(data: list[str]) -> None:
     run = pretrain([*MODEL, *ABSOLUTE, *SHORT, *data, "--fp16", "--initial-loss-scale", str(2**40)])
     assert run.exit_code == 1
-    assert "none of the 5 iterations updated the weights" in last_line(run)
+    assert "none of the 5 steps of this start updated the weights" in last_line(run)

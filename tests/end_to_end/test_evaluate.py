@@ -72,10 +72,12 @@ def test_all_samples_are_read_once_by_default(
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents([1, 2, 3] * 33, [60, 39])
         builder.finalize()
-    flags = ["--data-path", str(tmp_path / "data"), "--subset", "all", "--seq-length", "16"]
+    flags = ["--data-path", str(tmp_path / "data"), "--seq-length", "16"]  # the run has not seen these data
     evaluate.main(["--load", str(trained.folder), *flags])
     line = capsys.readouterr().out
-    assert "| all | 6 of 6 samples of 16 tokens |" in line  # 99 tokens: 6 samples, and 2 tokens remain
+    assert (
+        "| all | 2 of 2 documents | 6 of 6 samples of 16 tokens |" in line
+    )  # 99 tokens: 6 samples, and 2 tokens remain
     loss, perplexity = (float(re.search(rf"{name}: (\S+)", line)[1]) for name in ("loss", "PPL"))
     assert perplexity == pytest.approx(np.exp(loss), rel=1e-5)
 
@@ -97,6 +99,11 @@ def test_mistakes_are_one_sentence_and_code_2(
     assert f"at most {SEQ}" in mistake("--data-path", data[1], "--seq-length", str(SEQ + 1))
     assert "--samples is 0" in mistake("--data-path", data[1], "--samples", "0")
     assert "--subset all" in mistake("--data-path", data[1], "--split", "1", "--subset", "valid")
+    with IndexedDatasetBuilder(tmp_path / "short", np.uint16) as builder:
+        builder.add_documents([1] * 100, [98, 2])
+        builder.finalize()
+    short = mistake("--data-path", str(tmp_path / "short"), "--split", "1,1")
+    assert "valid split has 2 tokens" in short and "--subset all evaluates all 2 documents" in short
     assert "--split is 'x'" in mistake("--data-path", data[1], "--split", "x")
     with IndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
         builder.add_documents([1] * 100, [100])

@@ -106,7 +106,8 @@ def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path:
         if (parse_log_line(line) or {}).get("iteration") == 3:
             process.terminate()
 
-    run = pretrain([*MODEL, *ABSOLUTE, *RAMPED, *data, "--save", str(tmp_path)], on_line=end_after_step_3)
+    folders = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    run = pretrain([*MODEL, *ABSOLUTE, *RAMPED, *data, *folders], on_line=end_after_step_3)
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 75 and (tmp_path / "latest").read_text() == f"global_step{last}"
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"

@@ -241,7 +241,7 @@ def test_srun_without_a_launcher_names_the_cause(
         "--train-iters",
         "100000",
     ]
-    flags += ["--save", str(tmp_path / "checkpoints")]
+    flags += ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
     with subprocess.Popen(
         ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", sys.executable, "-u"]
         + [str(ROOT / "pretrain_gpt.py"), *flags],

@@ -23,7 +23,7 @@ from pathlib import Path
 import megatron
 from megatron.cluster.diagnosis import Diagnosis, diagnose
 from megatron.cluster.exit_status import ExitStatus, is_lost_connection
-from megatron.cluster.launch import has_torch_launcher, local_world_size_of, world_size_of
+from megatron.cluster.launch import has_torch_launcher, local_world_size_of, node_rank_of, world_size_of
 from megatron.cluster.local.processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
 
@@ -31,7 +31,10 @@ from megatron.cluster.rank_reports import RankReport, read_reports
 _MAX_WAIT_FOR_LAUNCHER_S = 90.0
 # A rank without a launcher waits this long for the other ranks of its node.
 _MAX_WAIT_FOR_RANKS_S = 20.0
+# If it does not know how many ranks its node has, it waits this long for reports of all ranks of the run.
+_MAX_WAIT_FOR_REPORTS_S = 5.0
 _POLL_INTERVAL_S = 0.01
+_ELSEWHERE = "the cause may be on another node, or a rank that was started from another shell: see its error"
 _CLAIM_FILE = "diagnosis"
 
 
@@ -47,8 +50,8 @@ def conclude(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
         if has_torch_launcher(env):
             _start_detached(report.folder, env)
         else:
-            _wait_for_ranks(report, local_world_size_of(env) or 0)
-            print_diagnosis(report.folder, _num_processes(env))
+            _wait_for_ranks(report, env)
+            print_diagnosis(report.folder, _num_processes(env), _prints_errors_of_all(env))
 
 
 def _is_responsible(report: RankReport) -> bool:
@@ -74,13 +77,17 @@ def _running(folder: Path) -> list[int]:
     ]
 
 
-def _wait_for_ranks(report: RankReport, expected: int) -> None:
+def _wait_for_ranks(report: RankReport, env: Mapping[str, str]) -> None:
     assert report.folder is not None
-    folder = report.folder
+    folder, expected = report.folder, local_world_size_of(env)
+
+    def all_reported() -> bool:
+        return report.hurry.is_set() or len(read_reports(folder)) >= (expected or world_size_of(env))
 
     def all_ended() -> bool:
-        return report.hurry.is_set() or (len(read_reports(folder)) >= expected and not _running(folder))
+        return report.hurry.is_set() or not _running(folder)
 
+    _wait(all_reported, _MAX_WAIT_FOR_RANKS_S if expected else _MAX_WAIT_FOR_REPORTS_S)
     _wait(all_ended, _MAX_WAIT_FOR_RANKS_S)
 
 
@@ -96,9 +103,15 @@ def _num_processes(env: Mapping[str, str]) -> int:
     return world_size if local_world_size_of(env) == world_size else 0
 
 
-def print_diagnosis(folder: Path, processes: int) -> None:
+def _prints_errors_of_all(env: Mapping[str, str]) -> bool:
+    """Whether this node prints an error of all ranks: the first node, or each if the nodes have no
+    numbers. The reports do not decide: rank 0 may have been ended before it opened its report."""
+    return _num_processes(env) > 0 or node_rank_of(env) in (0, None)
+
+
+def print_diagnosis(folder: Path, processes: int, prints_errors_of_all: bool = True) -> None:
     """Prints the diagnosis of the reports in a temporary folder and deletes it. processes: see
-    `_num_processes`."""
+    `_num_processes`. prints_errors_of_all: see `_prints_errors_of_all`."""
     reports = read_reports(folder)
     for report in reports:
         if "end" not in report and is_running(report["pid"]):
@@ -107,7 +120,10 @@ def print_diagnosis(folder: Path, processes: int) -> None:
     if not processes:
         diagnosis = _without_lost_connections(diagnosis)
     shutil.rmtree(folder, ignore_errors=True)
-    if diagnosis.text and not _is_printed_elsewhere(diagnosis, {report["rank"] for report in reports}):
+    elsewhere = not processes and _is_printed_elsewhere(
+        diagnosis, {report["rank"] for report in reports}, prints_errors_of_all
+    )
+    if diagnosis.text and not elsewhere:
         print(diagnosis.text, file=sys.stderr, flush=True)
 
 
@@ -117,15 +133,15 @@ def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:
     is_failure = diagnosis.cause is not None and diagnosis.cause["end"] == ExitStatus.FAILED
     if not (is_failure and is_lost_connection(error)):
         return diagnosis
-    return replace(diagnosis, text=f"{error} (the cause may be on another node: see its error)")
+    return replace(diagnosis, text=f"{error} ({_ELSEWHERE})")
 
 
-def _is_printed_elsewhere(diagnosis: Diagnosis, local_ranks: set[int]) -> bool:
-    """Whether another node prints the cause: an error of all ranks is printed by rank 0's node, and the error
-    of the rank that failed first by its node."""
+def _is_printed_elsewhere(diagnosis: Diagnosis, local_ranks: set[int], prints_errors_of_all: bool) -> bool:
+    """Whether another of several nodes prints the cause: an error of all ranks is printed by the first node,
+    and the error of the rank that failed first by its node. That rank has a report."""
     cause = diagnosis.cause or {}
     if cause.get("on_all_ranks"):
-        return 0 not in local_ranks
+        return not prints_errors_of_all
     return "first_rank" in cause and cause["first_rank"] not in local_ranks
 
 
@@ -141,7 +157,8 @@ def _start_detached(folder: Path, env: Mapping[str, str]) -> None:
     sys.stdout.flush()
     subprocess.Popen(
         [sys.executable, "-m", "megatron.cluster.local.diagnosis", str(folder)]
-        + ["--processes", str(_num_processes(env)), "--launcher", str(launcher if waits else 0)],
+        + ["--processes", str(_num_processes(env)), "--launcher", str(launcher if waits else 0)]
+        + ["--errors-of-all-elsewhere"] * (not _prints_errors_of_all(env)),
         env={
             **env,
             "PYTHONPATH": os.pathsep.join([package_parent, env.get("PYTHONPATH", "")]).rstrip(os.pathsep),
@@ -163,11 +180,16 @@ def main() -> None:
     parser.add_argument(
         "--launcher", type=int, required=True, help="process to wait for; 0: only for the ranks"
     )
+    parser.add_argument(
+        "--errors-of-all-elsewhere",
+        action="store_true",
+        help="another node prints an error that all ranks have",
+    )
     arguments = parser.parse_args()
     if arguments.launcher:
         _wait(lambda: not is_running(arguments.launcher), _MAX_WAIT_FOR_LAUNCHER_S)
     _wait(lambda: not _running(arguments.folder), _MAX_WAIT_FOR_LAUNCHER_S)
-    print_diagnosis(arguments.folder, arguments.processes)
+    print_diagnosis(arguments.folder, arguments.processes, not arguments.errors_of_all_elsewhere)
 
 
 if __name__ == "__main__":

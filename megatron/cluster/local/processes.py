@@ -79,13 +79,13 @@ def _start_key(env: Mapping[str, str]) -> str:
     if "SLURM_STEP_ID" in env and not has_torch_launcher(env):
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    # The launcher, or the shell that has started all processes. Process ids are reused, so its start time
-    # too.
-    parent = os.getppid()
-    fields = _process_fields(parent)
+    # The launcher, or the session of the shell that has started all processes: by hand each may have a parent
+    # of its own (timeout, numactl). Process ids are reused, so the start time too.
+    starter = os.getppid() if has_torch_launcher(env) else os.getsid(0)
+    fields = _process_fields(starter)
     started = fields[19] if len(fields) > 19 else "0"
     port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{parent}-{started}-{port}-{restart}"
+    return f"{starter}-{started}-{port}-{restart}"
 
 
 def _pid_namespace() -> str:

@@ -26,8 +26,9 @@ from megatron.training.logging.writers import Position, Writer
 
 __all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "parse_log_line"]
 
-# Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged. An
-# untrained model has such a loss for some tens of steps.
+# Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged.
+# They count once the loss has been below it or the learning rate does not rise any more: an untrained model
+# has such a loss during a long warm-up.
 _DIVERGED_STEPS = 100
 
 
@@ -112,6 +113,8 @@ class MetricsLogger:
         self._last_loss: float | None = None
         self._uniform_loss = math.inf if vocab_size is None else math.log(vocab_size)
         self._diverged_steps = 0
+        self._may_have_diverged = False
+        self._highest_rate = -math.inf
         self._writers = list(writers) if enabled else []
         self._log = open(logging.log_path, "a") if enabled and logging.log_path else None
 
@@ -150,10 +153,14 @@ class MetricsLogger:
             self._log.write(text + "\n")
             self._log.flush()
 
-    def close(self) -> None:
-        """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
+    def flush(self) -> None:
+        """Prints and writes the steps since the last line."""
         if self._pending:
             self._flush()
+
+    def close(self) -> None:
+        """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
+        self.flush()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -182,15 +189,22 @@ class MetricsLogger:
 
     def _warn_of_divergence(self, records: Sequence[StepRecord], losses: Sequence[float]) -> None:
         for record, loss in zip(records, losses, strict=True):
-            if not record.skipped and loss <= self._uniform_loss:
-                self._diverged_steps = 0
-            self._diverged_steps += loss > self._uniform_loss
+            if record.learning_rate <= self._highest_rate:
+                self._may_have_diverged = True
+            self._highest_rate = max(self._highest_rate, record.learning_rate)
+            if record.skipped:
+                continue
+            if loss <= self._uniform_loss:
+                self._diverged_steps, self._may_have_diverged = 0, True
+            elif self._may_have_diverged:  # a NaN too
+                self._diverged_steps += 1
             if self._diverged_steps == _DIVERGED_STEPS:
                 self.print(
                     f"WARNING: iteration {record.iteration}: the loss has been above ln(vocabulary size) = "
-                    f"{self._uniform_loss:.2f}, that of a uniform distribution, for {_DIVERGED_STEPS} steps: "
-                    "the training has probably diverged; resume from an earlier checkpoint with a lower "
-                    "learning rate, or skip the data (--skip-train-iteration-range, --spike-policy)"
+                    f"{self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
+                    f"{_DIVERGED_STEPS} steps: the training has probably diverged; resume from an earlier "
+                    "checkpoint with a lower learning rate, or skip the data "
+                    "(--skip-train-iteration-range, --spike-policy)"
                 )
                 self._uniform_loss = math.inf  # once per start
 

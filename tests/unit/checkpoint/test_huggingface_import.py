@@ -20,6 +20,7 @@ from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, sa
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
 from tools import convert_huggingface
+from tools.convert_huggingface import check_tokenizer_fits
 
 KINDS = ("bloom", "gpt2")
 
@@ -104,6 +105,14 @@ def test_a_native_checkpoint_survives_a_round_trip(positions, tmp_path):
     assert torch.equal(our_logits(checkpoint), our_logits(native))
 
 
+def test_a_tokenizer_with_far_fewer_tokens_is_refused():
+    with pytest.raises(ConfigError, match="1 tokens and the model 1,024 word embeddings, 1,023 of which"):
+        check_tokenizer_fits(1024, 1, None)
+    check_tokenizer_fits(1024, 1, 1)
+    check_tokenizer_fits(250_880, 250_680, None)  # BLOOM
+    check_tokenizer_fits(100, 100, None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
     """BLOOM has 250,680 tokens and 250,880 rows."""
@@ -128,8 +137,8 @@ def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
     source = tmp_path / "theirs"
     changes = {"n_inner": 56, "n_positions": 40} if kind == "gpt2" else {"seq_length": 24}
     changes |= {"layer_norm_epsilon": 1e-3}
-    save_theirs(source, kind, sizes=(440, 2), **changes)
-    save_tokenizer(source)
+    source.mkdir()
+    save_theirs(source, kind, sizes=(save_tokenizer(source) + 8, 2), **changes)
     saved = make_universal(source, tmp_path, "--tokenizer-name-or-path", source).config
     line = capsys.readouterr().out.splitlines()[-1]
     words = line.removeprefix("start from it with: ").split()

@@ -132,6 +132,10 @@ def test_interrupted_run_names_the_iteration_to_resume_from() -> None:
     assert diagnose(all_but(end=ExitStatus.INTERRUPTED, signal="SIGINT", saved_iteration=7), 4) == Diagnosis(
         130, "interrupted by SIGINT, after iteration 7: the same command resumes from iteration 7"
     )
+    without_load = {"signal": "SIGINT", "saved_iteration": 7, "load_to_resume": "runs/k5"}
+    assert diagnose(all_but(end=ExitStatus.INTERRUPTED, **without_load), 4).text == (
+        "interrupted by SIGINT, after iteration 7: saved iteration 7; to resume, add --load runs/k5"
+    )
     assert diagnose(all_but(end=ExitStatus.INTERRUPTED), 4).text.endswith("nothing was saved")
     # Before the first step, or by a second SIGINT.
     assert diagnose(all_but(end=ExitStatus.SIGNALLED, signal="SIGINT"), 4).code == 130

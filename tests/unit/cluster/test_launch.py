@@ -16,6 +16,7 @@ from megatron.cluster.launch import (
 )
 from megatron.config import ConfigError
 
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 # The environment of the last of 4 tasks of srun on 2 nodes, in job 31234.
 TASK = {
     "SLURM_JOB_ID": "31234",
@@ -26,6 +27,7 @@ TASK = {
     "SLURM_LOCALID": "1",
     "SLURM_JOB_NODELIST": "n[1-2]",
 }
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 # The environment of the last of 4 processes of torchrun on 2 nodes.
 LAUNCHED = {
     "RANK": "3",
@@ -91,6 +93,11 @@ def test_single_or_launched_process_needs_no_variables(env: dict[str, str]) -> N
         ({"WORLD_SIZE": "4"}, ["RANK is missing", "WORLD_SIZE=4"]),
         ({"RANK": "1"}, ["WORLD_SIZE is missing", "RANK=1"]),
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE 4", "expected 0 to 3"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0", "1 or more"]),
+        ({"RANK": "", "WORLD_SIZE": "2"}, ["RANK is missing beside WORLD_SIZE=2:"]),
+        ({**BY_HAND, "MASTER_PORT": "299999"}, ["MASTER_PORT is 299999", "1 to 65535"]),
+        ({**BY_HAND, "MASTER_PORT": "0"}, ["MASTER_PORT is 0", "1 to 65535"]),
+        ({**TASK, "MASTER_ADDR": "n1", "MASTER_PORT": "-1"}, ["MASTER_PORT is -1"]),
         ({"RANK": "x", "WORLD_SIZE": "4"}, ["RANK is 'x'", "integer"]),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, ["MASTER_ADDR is missing"]),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}, ["MASTER_PORT is missing"]),
@@ -178,6 +185,21 @@ def test_rank_of() -> None:
     assert rank_of(TASK) == "3"
     assert rank_of({**LAUNCHERS_TASK, **LAUNCHED, "RANK": "2"}) == "2"
     assert rank_of({"SLURM_PROCID": "1"}) == "0"
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"RANK": "", "WORLD_SIZE": "", "MASTER_PORT": ""}, {}),
+        ({**TASK, "RANK": "", "MASTER_ADDR": "n1"}, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}),
+    ],
+    ids=["single process", "task of srun"],
+)
+def test_empty_variables_count_as_unset(env: dict[str, str], expected: dict[str, str]) -> None:
+    env = dict(env)
+    init_from_slurm_env(env)
+    found = {name: env[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in env}
+    assert found == expected and (expected or env == {})
 
 
 def test_init_from_slurm_env_sets_the_variables() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.local.diagnosis import print_diagnosis
+from megatron.cluster.local.diagnosis import _prints_errors_of_all, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
 
@@ -100,6 +100,22 @@ def test_without_a_launcher_one_rank_prints_the_first_cause_and_removes_the_repo
     assert not list(tmp_path.glob("megatron-*/*"))
 
 
+def test_ranks_with_a_wrapper_each_have_a_common_diagnosis(tmp_path: Path) -> None:
+    """`RANK=0 timeout 100 python ...`: the parents differ."""
+    processes = []
+    for rank in (0, 1):
+        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+        command = ["timeout", "100", sys.executable, "-c", RANK]
+        process = subprocess.Popen(command, env=environment(tmp_path, RANK=str(rank)), text=True, **pipes)
+        assert process.stdout.readline().startswith("ready")
+        processes.append(process)
+    killed, other = processes
+    killed.communicate("kill\n", timeout=30)
+    _, stderr = other.communicate("lost\n", timeout=30)
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: rank 0 on ") and "killed (SIGKILL)" in line
+
+
 def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
     ranks = [start(0), start(1)]
     for rank in ranks:
@@ -162,10 +178,44 @@ def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch
     assert not RankReport.from_environment({"RANK": "0", "WORLD_SIZE": "2"}).is_enabled
 
 
+@pytest.mark.parametrize("processes", [0, 2], ids=["by hand", "launcher"])
+def test_error_of_all_ranks_is_printed_without_a_report_of_rank_0(processes, tmp_path: Path, capsys) -> None:
+    """A launcher may end rank 0 before it has opened its report."""
+    report = RankReport(str(tmp_path / "r"), "1", "n1")
+    report.end(ExitStatus.CONFIG_ERROR, "error: --lr is 0", on_all_ranks=True)
+    print_diagnosis(tmp_path / "r", processes)
+    assert capsys.readouterr().err == "error: --lr is 0\n"
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"},
+            True,
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"},
+            True,
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
+            False,
+        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "1"}, False),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "0"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, True),
+    ],
+    ids=str,
+)
+def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected) -> None:
+    assert _prints_errors_of_all(env) is expected
+
+
 @pytest.mark.parametrize(
     ("facts", "printed"),
     [
-        ({"on_all_ranks": True}, False),  # rank 0's node prints it
+        ({"on_all_ranks": True}, False),  # the first node prints it
         ({"on_all_ranks": False}, True),
         ({"first_rank": 0}, False),  # a consequence of the failure of rank 0
         ({"first_rank": 4}, True),
@@ -177,7 +227,7 @@ def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path,
         RankReport(str(tmp_path / "r"), str(rank), "n2").end(
             ExitStatus.FAILED, "error: x: KeyError: 1", **facts
         )
-    print_diagnosis(tmp_path / "r", 0)
+    print_diagnosis(tmp_path / "r", 0, prints_errors_of_all=False)
     assert bool(capsys.readouterr().err) is printed
 
 

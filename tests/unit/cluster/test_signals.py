@@ -10,7 +10,7 @@ import torch
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.signals import ExitConditions, ExitReason, all_reduce_max
-from megatron.config import TrainingConfig
+from megatron.config import CheckpointConfig, TrainingConfig
 
 
 def conditions(started_at=None, folder=None, **training):
@@ -135,3 +135,18 @@ def test_job_script_requests_a_stop_by_a_file(tmp_path):
     assert ends.reason(1) is None
     (tmp_path / "leave").touch()
     assert ends.reason(2).status is ExitStatus.REQUEUE and "script" in ends.reason(2).sentence
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "status", "remedy"),
+    [
+        ("a", "a", ExitStatus.REQUEUE, ""),
+        ("a", None, ExitStatus.FINISHED, "; to resume, add --load a"),
+        (None, "a", ExitStatus.FINISHED, "; nothing is saved without --save"),
+    ],
+)
+def test_run_is_requeued_only_if_the_same_command_resumes(save, load, status, remedy):
+    reason = ExitReason("stopped", ExitStatus.REQUEUE)
+    checkpoint = CheckpointConfig(save=save, load=load)
+    assert reason.final_status(checkpoint) is status
+    assert reason.line(checkpoint) == f"stopped{remedy}"

@@ -16,7 +16,7 @@ from megatron.data.gpt_dataset import (
     prepare_index_files,
 )
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
-from megatron.data.report import dataset_usage, usage_table
+from megatron.data.report import dataset_usage, splits_without_documents, usage_table
 from megatron.data.splits import verify_token_files
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
@@ -45,6 +45,22 @@ def test_a_blend_is_counted_per_data_set(a: str, b: str) -> None:
     assert (one.prefix, one.samples, one.share) == (a, 30, 0.3)
     assert (other.prefix, other.samples, other.share) == (b, 70, 0.7)
     assert (one.epochs, other.epochs) == (30 * 4 / 60, 70 * 4 / 1000)
+
+
+@pytest.mark.parametrize(
+    ("split", "samples", "expected"),
+    [
+        ("969,30,1", (30, 2, 2), ["valid", "test"]),  # of 10 documents
+        ("80,20,1", (30, 2, 2), ["test"]),
+        ("80,20,0", (30, 2, 2), []),
+        ("80,20,1", (30, 2, 0), []),
+    ],
+)
+def test_splits_with_a_weight_and_without_documents_are_named(a: str, split, samples, expected) -> None:
+    data = data_config(a, split=split)
+    assert splits_without_documents(data, samples) == expected
+    lines = usage_table(dataset_usage(data, 4, 1234, samples), 9, expected).splitlines()
+    assert [line.split(":")[0] for line in lines if "no documents" in line] == expected
 
 
 def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None:

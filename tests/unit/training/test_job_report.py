@@ -98,13 +98,21 @@ def test_a_comparison_has_a_row_per_run(tmp_path, capsys):
     job_report.main(["--compare", str(first), str(second), str(old), "--output", str(picture)])
     head, *rows, wrote = capsys.readouterr().out.splitlines()
     assert head.split() == (
-        "run iterations lm loss test loss validation loss s/iteration tokens/s TFLOPs restarts".split()
+        "run iterations lm loss at 10 test loss validation loss s/iteration tokens/s TFLOPs restarts".split()
     )
     # The lines have 2 tokens per sample and 8 samples per second; see training_line and PEERS_LINE.
-    assert rows[0].split() == "first.log 12 -2.0000 4.0000 5.0000 1 16 1 0".split()
-    assert rows[1].split() == "second.log 20 -9.7500 4.0000 5.2500 1 16 1 1".split()
-    assert rows[2].split() == "old.log 30 3.0000 - - 0.5 - - 0".split()
+    assert rows[0].split() == "first.log 12 -2.0000 0.0000 4.0000 5.0000 1 16 1 0".split()
+    assert rows[1].split() == "second.log 20 -9.7500 0.0000 4.0000 5.2500 1 16 1 1".split()
+    assert rows[2].split() == "old.log 30 3.0000 3.0000 - - 0.5 - - 0".split()
     assert wrote == f"wrote {picture}" and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_without_a_common_iteration_have_no_common_loss(tmp_path):
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    for log, iteration in zip(logs, (1, 2), strict=True):
+        log.write_text(training_line(iteration, 2.0))
+    head = job_report.comparison(job_report.read_runs(logs)).splitlines()[0]
+    assert head.split() == "run iterations lm loss s/iteration tokens/s TFLOPs restarts".split()
 
 
 def test_runs_of_the_same_file_name_are_compared_under_their_paths(tmp_path):

@@ -125,6 +125,18 @@ def test_remaining_steps_are_printed_at_the_end():
     assert [line["iteration"] for line in lines_of(stream)] == [20, 7]
 
 
+def test_flush_prints_the_steps_before_another_text():
+    stream = io.StringIO()
+    logger = MetricsLogger(LoggingConfig(log_interval=100), THROUGHPUT, stream=stream)
+    logger.log_step(record(7))
+    logger.flush()
+    logger.print("exiting program at iteration 7: SIGINT")
+    logger.flush()
+    logger.close()
+    assert [line["iteration"] for line in lines_of(stream)] == [7]
+    assert stream.getvalue().splitlines()[-1] == "exiting program at iteration 7: SIGINT"
+
+
 def test_other_ranks_print_and_write_nothing(tmp_path):
     stream = Terminal()
     logging = LoggingConfig(log_interval=1, log_path=str(tmp_path / "run.log"))
@@ -267,8 +279,9 @@ def test_wandb_gets_every_value_with_its_step(monkeypatch):
     assert logged == [place | curves] and ended == [True]
 
 
-def diverging(losses, log_interval=7, **options):
-    """The warnings of a run with these losses and a vocabulary of 1000 tokens (ln: 6.9)."""
+def diverging(losses, log_interval=7, warmup=0, **options):
+    """The warnings of a run with these losses and a vocabulary of 1000 tokens (ln: 6.9). The learning rate
+    rises for `warmup` steps."""
     stream = io.StringIO()
     logger = MetricsLogger(
         LoggingConfig(log_interval=log_interval, **options), THROUGHPUT, stream=stream, vocab_size=1000
@@ -277,7 +290,11 @@ def diverging(losses, log_interval=7, **options):
         skipped = loss is None
         logger.log_step(
             record(
-                iteration, loss=math.nan if skipped else loss, skipped=skipped, total_iterations=len(losses)
+                iteration,
+                loss=math.nan if skipped else loss,
+                skipped=skipped,
+                total_iterations=len(losses),
+                learning_rate=min(iteration, warmup) if warmup else 1.0,
             )
         )
     logger.close()
@@ -290,11 +307,23 @@ def test_loss_above_that_of_a_uniform_distribution_is_warned_of_once():
 
 
 def test_skipped_steps_neither_count_nor_end_the_count():
-    (line,) = diverging([7.0] * 99 + [None] * 5 + [7.0])
-    assert "iteration 105:" in line
+    (line,) = diverging([6.8] + [7.0] * 99 + [None] * 5 + [7.0])
+    assert "iteration 106:" in line
 
 
-@pytest.mark.parametrize("losses", [[7.0] * 99, ([7.0] * 99 + [6.8]) * 3, [6.8] * 300, [math.nan] * 300])
+@pytest.mark.parametrize("loss", [7.0, math.nan, math.inf])
+def test_steps_of_a_warmup_do_not_count(loss):
+    assert diverging([7.0] * 500, warmup=500) == []
+    (line,) = diverging([7.0] * 400 + [loss] * 100, warmup=400)
+    assert "iteration 500:" in line
+
+
+def test_divergence_in_the_warmup_is_warned_of():
+    (line,) = diverging([7.0] * 50 + [6.8] + [math.nan] * 50 + [7.0] * 50, warmup=500)
+    assert "iteration 151:" in line
+
+
+@pytest.mark.parametrize("losses", [[7.0] * 99, ([7.0] * 99 + [6.8]) * 3, [6.8] * 300, [None] * 300])
 def test_ordinary_losses_are_not_warned_of(losses):
     assert diverging(losses) == []
 

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from megatron.cluster.exit_codes import OutOfMemory
+from megatron.cluster.launch import allocator_settings
 from megatron.config import Config, parse_args
 from megatron.planner.stages import plan_stages
-from megatron.training.out_of_memory import explained_out_of_memory, is_out_of_memory, memory_flags
+from megatron.training.out_of_memory import (
+    _fragmentation_hint,
+    explained_out_of_memory,
+    is_out_of_memory,
+    memory_flags,
+)
 from megatron.training.planned_memory import planned_bytes
 
 VOCAB = 50_000
@@ -18,6 +24,13 @@ MODEL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings "
     "1024 --global-batch-size 64 --lr 1e-3 --train-iters 10 --bf16 --dry-run"
 ).split()
+
+
+NCCL_ERROR = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+    "NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Cuda failure 2 'out of memory'"
+)
 
 
 def config_of(flags: str) -> Config:
@@ -69,6 +82,12 @@ def test_flags_that_are_set_or_not_possible_are_not_named() -> None:
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (torch.distributed.DistBackendError(NCCL_ERROR), True),
+        (torch.distributed.DistBackendError("ncclUnhandledCudaError\nCuda failure 1 'invalid value'"), False),
         (MemoryError(), True),
         (RuntimeError("Connection closed by peer"), False),
         (ValueError("out of memory"), False),
@@ -91,6 +110,28 @@ def test_sentence_has_plan_measurement_and_flags() -> None:
     assert f"stage 1 is planned with {planned[1] / 2**30:.2f} GiB" in sentence
     assert re.search(r"measured (resident|allocated) \d+\.\d\d GiB", sentence)
     assert sentence.count(" GiB planned)") == 3
+
+
+def test_sentence_has_the_line_of_nccl_that_names_the_memory() -> None:
+    config = config_of("--world-size 1 --micro-batch-size 4")
+    plan = plan_stages(config, VOCAB)
+    with (
+        pytest.raises(OutOfMemory, match="^out of memory: Cuda failure 2 'out of memory'; stage 0"),
+        explained_out_of_memory(config, VOCAB, plan, 0),
+    ):
+        raise torch.distributed.DistBackendError(NCCL_ERROR)
+
+
+@pytest.mark.parametrize(
+    "name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", None]
+)
+def test_expandable_segments_are_not_named_if_they_are_set(name, monkeypatch) -> None:
+    for variable in allocator_settings():
+        monkeypatch.delenv(variable)
+    if name is not None:
+        monkeypatch.setenv(name, "expandable_segments:True")
+    hint = _fragmentation_hint({"peak reserved": 50, "peak allocated": 10}, 80)
+    assert ("expandable_segments" in hint) is (name is None)
 
 
 def test_other_errors_pass() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import BatchSchedule, parse_args
-from megatron.training.start_notes import start_notes
+from megatron.config import BatchSchedule, Config, ConfigError, parse_args, read_command_line
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.testing.layouts import VOCAB
+from megatron.tokenizer.vocabulary import find_vocabulary
+from megatron.training.start_notes import planned_start, start_notes
 from megatron.training.trainer import run_length
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.config.command_lines import SMALL
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -87,3 +93,47 @@ def test_checkpoint_schedule_that_ends_before_the_run(now: str, saved: str, warn
 def test_decay_that_ends_before_a_new_run() -> None:
     (note,) = notes("--train-iters 200 --lr-decay-iters 100")
     assert "WARNING: the learning rate is 0" in note and "--min-lr" in note
+
+
+# --- the checkpoint of a dry run ---
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder with a checkpoint at iteration 5, and the prefix of data that it was not trained on."""
+    folder = tmp_path_factory.mktemp("places")
+    config = read_command_line([*SMALL, "--dry-run", "--vocab-size", str(VOCAB)], {}).config
+    write_native(folder / "checkpoints", config, random_wholes(config), 5)
+    with IndexedDatasetBuilder(folder / "data", np.uint16) as builder:
+        builder.add_documents([1] * 1000, [100] * 10)
+        builder.finalize()
+    return folder / "checkpoints", folder / "data"
+
+
+def start_of(load: Path, data: Path, *flags: str) -> list[str]:
+    words = [*SMALL, "--dry-run", "--vocab-size", str(VOCAB), "--load", str(load), "--data-path", str(data)]
+    config: Config = read_command_line([*words, *flags], {}).config
+    length = run_length(config, BatchSchedule.from_config(config.batch))
+    return planned_start(config, length, find_vocabulary(config))[1]
+
+
+def test_dry_run_names_the_checkpoint_that_a_run_starts_from(places: tuple[Path, Path]) -> None:
+    (note,) = start_of(*places, "--override-data")
+    assert f"starting from {places[0] / 'global_step5'}, iteration 5" in note
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [((), "trained on other data"), (("--override-data", "--lr", "1"), "trained with another schedule")],
+)
+def test_dry_run_refuses_what_a_run_refuses(flags, named: str, places: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=named):
+        start_of(*places, *flags)
+
+
+def test_dry_run_without_the_folder_or_the_data_says_so(places: tuple[Path, Path]) -> None:
+    load, data = places
+    (note,) = start_of(load.parent / "absent", data)
+    assert "not checked" in note and "absent does not exist here" in note
+    (note,) = start_of(load, data.parent / "absent")
+    assert f"--load {load} is not checked: --data-path" in note

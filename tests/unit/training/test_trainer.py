@@ -1,0 +1,88 @@
+"""The end of a training run whose steps did not update the weights."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.manager import SaveError
+from megatron.checkpoint.record import TrainingState
+from megatron.cluster.exit_codes import RunStopped
+from megatron.config import CheckpointConfig
+from megatron.training.trainer import Trainer, UpdateCount, after_failed_save
+
+
+def warnings_at_end(
+    iteration: int, skipped_before: int, steps: str, fp16: bool = True, total: int = 100
+) -> list[str]:
+    """What a run prints that ends at an iteration. skipped_before: iterations without an update before this
+    start, ranges included. steps: of this start; s: skipped, u: updated."""
+    printed: list[str] = []
+    updates = UpdateCount()
+    for step in steps:
+        updates.add(step == "s")
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(precision=SimpleNamespace(fp16=fp16)),
+        length=SimpleNamespace(iterations=total),
+        metrics=SimpleNamespace(print=printed.append),
+        updates=updates,
+    )
+    state = TrainingState(iteration, 8 * iteration, 0, skipped_iterations=skipped_before + steps.count("s"))
+    Trainer.check_updates(trainer, state)
+    return printed
+
+
+def test_early_exit_after_skipped_steps_only_is_warned_of() -> None:
+    (warning,) = warnings_at_end(5, 0, "sssss")
+    assert warning.startswith("WARNING: none of the 5 steps of this start") and "fp16" in warning
+
+
+@pytest.mark.parametrize(("iteration", "steps"), [(5, "ssssu"), (50, "")])
+def test_updates_and_starts_without_a_step_are_not_warned_of(iteration: int, steps: str) -> None:
+    assert warnings_at_end(iteration, iteration - len(steps), steps) == []
+
+
+@pytest.mark.parametrize(("skipped_before", "steps"), [(90, "s" * 10), (0, "s" * 10), (99, "s")])
+def test_run_that_ends_without_an_update_fails(skipped_before: int, steps: str) -> None:
+    with pytest.raises(RunStopped, match=f"none of the {len(steps)} steps of this start"):
+        warnings_at_end(100, skipped_before, steps)
+
+
+def test_few_overflows_at_the_end_of_a_resumed_run_are_no_failure() -> None:
+    (warning,) = warnings_at_end(100, 3, "ss")
+    assert warning.startswith("WARNING: none of the 2 steps")
+
+
+@pytest.mark.parametrize(
+    ("iteration", "load", "expected"),
+    [
+        (0, "a", "nothing has been saved before; fix this, then start again"),
+        (7, "a", "fix this, then the run resumes from iteration 7"),
+        (7, None, "fix this, then the run resumes from iteration 7 with --load a"),
+    ],
+)
+def test_previous_checkpoint_is_named_after_a_failed_save_if_there_is_one(iteration, load, expected) -> None:
+    assert after_failed_save(iteration, CheckpointConfig(save="a", load=load)) == expected
+
+
+def test_failed_save_is_exit_code_2() -> None:
+    def save(state: TrainingState) -> None:
+        raise SaveError("checkpoint a/global_step5 cannot be written (the disk is full)")
+
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=CheckpointConfig(save="a")),
+        watchdog=SimpleNamespace(phase=lambda phase: nullcontext()),
+        checkpoints=SimpleNamespace(save=save),
+        resumable_iteration=0,
+    )
+    with pytest.raises(RunStopped, match="the disk is full.: nothing has been saved before") as caught:
+        Trainer.checkpoint(trainer, TrainingState(5))
+    assert caught.value.exit_code == 2 and not caught.value.on_all_ranks
+
+
+def test_fp16_is_not_named_without_it() -> None:
+    (warning,) = warnings_at_end(5, 0, "sssss", fp16=False)
+    assert "fp16" not in warning and "--spike-policy" in warning
