@@ -29,9 +29,8 @@ unless the schedule is DualPipeV. The two stages of the tied embedding all-reduc
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -243,8 +242,7 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
         backward = calls(ALL_REDUCE, 2 * count, INPUT_GRADIENT)
         backward += calls(ALL_REDUCE, 2 * again - skipped, "recomputation")
     if recomputes and training.partition_activations and groups:
-        shards = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-        size = hidden * _residual_bytes(config) // _parameter_bytes(config) // shards
+        size = hidden * _residual_bytes(config) // _parameter_bytes(config)
         backward.append(Exchange(TENSOR, ALL_GATHER, "partitioned activations", size, groups))
     return forward, backward
 
@@ -297,7 +295,6 @@ def _unit_exchanges(config: Config, vocab_size: int, count: int) -> tuple[list[E
 class _Parameter:
     """A parameter of a layer on one tensor-parallel rank."""
 
-    name: str
     elements: int
     is_replicated: bool
     """Over the tensor-parallel ranks."""
@@ -315,23 +312,22 @@ class _Flat:
     partitions: int
     shards_gradients: bool
 
-    def first_partition(self, parameters: Iterable[_Parameter]) -> int:
-        """Elements of the given parameters in the partition of data rank 0."""
+    def first_partition(self, wanted: Callable[[_Parameter], bool]) -> int:
+        """Elements of the wanted parameters in the partition of data rank 0."""
         end, offset, found = self.length // self.partitions, 0, 0
-        wanted = set(parameters)
         alignment = _alignment(self.parameters)
         for parameter in self.parameters:
             offset = -(-offset // alignment) * alignment
-            if parameter in wanted:
+            if wanted(parameter):
                 found += max(min(offset + parameter.elements, end) - offset, 0)
             offset += parameter.elements
         return found
 
-    def local_gradients(self, parameters: Sequence[_Parameter]) -> int:
-        """Elements of the given parameters' gradients that the rank holds at the end of a step."""
+    def local_gradients(self, wanted: Callable[[_Parameter], bool]) -> int:
+        """Elements of the wanted parameters' gradients that the rank holds at the end of a step."""
         if self.shards_gradients:
-            return self.first_partition(parameters)
-        return sum(parameter.elements for parameter in parameters)
+            return self.first_partition(wanted)
+        return sum(parameter.elements for parameter in self.parameters if wanted(parameter))
 
 
 def _step_exchanges(
@@ -341,7 +337,7 @@ def _step_exchanges(
     tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
     ranks, flats = parallel.pipeline_model_parallel_size, _rank_flats(config, plan, vocab_size, stages)
     if parallel.sequence_parallel and tp_size > 1:
-        summed = _replicated_elements(flats, in_transformer_layer=True)
+        summed = sum(flat.local_gradients(_is_sequence_parallel) for flat in flats)
         if summed:
             yield Exchange(TENSOR, ALL_REDUCE, "sequence-parallel gradients", FP32 * summed)
     if dp_size > 1:
@@ -353,7 +349,7 @@ def _step_exchanges(
         (other,) = holders - {rank}
         rows = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
         yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * rows * config.model.hidden_size, peer=other)
-    replicated = _replicated_elements(flats) if tp_size > 1 else 0
+    replicated = sum(flat.local_gradients(_is_replicated) for flat in flats) if tp_size > 1 else 0
     if replicated:
         yield Exchange(TENSOR, ALL_REDUCE, "replicated gradients", FP32 * replicated)
     if any(flat.shards_gradients for flat in flats):
@@ -365,7 +361,7 @@ def _step_exchanges(
     if config.stability.spike_policy is not None and parallel.world_size > 1:
         yield Exchange(WORLD, ALL_REDUCE, "loss and gradient norm", 16)
     if config.stability.sync_tp_duplicated_parameters and tp_size > 1:
-        copies = sum(flat.first_partition(_replicated(flat)) for flat in flats)
+        copies = sum(flat.first_partition(_is_replicated) for flat in flats)
         if copies:
             yield Exchange(TENSOR, ALL_REDUCE, "replicated parameters", 8 * copies)
     for flat in flats:
@@ -383,17 +379,13 @@ def _stage_of(plan: StagePlan, layer: int) -> int:
     return next(stage for stage, end in enumerate(plan.bounds[1:]) if layer < end)
 
 
-def _replicated(flat: _Flat) -> list[_Parameter]:
-    return [parameter for parameter in flat.parameters if parameter.is_replicated]
+def _is_replicated(parameter: _Parameter) -> bool:
+    return parameter.is_replicated
 
 
-def _replicated_elements(flats: Sequence[_Flat], in_transformer_layer: bool = False) -> int:
-    return sum(
-        flat.local_gradients(
-            [p for p in _replicated(flat) if p.in_transformer_layer or not in_transformer_layer]
-        )
-        for flat in flats
-    )
+def _is_sequence_parallel(parameter: _Parameter) -> bool:
+    """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
+    return parameter.is_replicated and parameter.in_transformer_layer
 
 
 def _rank_flats(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[_Flat]:
@@ -408,21 +400,11 @@ def _rank_flats(config: Config, plan: StagePlan, vocab_size: int, stages: Sequen
     # DeepSpeed registers the tied modules first.
     layers.sort(key=lambda layer: layer not in (first, head))
     in_units = [layer for layer in layers if sharded and plan.names[layer] == TRANSFORMER_LAYER]
-    others = [
-        parameter
-        for position, layer in enumerate(layers)
-        if layer not in in_units
-        for parameter in _of_layer(table[layer], position)
-    ]
-    flats = _flats(config, tuple(others), False)
-    for position, layer in enumerate(in_units):
-        flats += _flats(config, _of_layer(table[layer], position), True)
+    others = [p for layer in layers if layer not in in_units for p in table[layer]]
+    flats = _flats(config, others, False)
+    for layer in in_units:
+        flats += _flats(config, table[layer], True)
     return flats
-
-
-def _of_layer(parameters: Iterable[_Parameter], position: int) -> tuple[_Parameter, ...]:
-    """The parameters with names that no other layer has."""
-    return tuple(dataclasses.replace(p, name=f"{position}.{p.name}") for p in parameters)
 
 
 def _flats(config: Config, parameters: Iterable[_Parameter], is_unit: bool) -> list[_Flat]:
@@ -495,7 +477,6 @@ def _describe(config: Config, name: str, parameter: torch.Tensor, layer: str) ->
     name = f"tied_modules.embed.{name}" if layer == EMBEDDING else name
     bits = moment_bits(name, spec) if config.optimizer.use_bnb_optimizer else 32
     return _Parameter(
-        name,
         parameter.numel(),
         spec.shard_dim is None,
         layer == TRANSFORMER_LAYER,

@@ -43,7 +43,7 @@ LAUNCH_S = 8e-6
 MISALIGNED = 1 / 16
 """Rate of matrix products without tensor cores, relative to those with them: 19.5 to 312 TFLOP/s on an A100,
 about the same on a V100 (`megatron.planner.hardware`)."""
-_FULLY_SIMULATED = 4
+_FULLY_SIMULATED = 2
 """Micro-batches per stage up to which a step is simulated in full."""
 
 
@@ -55,7 +55,7 @@ class Achieved:
     memory: float
 
 
-FITTED = {"a100": Achieved(0.92, 0.40), "v100": Achieved(0.90, 0.65)}
+FITTED = {"a100": Achieved(0.98, 0.40), "v100": Achieved(0.90, 0.65)}
 _SAME_AS = {"h100": "a100", "h200": "a100", "b200": "a100"}
 
 
@@ -302,7 +302,7 @@ class PipelineTime:
         backward = tuple(time.backward for time in stages)
         enough = _FULLY_SIMULATED * len(stages)
         most = min(micro_batches, enough)
-        fewer = max(most - len(stages), 1)
+        fewer = max(most - max(len(stages) // 2, 1), 1)
         times = [
             simulate_schedule(schedule, forward, backward, transfers, count).makespan
             for count in ((most, fewer) if micro_batches > most else (most,))

@@ -27,8 +27,6 @@ MORE = {
     "sequence-fp32-residual": "--world-size 4 --tensor-model-parallel-size 2 "
     "--pipeline-model-parallel-size 2 --bf16 "
     f"--sequence-parallel --fp32-residual-connection --checkpoint-activations {NO_DROPOUT}",
-    "sequence-partitioned": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --sequence-parallel "
-    "--checkpoint-activations --partition-activations",
     "mup-swiglu": "--world-size 4 --tensor-model-parallel-size 2 --bf16 --zero-stage 1 --mup "
     "--mup-base-hidden-size 32 --glu-activation swiglu",
 }
