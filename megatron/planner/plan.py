@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner import memory
@@ -273,9 +273,3 @@ def _timeline(config: Config, step: StepTime, micro_batches: int) -> tuple[Event
         for rank, of_rank in enumerate(spans)
         for span in of_rank
     )
-
-
-def require_gpu(config: Config) -> None:
-    """ConfigError if --gpu is missing, which times and searches need."""
-    if config.training.gpu is None:
-        raise ConfigError("the time of a step depends on the device: give its kind with --gpu, as a100-80gb")

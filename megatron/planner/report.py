@@ -10,6 +10,7 @@ from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.stages import StagePlan, micro_batches_per_step
+from megatron.planner.step_time import find_cluster, predict_step, time_lines
 from megatron.text_table import format_table
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
@@ -26,6 +27,7 @@ def run_report(
         _model_lines(config, plan, vocab_size),
         _layout_lines(config),
         "\n".join([stage_map(plan), *_simulated_lines(config, plan), learning_rate]),
+        _step_lines(config, plan, vocab_size),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -133,6 +135,12 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
         f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
         f"{100 * busy:.1f} % of a step"
     ]
+
+
+def _step_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
+    """The predicted step on the devices of --gpu."""
+    cluster = find_cluster(config) if config.training.dry_run else None
+    return "" if cluster is None else time_lines(predict_step(config, plan, vocab_size, cluster))
 
 
 def _content(plan: StagePlan, stage: int) -> str:

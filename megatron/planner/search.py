@@ -19,18 +19,20 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.planner import memory
 from megatron.planner.communication import ALL_REDUCE, DATA, TENSOR, Exchange
 from megatron.planner.hardware import device_memory_bytes
-from megatron.planner.plan import RESERVED, RankMemory, rank_memory, require_gpu
+from megatron.planner.plan import RESERVED, RankMemory, rank_memory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
 from megatron.planner.step_time import Cluster, StepTime, find_cluster, predict_step
 from megatron.planner.work import layer_work, program_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "flops", "memory")
+PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
 PLANNED = 30
 """Combinations that are planned in full, per partition method at most."""
 _MOST_PARTITIONS = 5
 _FEWEST, _SLOWER = 12, 1.3
 """A search ends when it has this many layouts and the next estimate is this much slower than the best."""
+
+NO_GPU = "the time of a step depends on the device: give its kind with --gpu, as a100-80gb"
 
 Change = Mapping[str, Any]
 """'section.field' -> value."""
@@ -119,9 +121,9 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
 
 def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchResult:
     """Searches the layouts of `config.parallel.world_size` devices. ConfigError without --gpu."""
-    require_gpu(config)
     cluster, device = find_cluster(config), device_memory_bytes(config)
-    assert cluster is not None and device is not None
+    if cluster is None or device is None:
+        raise ConfigError(NO_GPU)
     estimates: list[tuple[float, float, dict[str, Any]]] = []
     count = 0
     for change in combinations(config, cluster.network.node_size):
@@ -142,7 +144,7 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
             continue
         if len(found) >= _FEWEST and seconds > _SLOWER * min(one.step.total for one in found):
             break
-        made = evaluate(config, change, vocab_size)
+        made = _evaluate(config, change, vocab_size)
         if made is not None:
             (found if made.fits else too_large).append(made)
         if len(found) >= planned or len(found) + len(too_large) >= 4 * planned:
@@ -173,19 +175,24 @@ def _quickly_changed(config: Config, change: Change) -> Config:
     return dataclasses.replace(config, **replaced)
 
 
-def evaluate(config: Config, change: dict[str, Any], vocab_size: int) -> Candidate | None:
-    """The candidate, planned in full; None if the settings do not go together."""
-    try:
-        candidate = changed(config, change)
-        stages = plan_stages(candidate, vocab_size)
-    except ConfigError:
-        return None
+def evaluate(config: Config, change: Change, vocab_size: int) -> Candidate:
+    """The layout with other settings, planned in full. ConfigError if they do not go together."""
+    candidate = changed(config, change)
+    stages = plan_stages(candidate, vocab_size)
     cluster, device = find_cluster(candidate), device_memory_bytes(candidate)
-    assert cluster is not None and device is not None
+    if cluster is None or device is None:
+        raise ConfigError(NO_GPU)
     parts = rank_memory(candidate, stages, vocab_size)
     fits = max(part.total for part in parts) <= (1 - RESERVED) * device
     step = predict_step(candidate, stages, vocab_size, cluster)
-    return Candidate(candidate, change, stages, parts, step, fits)
+    return Candidate(candidate, dict(change), stages, parts, step, fits)
+
+
+def _evaluate(config: Config, change: Change, vocab_size: int) -> Candidate | None:
+    try:
+        return evaluate(config, change, vocab_size)
+    except ConfigError:
+        return None
 
 
 def _other_partitions(config: Config, best: Sequence[Candidate], vocab_size: int) -> list[Candidate]:
@@ -197,7 +204,7 @@ def _other_partitions(config: Config, best: Sequence[Candidate], vocab_size: int
         for method in PARTITION_METHODS:
             if method == candidate.config.parallel.partition_method:
                 continue
-            made = evaluate(config, {**candidate.change, "parallel.partition_method": method}, vocab_size)
+            made = _evaluate(config, {**candidate.change, "parallel.partition_method": method}, vocab_size)
             if made is not None and made.fits:
                 found.append(made)
     return found

@@ -55,7 +55,7 @@ class Achieved:
     memory: float
 
 
-FITTED = {"a100": Achieved(0.98, 0.40), "v100": Achieved(0.90, 0.65)}
+FITTED = {"a100": Achieved(1.0, 0.38), "v100": Achieved(0.98, 0.60)}
 _SAME_AS = {"h100": "a100", "h200": "a100", "b200": "a100"}
 
 
@@ -351,3 +351,30 @@ def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | Non
         seconds += (until - done) * (pipeline.seconds(micro_batches) + outside)
         done = until
     return seconds / 86400
+
+
+def time_lines(step: StepTime) -> str:
+    """The predicted step: its total, rates, and where the time goes."""
+    days = f", {step.days:.1f} days for the whole run" if step.days is not None else ""
+    return (
+        f"step       {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} %{days}\n"
+        f"time       {time_shares(step)}"
+    )
+
+
+def time_shares(step: StepTime) -> str:
+    """Where the time of the busiest rank goes, in percent of the step."""
+    by_rank: dict[int, list[float]] = {}
+    for stage in step.stages:
+        parts = by_rank.setdefault(stage.rank, [0.0, 0.0, 0.0])
+        for index, seconds in enumerate((stage.matmul, stage.memory, stage.communication)):
+            parts[index] += step.micro_batches * seconds
+    busiest = max(by_rank.values(), key=sum)
+    names = ("matrix products", "other kernels", "tensor-parallel and ZeRO collectives")
+    shares = dict(zip(names, busiest, strict=True))
+    shares["waits in the pipeline"] = max(step.pipeline - sum(busiest), 0.0)
+    shares["gradient reduction"] = step.reduction
+    shares["optimizer"] = step.optimizer
+    shares["weight gather"] = step.gather
+    return ", ".join(f"{name} {100 * part / step.total:.0f} %" for name, part in shares.items())
