@@ -30,29 +30,24 @@ unless the schedule is DualPipeV. The two stages of the tied embedding all-reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-from deepspeed.pipe import LayerSpec
 
-from megatron.config import Config, OptimizerConfig
-from megatron.config.sections.batch import BatchConfig
-from megatron.config.sections.model import ModelConfig
-from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, pipeline_layers
-from megatron.model.transformer import LayerContext
+from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.cross_entropy import CHUNK_TOKENS, LOGITS_BYTES
-from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import spec_of
-from megatron.mpu.random import DropoutRNG
-from megatron.optimizer.eight_bit import moment_bits
-from megatron.optimizer.flat_group import ALIGNMENT
-from megatron.optimizer.quantized import BLOCK_SIZE
-from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER, embedding_and_head
+from megatron.mpu.layout import ParallelLayout
+from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.planner.flat_buffers import (
+    flat_buffers,
+    is_replicated,
+    is_sequence_parallel,
+    layer_parameters,
+    rank_buffers,
+)
 from megatron.planner.stages import StagePlan
 
 ALL_REDUCE, BROADCAST = "allreduce_", "broadcast_"
@@ -275,8 +270,8 @@ def _unit_exchanges(config: Config, vocab_size: int, count: int) -> tuple[list[E
     and ZeRO-3."""
     if not count:
         return [], []
-    parameters = _layer_parameters(config, vocab_size)[FIRST_TRANSFORMER_LAYER]
-    lengths = [flat.length for flat in _flats(config, parameters, True)]
+    parameters = layer_parameters(config, vocab_size)[FIRST_TRANSFORMER_LAYER]
+    lengths = [flat.length for flat in flat_buffers(config, parameters, True)]
     size, training = _parameter_bytes(config), config.training
     backward = [Exchange(DATA, REDUCE_SCATTER, "gradients", FP32 * n, count) for n in lengths]
     if config.parallel.zero_stage < 3:
@@ -291,53 +286,14 @@ def _unit_exchanges(config: Config, vocab_size: int, count: int) -> tuple[list[E
 # --- once per step ---
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """A parameter of a layer on one tensor-parallel rank."""
-
-    elements: int
-    is_replicated: bool
-    """Over the tensor-parallel ranks."""
-    in_transformer_layer: bool
-    kind: tuple[bool, int, float]
-    """Weight decay, bits of a moment, multiplier of the learning rate: the flat group that it is in."""
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """A flat buffer of the optimizer (`megatron.optimizer.flat_group`)."""
-
-    parameters: tuple[_Parameter, ...]
-    length: int
-    partitions: int
-    shards_gradients: bool
-
-    def first_partition(self, wanted: Callable[[_Parameter], bool]) -> int:
-        """Elements of the wanted parameters in the partition of data rank 0."""
-        end, offset, found = self.length // self.partitions, 0, 0
-        alignment = _alignment(self.parameters)
-        for parameter in self.parameters:
-            offset = -(-offset // alignment) * alignment
-            if wanted(parameter):
-                found += max(min(offset + parameter.elements, end) - offset, 0)
-            offset += parameter.elements
-        return found
-
-    def local_gradients(self, wanted: Callable[[_Parameter], bool]) -> int:
-        """Elements of the wanted parameters' gradients that the rank holds at the end of a step."""
-        if self.shards_gradients:
-            return self.first_partition(wanted)
-        return sum(parameter.elements for parameter in self.parameters if wanted(parameter))
-
-
 def _step_exchanges(
     config: Config, plan: StagePlan, vocab_size: int, rank: int, stages: Sequence[int]
 ) -> Iterable[Exchange]:
     parallel = config.parallel
     tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
-    ranks, flats = parallel.pipeline_model_parallel_size, _rank_flats(config, plan, vocab_size, stages)
+    ranks, flats = parallel.pipeline_model_parallel_size, rank_buffers(config, plan, vocab_size, stages)
     if parallel.sequence_parallel and tp_size > 1:
-        summed = sum(flat.local_gradients(_is_sequence_parallel) for flat in flats)
+        summed = sum(flat.local_gradients(is_sequence_parallel) for flat in flats)
         if summed:
             yield Exchange(TENSOR, ALL_REDUCE, "sequence-parallel gradients", FP32 * summed)
     if dp_size > 1:
@@ -349,7 +305,7 @@ def _step_exchanges(
         (other,) = holders - {rank}
         rows = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
         yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * rows * config.model.hidden_size, peer=other)
-    replicated = sum(flat.local_gradients(_is_replicated) for flat in flats) if tp_size > 1 else 0
+    replicated = sum(flat.local_gradients(is_replicated) for flat in flats) if tp_size > 1 else 0
     if replicated:
         yield Exchange(TENSOR, ALL_REDUCE, "replicated gradients", FP32 * replicated)
     if any(flat.shards_gradients for flat in flats):
@@ -361,7 +317,7 @@ def _step_exchanges(
     if config.stability.spike_policy is not None and parallel.world_size > 1:
         yield Exchange(WORLD, ALL_REDUCE, "loss and gradient norm", 16)
     if config.stability.sync_tp_duplicated_parameters and tp_size > 1:
-        copies = sum(flat.first_partition(_is_replicated) for flat in flats)
+        copies = sum(flat.first_partition(is_replicated) for flat in flats)
         if copies:
             yield Exchange(TENSOR, ALL_REDUCE, "replicated parameters", 8 * copies)
     for flat in flats:
@@ -377,111 +333,6 @@ def _step_exchanges(
 
 def _stage_of(plan: StagePlan, layer: int) -> int:
     return next(stage for stage, end in enumerate(plan.bounds[1:]) if layer < end)
-
-
-def _is_replicated(parameter: _Parameter) -> bool:
-    return parameter.is_replicated
-
-
-def _is_sequence_parallel(parameter: _Parameter) -> bool:
-    """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
-    return parameter.is_replicated and parameter.in_transformer_layer
-
-
-def _rank_flats(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[_Flat]:
-    """The flat buffers of a rank: of its parameters outside of ZeRO's units, then of each unit."""
-    parallel = config.parallel
-    sharded = parallel.zero_stage >= 2 and parallel.data_parallel_size > 1
-    table = _layer_parameters(config, vocab_size)
-    first, head = embedding_and_head(plan.names)
-    layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
-    if first in layers and head in layers:
-        layers.remove(head)  # the same parameter
-    # DeepSpeed registers the tied modules first.
-    layers.sort(key=lambda layer: layer not in (first, head))
-    in_units = [layer for layer in layers if sharded and plan.names[layer] == TRANSFORMER_LAYER]
-    others = [p for layer in layers if layer not in in_units for p in table[layer]]
-    flats = _flats(config, others, False)
-    for layer in in_units:
-        flats += _flats(config, table[layer], True)
-    return flats
-
-
-def _flats(config: Config, parameters: Iterable[_Parameter], is_unit: bool) -> list[_Flat]:
-    """A flat buffer per kind of parameter; ZeRO divides it into equal partitions."""
-    parallel = config.parallel
-    partitions = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
-    by_kind: dict[tuple[bool, int, float], list[_Parameter]] = {}
-    for parameter in parameters:
-        by_kind.setdefault(parameter.kind, []).append(parameter)
-    flats = []
-    for held in by_kind.values():
-        alignment, offset = _alignment(held), 0
-        for parameter in held:
-            offset = -(-offset // alignment) * alignment + parameter.elements
-        unit = max(alignment, ALIGNMENT) * partitions
-        flats.append(_Flat(tuple(held), -(-offset // unit) * unit, partitions, is_unit))
-    return flats
-
-
-def _alignment(parameters: Sequence[_Parameter]) -> int:
-    _, bits, _ = parameters[0].kind
-    return BLOCK_SIZE if bits == 8 else 1
-
-
-def _layer_parameters(config: Config, vocab_size: int) -> tuple[tuple[_Parameter, ...], ...]:
-    """The parameters of each layer of the layer list on one tensor-parallel rank."""
-    return _build_parameters(
-        config.model,
-        config.precision,
-        config.optimizer,
-        config.parallel.tensor_model_parallel_size,
-        vocab_size,
-    )
-
-
-@lru_cache(maxsize=64)  # a search asks for the same table thousands of times
-def _build_parameters(
-    model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig, tp_size: int, vocab_size: int
-) -> tuple[tuple[_Parameter, ...], ...]:
-    config = Config(
-        model=model,
-        precision=precision,
-        optimizer=optimizer,
-        batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
-        schedule=ScheduleConfig(lr=1.0),
-    )
-    tp_group = TPGroup(size=tp_size)
-    context = LayerContext(config, tp_group, DropoutRNG(config.training.seed))
-    made: dict[tuple, tuple[_Parameter, ...]] = {}
-    table = []
-    for layer in pipeline_layers(context, vocab_size, eod=0):
-        if not isinstance(layer, LayerSpec):
-            table.append(())
-            continue
-        key = (layer.typename, layer.module_kwargs.get("is_head", False))
-        if key not in made:
-            with torch.device("meta"):
-                module = layer.build()
-            made[key] = tuple(
-                _describe(config, name, parameter, layer.typename.__name__)
-                for name, parameter in module.named_parameters()
-            )
-        table.append(made[key])
-    return tuple(table)
-
-
-def _describe(config: Config, name: str, parameter: torch.Tensor, layer: str) -> _Parameter:
-    spec = spec_of(parameter)
-    # `moment_bits` knows the word embedding by its name in the whole model.
-    name = f"tied_modules.embed.{name}" if layer == EMBEDDING else name
-    bits = moment_bits(name, spec) if config.optimizer.use_bnb_optimizer else 32
-    return _Parameter(
-        parameter.numel(),
-        spec.shard_dim is None,
-        layer == TRANSFORMER_LAYER,
-        (spec.weight_decay, bits, spec.lr_mult),
-    )
 
 
 # --- sizes ---
