@@ -71,6 +71,7 @@ class FlatBuffer:
 
 
 def is_replicated(parameter: Parameter) -> bool:
+    """Whether all tensor-parallel ranks hold the whole parameter."""
     return parameter.is_replicated
 
 
