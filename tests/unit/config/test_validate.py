@@ -228,6 +228,8 @@ NO_EFFECT = [
         ],
     ),
     ("--recompute-granularity selective", []),
+    ("--gpu a100-80gb", ["--gpu has no effect without --dry-run"]),
+    ("--device-memory 80", ["--device-memory has no effect without --dry-run"]),
     (
         "--checkpoint-activations --partition-activations",
         ["--partition-activations has no effect with --tensor-model-parallel-size 1"],
