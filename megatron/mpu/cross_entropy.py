@@ -249,9 +249,7 @@ class _LogitChunks:
         self.own_label = (labels >= first) & (labels < first + self.used)
         self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
         size = hidden.element_size()
-        self.sizes = chunk_sizes(
-            tokens, columns, hidden.shape[1], size, on_cpu=hidden.device.type == "cpu"
-        )
+        self.sizes = chunk_sizes(tokens, columns, hidden.shape[1], size, on_cpu=hidden.device.type == "cpu")
         per_chunk, self.rows = self.sizes.tokens, self.sizes.softmax_rows
         self.chunks = [slice(i, min(i + per_chunk, tokens)) for i in range(0, tokens, per_chunk)]
         self.buffer = hidden.new_empty(per_chunk, columns)

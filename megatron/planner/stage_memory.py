@@ -36,11 +36,16 @@ class StageMemory:
 
 
 def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageMemory]:
-    """By pipeline rank. The device also needs what `reserve_bytes` describes."""
+    """By pipeline rank. The device also needs `fit.reserve_bytes`."""
     return [
         _plan_rank(config, vocab_size, plan, rank)
         for rank in range(config.parallel.pipeline_model_parallel_size)
     ]
+
+
+def planned_bytes(config: Config, vocab_size: int, plan: StagePlan) -> list[float]:
+    """Planned bytes per device, by pipeline rank."""
+    return [part.total for part in plan_memory(config, vocab_size, plan)]
 
 
 def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> StageMemory:
@@ -53,7 +58,9 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     has_head = embedding_and_head(plan.names)[1] in layers
     state = sum(table.state_bytes[layer] for layer in layers)
     in_flight = in_flight_micro_batches(config)
-    kept = sum(in_flight[stage] * _kept_bytes(config, plan, table.activation_bytes, stage) for stage in stages)
+    kept = sum(
+        in_flight[stage] * _kept_bytes(config, plan, table.activation_bytes, stage) for stage in stages
+    )
     head = after_head = 0.0
     if has_head:
         head = temporaries.head_loss_bytes(config, padded)

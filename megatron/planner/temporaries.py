@@ -1,7 +1,7 @@
 """Memory that exists for a part of an instruction only, in bytes, at the moments at which a step may peak.
 
-The activations that are kept between a forward and its backward pass are in `memory`. The code that is described
-here is named in each function; `tests/simulated` compares the sums with the simulated step.
+The activations that are kept between a forward and its backward pass are in `memory`. Each function names the
+code that it describes; `tests/simulated` compares the sums with the simulated step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
 
 
 def _mlp_backward_bytes(config: Config) -> float:
-    """`model.mlp`, backward: first the gradients of the second matrix and of its input; with dropout also that
-    of its output (without, it is the gradient that the layer received); with --sequence-parallel this is
-    all-gathered first."""
+    """`model.mlp`, backward: first the gradients of the second matrix and of its input; with dropout also
+    that of its output (without, it is the gradient that the layer received); with --sequence-parallel this
+    is all-gathered first."""
     model, size = config.model, memory.parameter_bytes(config)
     tensor = config.parallel.tensor_model_parallel_size
     output = memory.residual_values(config) if model.hidden_dropout > 0 else 0
@@ -51,7 +51,9 @@ def _mlp_backward_bytes(config: Config) -> float:
 
 def _mlp_matrix_elements(config: Config) -> float:
     """One of the MLP's matrices on this rank."""
-    return config.model.hidden_size * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    return (
+        config.model.hidden_size * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    )
 
 
 def _hidden_dropout_bytes(config: Config) -> float:
@@ -103,8 +105,9 @@ def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float,
 
 def head_loss_bytes(config: Config, padded_vocab: int) -> float:
     """The head and the loss at the end of the forward pass, with --loss-implementation fused
-    (`mpu.cross_entropy._LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight, and
-    of one chunk of tokens the logits, their softmax in fp32, a part of the weight's gradient, the scaled input.
+    (`mpu.cross_entropy._LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
+    of one chunk of tokens the logits, their softmax in fp32, a part of the weight's gradient, the scaled
+    input.
 
     plain: 16-bit and fp32 logits, and the fp32 logits of the micro-batches before (`stale_buffer_bytes`).
     """
@@ -144,8 +147,8 @@ def stale_buffer_bytes(config: Config, padded_vocab: int, *, receives: bool) -> 
 
 
 def table_bytes(config: Config, *, exchanges: bool) -> float:
-    """Tensors that live longer than a step: the attention bias (`model.position.AttentionMasks`), rotary angles,
-    and the receive buffer of a stage that `exchanges` messages with others."""
+    """Tensors that live longer than a step: the attention bias (`model.position.AttentionMasks`), rotary
+    angles, and the receive buffer of a stage that `exchanges` messages with others."""
     model, size = config.model, memory.parameter_bytes(config)
     scheme = memory.position_scheme(config)
     bias: float = 0
