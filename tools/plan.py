@@ -8,8 +8,8 @@
 
 The other flags are those of pretrain_gpt.py. --script runs the sbatch script with DRY_RUN=1, which starts
 nothing, and plans the command that it prints; further flags override the script's. A search varies the sizes
-of tensor and pipeline parallelism, the micro-batch, recomputation, the ZeRO stage, the schedule and the
-partition method; all other flags stay. docs/tuning.md explains the output.
+of tensor and pipeline parallelism, the micro-batch, recomputation, sequence parallelism, the ZeRO stage, the
+schedule and the partition method; all other flags stay. docs/tuning.md explains the output.
 """
 
 from __future__ import annotations

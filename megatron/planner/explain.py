@@ -7,31 +7,12 @@ from collections.abc import Sequence
 
 from megatron.config import Config, ConfigError
 from megatron.planner.command import PROGRAM, replaced
-from megatron.planner.plan import Plan, RankMemory, WhatIf, recomputation_of
+from megatron.planner.fit import verdict
+from megatron.planner.hardware import GIB
+from megatron.planner.plan import WhatIf, recomputation_of
 from megatron.planner.search import PARTITION_METHODS, Candidate, SearchResult, evaluate
 from megatron.planner.step_time import StepTime, time_lines
 from megatron.text_table import format_table
-
-GIB = 2**30
-
-
-def memory_table(plan: Plan) -> str:
-    """A row per pipeline rank: GiB by what they are for, and what is left."""
-    rows = [["rank", "state", "activations", "head", "temporary", "total"]]
-    for part in plan.memory:
-        sizes = (part.state, part.activations, part.head, part.temporary, part.total)
-        rows.append([str(part.rank), *(f"{size / GIB:.2f}" for size in sizes)])
-    return "memory, GiB of the first tensor and data rank\n" + format_table(rows)
-
-
-def memory_line(peak: RankMemory, usable_bytes: float | None) -> str:
-    """The fullest rank, and whether it fits."""
-    text = f"memory     {peak.total / GIB:.1f} GiB on pipeline rank {peak.rank}"
-    if usable_bytes is None:
-        return f"{text}; with --gpu or --device-memory the plan says whether that fits"
-    left = (usable_bytes - peak.total) / GIB
-    verdict = f"{left:.1f} GiB to spare" if left >= 0 else f"{-left:.1f} GiB too much"
-    return f"{text}, of {usable_bytes / GIB:.1f} GiB that a run can use: {verdict}"
 
 
 def layout_words(config: Config) -> str:
@@ -41,7 +22,7 @@ def layout_words(config: Config) -> str:
         f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
         f"{parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
         f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.pipeline_schedule}, "
-        f"{parallel.partition_method}"
+        f"{parallel.partition_method}{', sequence parallel' * parallel.sequence_parallel}"
     )
 
 
@@ -56,14 +37,14 @@ def search_table(candidates: Sequence[Candidate]) -> str:
     return format_table(rows, left_align=(1,))
 
 
-def explain(number: int, one: Candidate, result: SearchResult, usable: float, words: Sequence[str]) -> str:
+def explain(number: int, one: Candidate, result: SearchResult, vocab_size: int, words: Sequence[str]) -> str:
     """Why this layout: its tensor-parallel size, its memory, its time; and its flags."""
-    peak = max(one.memory, key=lambda part: part.total)
+    _, memory = verdict(one.config, vocab_size, one.memory)
     flags = shlex.join(replaced(words, one.change))
     return (
         f"{number}. {layout_words(one.config)}\n"
         f"{_tensor_parallel_line(one, result)}\n"
-        f"{memory_line(peak, usable)}\n"
+        f"memory     {memory}\n"
         f"{time_lines(one.step)}\n"
         f"flags      {PROGRAM} {flags}"
     )

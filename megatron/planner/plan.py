@@ -12,45 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.vocab import padded_vocab_size
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner import memory
+from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.planner.communication import rank_communication
+from megatron.planner.fit import reserve_bytes
 from megatron.planner.hardware import device_memory_bytes
+from megatron.planner.stage_memory import StageMemory, plan_memory
 from megatron.planner.stages import (
     StagePlan,
     in_flight_micro_batches,
-    layer_table,
     micro_batches_per_step,
     plan_stages,
 )
 from megatron.planner.step_time import PipelineTime, StepTime, find_cluster, predict_step
 
-RESERVED = 0.08
-"""Part of a device's memory that a plan leaves to the CUDA context, NCCL, cuBLAS and fragmentation: an
-assumption. Published runs on 80 GB devices had 3 to 10 GB beside what they had allocated."""
 _MOST_EVENTS = 4000
-_LOSS_BUFFERS = 3 * 128 * 2**20
-"""The fused loss's chunk of logits, its fp32 copy and the parts of its product, at most."""
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Memory of the first tensor and data rank of a pipeline rank, at the fullest time of a step."""
-
-    rank: int
-    state: float
-    """Weights, gradients and optimizer state."""
-    activations: float
-    """Of the micro-batches in flight."""
-    head: float
-    """What LM head and loss keep."""
-    temporary: float
-    """Of the layer that is recomputed, or whose gradient is computed, and of the loss."""
-
-    @property
-    def total(self) -> float:
-        return self.state + self.activations + self.head + self.temporary
 
 
 @dataclass(frozen=True)
@@ -111,9 +86,11 @@ class Plan:
     parameters: int
     weight_unit: str
     stages: tuple[PlannedStage, ...]
-    memory: tuple[RankMemory, ...]
+    memory: tuple[StageMemory, ...]
+    """By pipeline rank."""
     device_bytes: int | None
-    usable_bytes: float | None
+    reserve_bytes: float
+    """What the fullest rank needs beside its tensors (`megatron.planner.fit`)."""
     step: StepTime | None
     """None without --gpu."""
     communication: tuple[CommunicationRow, ...]
@@ -129,14 +106,19 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the fullest rank fits; None if the device is not known."""
-        return None if self.usable_bytes is None else self.peak_bytes <= self.usable_bytes
+        return None if self.device_bytes is None else self.spare_bytes >= 0
+
+    @property
+    def spare_bytes(self) -> float:
+        """What the fullest rank leaves of the device; negative if it does not fit, and without a device."""
+        return (self.device_bytes or 0) - self.peak_bytes - self.reserve_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON types, with the totals that are computed from it."""
         plan = dataclasses.asdict(self)
         plan["peak_bytes"], plan["fits"] = self.peak_bytes, self.fits
-        for values, part in zip(plan["memory"], self.memory, strict=True):
-            values["total"] = part.total
+        for rank, (values, part) in enumerate(zip(plan["memory"], self.memory, strict=True)):
+            values["rank"], values["total"] = rank, part.total
         if self.step is not None:
             plan["step"]["total"] = self.step.total
         return plan
@@ -148,14 +130,15 @@ def make_plan(config: Config, vocab_size: int, stages: StagePlan | None = None) 
     cluster, device = find_cluster(config), device_memory_bytes(config)
     step = None if cluster is None else predict_step(config, stages, vocab_size, cluster)
     shown = _shown_micro_batches(config)
+    memory = tuple(plan_memory(config, vocab_size, stages))
     return Plan(
         layout=layout_of(config),
         parameters=stages.total_parameters,
         weight_unit=stages.partition.unit,
         stages=_planned_stages(config, stages),
-        memory=rank_memory(config, stages, vocab_size),
+        memory=memory,
         device_bytes=device,
-        usable_bytes=None if device is None else (1 - RESERVED) * device,
+        reserve_bytes=reserve_bytes(config, max(part.total for part in memory)),
         step=step,
         communication=_communication(config, stages, vocab_size),
         timeline=() if step is None else _timeline(config, step, shown),
@@ -189,38 +172,6 @@ def recomputation_of(config: Config) -> str:
     if config.training.recomputes_layers:
         return "full"
     return "selective" if config.training.recomputes_attention else "none"
-
-
-def rank_memory(config: Config, plan: StagePlan, vocab_size: int) -> tuple[RankMemory, ...]:
-    """Memory of each pipeline rank, from the layers' estimates (`megatron.planner.memory`)."""
-    table = layer_table(config, vocab_size, plan.names, plan.parameters, None)
-    _, head = embedding_and_head(plan.names)
-    ranks = config.parallel.pipeline_model_parallel_size
-    parts = [[0.0, 0.0, 0.0, 0.0] for _ in range(ranks)]
-    padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
-    for stage, in_flight in enumerate(in_flight_micro_batches(config)):
-        part = parts[plan.rank_of(stage)]
-        for layer in range(plan.bounds[stage], plan.bounds[stage + 1]):
-            part[0] += table.state_bytes[layer]
-            if layer == head:
-                part[2] += in_flight * memory.head_activation_bytes(config, padded)
-                part[3] = max(part[3], float(_LOSS_BUFFERS))
-            else:
-                part[1] += in_flight * table.activation_bytes[layer]
-            if plan.names[layer] == TRANSFORMER_LAYER:
-                part[3] = max(part[3], _temporary_bytes(config))
-    return tuple(RankMemory(rank, *part) for rank, part in enumerate(parts))
-
-
-def _temporary_bytes(config: Config) -> float:
-    """Of a layer's backward pass: its activations if they are recomputed, and half as much for gradients."""
-    training = dataclasses.replace(
-        config.training, checkpoint_activations=False, recompute_granularity=None, checkpoint_num_layers=1
-    )
-    full = memory.transformer_layer_activation_bytes(dataclasses.replace(config, training=training))
-    if config.training.recomputes_layers:
-        return 1.5 * full * config.training.checkpoint_num_layers
-    return 0.5 * full
 
 
 def _planned_stages(config: Config, plan: StagePlan) -> tuple[PlannedStage, ...]:

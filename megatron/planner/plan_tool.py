@@ -13,14 +13,13 @@ from megatron.planner.command import replaced
 from megatron.planner.explain import (
     explain,
     layout_words,
-    memory_line,
-    memory_table,
     search_table,
     what_if,
     what_if_table,
 )
-from megatron.planner.hardware import device_memory_bytes
-from megatron.planner.plan import RESERVED, Plan, make_plan
+from megatron.planner.fit import verdict
+from megatron.planner.hardware import GIB
+from megatron.planner.plan import Plan, make_plan
 from megatron.planner.recipes import RECIPES
 from megatron.planner.report import run_report
 from megatron.planner.search import NO_GPU, Candidate, search
@@ -45,11 +44,11 @@ def plan_report(config: Config) -> Report:
     vocab_size = find_vocabulary(config).size
     stages = plan_stages(config, vocab_size)
     plan = make_plan(config, vocab_size, stages)
-    peak = max(plan.memory, key=lambda part: part.total)
-    # The report of a dry run has the time too: here it follows the memory.
+    # The report of a dry run has the step too: here it follows the verdict on the memory.
     quiet = dataclasses.replace(config, training=dataclasses.replace(config.training, dry_run=False))
-    parts = [run_report(quiet, stages, vocab_size, [], ""), memory_table(plan)]
-    lines = memory_line(peak, plan.usable_bytes)
+    parts = [run_report(quiet, stages, vocab_size, [], "").replace("\n\n\n", "\n\n")]
+    _, sentence = verdict(config, vocab_size, plan.memory)
+    lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
     if plan.step is not None:
         plan = dataclasses.replace(plan, what_if=what_if(config, vocab_size))
         assert plan.step is not None
@@ -64,15 +63,14 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
     """The fastest layouts that fit, explained. ConfigError if none fits. words: the flags of `config`."""
     vocab_size = find_vocabulary(config).size
     result = search(config, vocab_size)
-    usable = _usable_bytes(config)
     if not result.candidates:
-        raise ConfigError(_nothing_fits(config, result.too_large, usable))
+        raise ConfigError(_nothing_fits(config, result.too_large))
     best = result.candidates[:_IN_JSON]
     text = [
         f"{result.combinations:,} combinations for {config.parallel.world_size} devices, "
         f"{result.planned} planned in full, {len(result.candidates)} fit",
         search_table(best[: max(top, 10)]),
-        *(explain(number, one, result, usable, words) for number, one in enumerate(best[:top], 1)),
+        *(explain(number, one, result, vocab_size, words) for number, one in enumerate(best[:top], 1)),
     ]
     plan = make_plan(best[0].config, vocab_size, best[0].stages)
     plan = dataclasses.replace(plan, what_if=what_if(best[0].config, vocab_size))
@@ -96,16 +94,15 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     """The steps of a recipe. ConfigError if it cannot be followed. words: the flags of `config`."""
     vocab_size = find_vocabulary(config).size
-    usable = _usable_bytes(config)
     steps = RECIPES[recipe](config, vocab_size)
     text = [f"recipe {recipe}"]
     data = []
     for number, step in enumerate(steps, 1):
         one = step.candidate
-        peak = max(one.memory, key=lambda part: part.total)
+        _, memory = verdict(one.config, vocab_size, one.memory)
         flags = replaced(words, one.change)
         text.append(
-            f"{number}. {step.text}\n{layout_words(one.config)}\n{memory_line(peak, usable)}\n"
+            f"{number}. {step.text}\n{layout_words(one.config)}\nmemory     {memory}\n"
             f"{time_lines(one.step)}\nflags      {' '.join(flags)}"
         )
         plan = make_plan(one.config, vocab_size, one.stages)
@@ -118,19 +115,12 @@ def _rate(one: Candidate) -> float:
     return one.tokens_per_second / one.config.parallel.world_size
 
 
-def _usable_bytes(config: Config) -> float:
-    device = device_memory_bytes(config)
-    if device is None or config.training.gpu is None:
-        raise ConfigError(NO_GPU)
-    return (1 - RESERVED) * device
-
-
-def _nothing_fits(config: Config, planned: Sequence[Candidate], usable: float) -> str:
-    text = f"no layout of {config.parallel.world_size} devices of {usable / 2**30:.1f} usable GiB fits"
+def _nothing_fits(config: Config, planned: Sequence[Candidate]) -> str:
+    text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
     if planned:
         least = min(planned, key=lambda one: one.peak_bytes)
         text += (
-            f": the smallest planned needs {least.peak_bytes / 2**30:.1f} GiB ({layout_words(least.config)})"
+            f": the smallest planned needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
         )
     return f"{text}; add devices, or --checkpoint-activations, --sequence-parallel or --cpu-offload"
 
@@ -157,14 +147,15 @@ def draw(plan: Plan, path: str) -> None:
 
 
 def _draw_memory(axis: Any, plan: Plan) -> None:
-    ranks = [part.rank for part in plan.memory]
+    ranks = range(len(plan.memory))
     below = [0.0] * len(ranks)
-    for name in ("state", "activations", "head", "temporary"):
-        sizes = [getattr(part, name) / 2**30 for part in plan.memory]
+    for name in ("state", "activations", "head", "temporaries", "tables"):
+        sizes = [getattr(part, name) / GIB for part in plan.memory]
         axis.bar(ranks, sizes, bottom=below, label=name)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
-    if plan.usable_bytes is not None:
-        axis.axhline(plan.usable_bytes / 2**30, color="black", linestyle="--", label="usable")
+    if plan.device_bytes is not None:
+        usable = plan.device_bytes - plan.reserve_bytes
+        axis.axhline(usable / GIB, color="black", linestyle="--", label="device, less the reserve")
     axis.set_xlabel("pipeline rank")
     axis.set_ylabel("GiB per device")
     axis.legend()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megatron.config import Config, ConfigError
@@ -18,8 +19,9 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner import memory
 from megatron.planner.communication import ALL_REDUCE, DATA, TENSOR, Exchange
+from megatron.planner.fit import reserve_bytes
 from megatron.planner.hardware import device_memory_bytes
-from megatron.planner.plan import RESERVED, RankMemory, rank_memory
+from megatron.planner.stage_memory import StageMemory, plan_memory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
 from megatron.planner.step_time import Cluster, StepTime, find_cluster, predict_step
 from megatron.planner.work import layer_work, program_of
@@ -45,7 +47,8 @@ class Candidate:
     config: Config
     change: dict[str, Any]
     stages: StagePlan
-    memory: tuple[RankMemory, ...]
+    memory: tuple[StageMemory, ...]
+    """By pipeline rank."""
     step: StepTime
     fits: bool
 
@@ -86,14 +89,16 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
-    """All changes to look at: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule."""
+    """All changes to look at: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule, and
+    whether activations are sharded along the sequence."""
     world, layers = config.parallel.world_size, config.model.num_layers
     has_scores = config.model.attention_dropout > 0
-    recomputations = [("none", False, None), ("full", True, None)]
-    recomputations += [("selective", False, "selective")] if has_scores else []
+    recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
+    recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):
         if tp_size > node_size or config.model.num_attention_heads % tp_size:
             continue
+        sequence = (False, True) if tp_size > 1 else (False,)
         for pp_size in _divisors(world // tp_size):
             dp_size = world // tp_size // pp_size
             if pp_size > layers or config.batch.global_batch_size % dp_size:
@@ -107,12 +112,13 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                     if schedule != "1f1b" and (pp_size == 1 or 2 * pp_size > layers or count < needed):
                         continue
                     for zero_stage in (1, 2, 3) if pp_size == 1 and dp_size > 1 else (1,):
-                        for _, recomputes, granularity in recomputations:
+                        for (recomputes, granularity), sharded in product(recomputations, sequence):
                             yield {
                                 "parallel.tensor_model_parallel_size": tp_size,
                                 "parallel.pipeline_model_parallel_size": pp_size,
                                 "parallel.zero_stage": zero_stage if dp_size > 1 else 0,
                                 "parallel.pipeline_schedule": schedule,
+                                "parallel.sequence_parallel": sharded,
                                 "batch.micro_batch_size": micro_batch,
                                 "training.checkpoint_activations": recomputes,
                                 "training.recompute_granularity": granularity,
@@ -135,12 +141,11 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
             continue
         estimates.append((seconds, size, change))
     estimates.sort(key=lambda estimate: estimate[0])
-    limit = (1 - RESERVED) * device
     found: list[Candidate] = []
     too_large: list[Candidate] = []
     # The estimate of memory is a little too small or too large: those near the limit are planned too.
     for seconds, size, change in estimates:
-        if size > 1.25 * limit:
+        if size > 1.15 * device:
             continue
         if len(found) >= _FEWEST and seconds > _SLOWER * min(one.step.total for one in found):
             break
@@ -182,8 +187,9 @@ def evaluate(config: Config, change: Change, vocab_size: int) -> Candidate:
     cluster, device = find_cluster(candidate), device_memory_bytes(candidate)
     if cluster is None or device is None:
         raise ConfigError(NO_GPU)
-    parts = rank_memory(candidate, stages, vocab_size)
-    fits = max(part.total for part in parts) <= (1 - RESERVED) * device
+    parts = tuple(plan_memory(candidate, vocab_size, stages))
+    peak = max(part.total for part in parts)
+    fits = peak + reserve_bytes(candidate, peak) <= device
     step = predict_step(candidate, stages, vocab_size, cluster)
     return Candidate(candidate, dict(change), stages, parts, step, fits)
 

@@ -267,6 +267,15 @@ def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: lis
     assert read_command_line([*SMALL, *words.split()], {}).notes == tuple(notes)
 
 
+@pytest.mark.parametrize("flag", ["--gpu a100-80gb", "--device-memory 80"])
+def test_the_device_of_a_plan_has_no_effect_on_a_run(flag: str, tmp_path: Path) -> None:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"text{ending}").touch()
+    run = [word for word in SMALL if word != "--dry-run"]
+    words = [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), *flag.split()]
+    assert read_command_line(words, {}).notes == (f"{flag.split()[0]} has no effect without --dry-run",)
+
+
 class TestFiles:
     """What a run needs and a dry run does not."""
 

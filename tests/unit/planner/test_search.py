@@ -11,9 +11,10 @@ import pytest
 from megatron.config import ConfigError, parse_args, read_command_line
 from megatron.planner.command import PROGRAM, replaced, run_flags, script_flags, with_defaults
 from megatron.planner.explain import explain, what_if
-from megatron.planner.plan import make_plan, rank_memory
+from megatron.planner.plan import make_plan
 from megatron.planner.plan_tool import plan_report, recipe_report, search_report
 from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
+from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
 from megatron.planner.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT
@@ -53,7 +54,7 @@ def test_the_flags_of_a_layout_plan_the_same_layout_again() -> None:
         cluster = find_cluster(config)
         assert cluster is not None
         assert predict_step(config, plan, VOCAB, cluster) == one.step
-        assert rank_memory(config, plan, VOCAB) == one.memory
+        assert tuple(plan_memory(config, VOCAB, plan)) == one.memory
 
 
 def test_no_combination_is_faster_than_the_one_found() -> None:
@@ -71,7 +72,7 @@ def test_no_combination_is_faster_than_the_one_found() -> None:
 
 def test_an_explanation_has_the_memory_the_time_and_the_flags() -> None:
     result = found()
-    text = explain(1, result.candidates[0], result, 70 * 2**30, words())
+    text = explain(1, result.candidates[0], result, VOCAB, words())
     assert "to spare" in text and "matrix products" in text and f"flags      {PROGRAM} --dry-run" in text
 
 
@@ -84,7 +85,7 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
 def test_a_model_that_fits_nowhere_is_a_sentence() -> None:
     large = MODEL.replace("--num-layers 40", "--num-layers 400").replace("a100-80gb", "v100-16gb")
     flags = with_defaults(run_flags(large.split(), None, 8))[0]
-    with pytest.raises(ConfigError, match=r"no layout of 8 devices .* fits"):
+    with pytest.raises(ConfigError, match=r"no layout of 8 devices of kind v100-16gb fits"):
         search_report(parse_args(flags, {}), flags, 3)
 
 
