@@ -107,12 +107,14 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
         )
         plan = make_plan(one.config, vocab_size, one.stages)
         data.append({"text": step.text, "flags": flags, **plan.as_dict()})
-    kept = max((s.candidate for s in steps if s.candidate.fits), key=_rate, default=steps[-1].candidate)
+    # The first step of the micro-batch recipe is a part of the model on one device.
+    whole = [s.candidate for s in steps if s.candidate.config.model == config.model]
+    kept = max((one for one in whole if one.fits), key=_rate, default=whole[-1])
     return Report("\n\n".join(text), {"steps": data}, make_plan(kept.config, vocab_size, kept.stages))
 
 
 def _rate(one: Candidate) -> float:
-    return one.tokens_per_second / one.config.parallel.world_size
+    return one.tokens_per_second
 
 
 def _nothing_fits(config: Config, planned: Sequence[Candidate]) -> str:

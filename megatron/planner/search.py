@@ -96,7 +96,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):
-        if tp_size > node_size or config.model.num_attention_heads % tp_size:
+        if node_size % tp_size or config.model.num_attention_heads % tp_size:
             continue
         sequence = (False, True) if tp_size > 1 else (False,)
         for pp_size in _divisors(world // tp_size):
@@ -211,7 +211,8 @@ def _other_partitions(config: Config, best: Sequence[Candidate], vocab_size: int
             if method == candidate.config.parallel.partition_method:
                 continue
             made = _evaluate(config, {**candidate.change, "parallel.partition_method": method}, vocab_size)
-            if made is not None and made.fits:
+            other = made is not None and made.stages.bounds != candidate.stages.bounds
+            if made is not None and made.fits and other:
                 found.append(made)
     return found
 
