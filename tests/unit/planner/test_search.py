@@ -57,6 +57,7 @@ def test_the_flags_of_a_layout_plan_the_same_layout_again() -> None:
         assert tuple(plan_memory(config, VOCAB, plan)) == one.memory
 
 
+@pytest.mark.full
 def test_no_combination_is_faster_than_the_one_found() -> None:
     """The estimate that sorts the combinations loses none of a small space."""
     small = MODEL.replace("256", "8").replace("--num-layers 40", "--num-layers 8")
@@ -141,9 +142,7 @@ def test_a_script_is_planned_with_the_command_that_it_prints(script: str) -> Non
         flags = [*flags, "--bf16"]
     config = parse_args([*flags, "--make-vocab-size-divisible-by", "128"], {})
     assert config.parallel.world_size % (config.parallel.node_size or 1) == 0
-    plan = make_plan(config, 250000)
-    assert plan.step is not None and plan.step.total > 0
-    assert len(plan.stages) == config.parallel.num_stages
+    assert len(plan_stages(config, 250000).bounds) == config.parallel.num_stages + 1
 
 
 def test_given_flags_override_those_of_a_script() -> None:
