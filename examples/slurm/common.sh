@@ -156,7 +156,7 @@ requeue_job() { # the run has stopped and saved: the same job resumes it later
     exit "$REQUEUE_EXIT_CODE"
 }
 
-# Slurm signals only the script: SIGUSR2 before the time limit (#SBATCH --signal=B:USR2@600), and SIGTERM on scancel,
+# Slurm signals only the script: SIGUSR2 before the time limit (#SBATCH --signal=B:USR2@1800), and SIGTERM on scancel,
 # requeue or preemption, which the processes receive later too. The script asks the processes to stop through a file,
 # which rank 0 checks after every step. A signal would not be safe: it is lost while a process starts, it kills the
 # launcher and helper processes, and slurmctld must deliver it.

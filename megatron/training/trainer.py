@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -73,13 +73,15 @@ class Trainer:
         saved = state
         self.watchdog.set_handled_signals(self.exits.install_handlers())
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
+        if state.pending_evaluations and self.exit_reason is None:
+            state = self._evaluate_interval(state, state.pending_evaluations)
         while state.iteration < self.length.iterations and self.exit_reason is None:
             with self.watchdog.phase(Phase.STEP):
                 state = self.advance(state)
                 self.stability.check_invariants(state.iteration)
             self.watchdog.report.set_iteration(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
-                self.evaluate(state, "validation")
+                state = self._evaluate_interval(state, len(self.data.valid))
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
@@ -118,7 +120,8 @@ class Trainer:
             state.consumed_tokens + batch_size * seq_length,
         )
         lr = self.lr_schedule.lr(progress)
-        micro_batches = _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size)
+        first = state.consumed_samples - self.config.data.data_first_sample
+        micro_batches = _micro_batches(self.engine, self.data.train, first, batch_size)
         try:
             loss = self.engine.train_step(
                 truncated(micro_batches, seq_length),
@@ -189,7 +192,7 @@ class Trainer:
             return
         for split, data in (("validation", "val"), ("test", "test")):
             at = f"the end of training for {data} data, iteration {state.iteration}"
-            if not self.evaluate(state, split, at):
+            if self.evaluate(state, split, at):
                 self._print_exit_reason()
                 return
 
@@ -203,12 +206,18 @@ class Trainer:
                 "fp16 because of overflows: set --initial-loss-scale lower, or use --bf16)"
             )
 
-    def evaluate(self, state: TrainingState, split: str, at: str = "") -> bool:
-        """Evaluates on each group of a split ('validation' or 'test') and logs its loss. A request to stop
-        ends the evaluation without a result."""
-        loaders = self.data.valid if split == "validation" else self.data.test
+    def _evaluate_interval(self, state: TrainingState, count: int) -> TrainingState:
+        """Evaluates on the last `count` validation data sets. The state that is returned contains how many
+        of them are left after a request to stop: a resumed run begins with these."""
+        return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
+
+    def evaluate(self, state: TrainingState, split: str, at: str = "", count: int | None = None) -> int:
+        """Evaluates on the data sets of a split ('validation' or 'test'), or the last `count` of them, and
+        logs their losses. A request to stop ends the evaluation. Returns how many data sets are left."""
+        loaders = list((self.data.valid if split == "validation" else self.data.test).items())
+        loaders = loaders[max(len(loaders) - count, 0) :] if count is not None else loaders
         if self.config.training.eval_iters == 0:
-            return True
+            return 0
         # The checkpoint's iteration may be past the end of this run, where there are no validation samples.
         iteration = min(state.iteration, self.length.iterations)
         first = validation_start(self.config, iteration) if split == "validation" else 0
@@ -219,7 +228,7 @@ class Trainer:
             stop.extend([reason] if reason else [])
             return reason is not None
 
-        for name, loader in loaders.items():
+        for index, (name, loader) in enumerate(loaders):
             with self.watchdog.phase(Phase.EVALUATION):
                 loss = evaluate(
                     self.engine,
@@ -234,22 +243,22 @@ class Trainer:
                     f"the evaluation on {name} data at iteration {state.iteration} was stopped"
                 )
                 self.exit_reason = stop[0]
-                return False
+                return len(loaders) - index
             self.metrics.log_validation(
                 ValidationRecord(
                     state.iteration, state.consumed_samples, state.consumed_tokens, loss, name, at
                 )
             )
-        return True
+        return 0
 
 
 def _micro_batches(
-    engine: GPTEngine, loader: GPTBatchLoader, consumed_samples: int, batch_size: int
+    engine: GPTEngine, loader: GPTBatchLoader, first_sample: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
     """The micro-batches of a step. Stages between the first and the last read none."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return iter(())
-    return loader.micro_batches(consumed_samples, batch_size)
+    return loader.micro_batches(first_sample, batch_size)
 
 
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:

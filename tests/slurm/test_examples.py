@@ -107,7 +107,7 @@ def test_104b_resumes_after_failures(submit: Submit, places: dict[str, object], 
     job.wait_for("/checkpoints/global_step5 in ")
     os.kill(job.rank(2), signal.SIGKILL)
     job.wait_for("checkpoint verification")
-    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
+    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@1800 does
     assert job.end() == 0, job.log()
     log = job.log()
     assert "started on 1 node(s) and needs NNODES=2" in log

@@ -133,6 +133,36 @@ def test_a_script_has_the_settings_of_the_published_run(name: str, tmp_path: Pat
         assert f"`{option_name(key.split('.')[1])}`" in README, f"the README does not list {key}"
 
 
+# Of the file system in the README, and how the numbers in its table are rounded.
+BYTES_PER_S, ROUNDED_TO_S = 1.5e9, 600
+
+
+@pytest.mark.parametrize(
+    "script", [name for name in NAMES if "--signal=" in (EXAMPLES / name).read_text()], ids=str
+)
+def test_the_warning_time_covers_the_longest_step_and_a_save(script: str, tmp_path: Path) -> None:
+    """The README's sum, from the model that the script trains."""
+    flags = training_flags(dry_run(script, folder=tmp_path))
+
+    def number(flag: str) -> int:
+        return int(flags[flags.index(flag) + 1])
+
+    layers, hidden = number("--num-layers"), number("--hidden-size")
+    vocab = number("--pad-vocab-size-to") if "--pad-vocab-size-to" in flags else 50_304
+    vocab = 250_112 if "mt5" in script else vocab
+    parameters = 12 * layers * hidden**2 + 13 * layers * hidden + vocab * hidden
+    bytes_each = 2 + 4 + (2 if "--use-bnb-optimizer" in flags else 8)
+    name = script.removesuffix(".slurm")
+    (row,) = re.findall(rf"^\| `{name}` \| ([\d. |]+) \|$", README, re.MULTILINE)
+    billions, per_parameter, terabytes, save_s, step_s, signal_s = map(float, row.split("|"))
+    assert billions == pytest.approx(parameters / 1e9, rel=2e-3) and per_parameter == bytes_each
+    assert terabytes == pytest.approx(parameters * bytes_each / 1e12, rel=1e-2)
+    assert save_s == pytest.approx(parameters * bytes_each / BYTES_PER_S, rel=1e-2)
+    assert signal_s == -(-(step_s + save_s) // ROUNDED_TO_S) * ROUNDED_TO_S
+    assert f"#SBATCH --signal=B:USR2@{signal_s:.0f} " in (EXAMPLES / script).read_text()
+    assert step_s == 706 or "104B" not in script
+
+
 @pytest.mark.parametrize("script", [name for name in NAMES if name not in ("smoke.slurm",)])
 def test_an_empty_ramp_up_turns_it_off(script: str, tmp_path: Path) -> None:
     flags = training_flags(dry_run(script, folder=tmp_path, RAMPUP_BATCH_SIZE=""))
