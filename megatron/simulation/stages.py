@@ -24,7 +24,7 @@ def simulate_stages(config: Config) -> list[StepRecord]:
     known, SimulationError if a step cannot be simulated."""
     if config.optimizer.use_apex:
         raise ConfigError(
-            "--use-apex cannot be simulated, apex's kernels run on GPUs only: remove --use-apex or --simulate "
+            "--use-apex cannot be simulated, apex needs a GPU: remove --use-apex or --simulate "
             "(PyTorch's norm and Adam keep the same tensors)"
         )
     parallel = config.parallel
