@@ -171,7 +171,7 @@ def run_worker(layers: int, layout_name: str) -> None:
     from megatron.checkpoint.record import TrainingState
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
 

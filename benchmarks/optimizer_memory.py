@@ -62,7 +62,7 @@ def run_worker(name: str) -> None:
 
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
     from megatron.training.logging.moments import local_moments

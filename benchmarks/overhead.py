@@ -112,7 +112,7 @@ def run_worker(tensor_size: int, pipeline_size: int) -> None:
 
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
 

@@ -192,7 +192,7 @@ def run_worker(profile: str) -> None:
 
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.layer_times import find_layer_times
     from megatron.planner.stages import plan_stages

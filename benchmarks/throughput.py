@@ -251,7 +251,8 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
 
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import PARAMETER_DTYPES, GPTModelPipe
+    from megatron.model.gpt_model import PARAMETER_DTYPES
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
     from megatron.training.logging.peak_memory import local_memory

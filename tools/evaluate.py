@@ -169,7 +169,7 @@ def mean_loss(
     """Mean over the samples of each sample's mean loss over its tokens. Shows progress on stderr."""
     import torch
 
-    from megatron.model.gpt_model import CrossEntropy
+    from megatron.model.loss import CrossEntropy
     from megatron.mpu.layout import TPGroup
 
     loss_fn = CrossEntropy(TPGroup(), model.vocab_size)

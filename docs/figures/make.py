@@ -1,17 +1,20 @@
 """Writes the SVG figures of the documentation, next to this file: `python docs/figures/make.py`.
 
-Only the standard library is used. Text is monospace, so that its width is known: text that does not fit its
-box is an error.
+`python docs/figures/make.py runs/quickstart/train.log` reads the losses of a `make train` into
+quickstart.json first. Drawing needs the standard library and the package's learning-rate schedule only.
+Text is monospace, so that its width is known: text that does not fit its box is an error.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import sys
 from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-GOLDEN = FOLDER.parents[1] / "tests" / "golden" / "loss_curves.json"
+QUICKSTART = FOLDER / "quickstart.json"
 
 FONT_PX = 13
 CHAR_PX = 0.602 * FONT_PX  # width of a character in the usual monospace fonts
@@ -229,50 +232,115 @@ def checkpoint_files() -> str:
     return str(figure)
 
 
-def losses() -> str:
-    """The loss curves of tests/golden: four small models on 1 to 4 processes."""
-    curves = {
-        name: [loss for loss, _grad_norm in steps] for name, steps in json.loads(GOLDEN.read_text()).items()
-    }
-    figure = Svg(940, 430, "Losses of four small models, each on another layout")
-    left, right, top, bottom = 70.0, 920.0, 20.0, 290.0
-    low = min(min(curve) for curve in curves.values())
-    high = max(max(curve) for curve in curves.values())
-    steps = max(len(curve) for curve in curves.values())
+def quickstart_loss() -> str:
+    """The losses of `make train`, from quickstart.json: one point per line of its log."""
+    losses = json.loads(QUICKSTART.read_text())
+    training, validation = losses["training"], losses["validation"]
+    figure = Svg(940, 390, "Losses of make train, by iteration")
+    left, right, top, bottom = 70.0, 920.0, 20.0, 310.0
+    last = training[-1][0]
+    low, high = math.floor(min(loss for _, loss in training)), math.ceil(max(loss for _, loss in training))
 
-    def y_of(loss: float) -> float:
-        return bottom - (bottom - top) * (loss - low) / (high - low)
+    def point(iteration: int, loss: float) -> tuple[float, float]:
+        return left + (right - left) * iteration / last, bottom - (bottom - top) * (loss - low) / (high - low)
 
     figure.line([(left, top), (left, bottom), (right, bottom)], "#444")
-    for i in range(5):
-        loss = low + (high - low) * i / 4
-        figure.line([(left - 5, y_of(loss)), (left, y_of(loss))], "#444")
-        figure.text(left - 10, y_of(loss) + 4, f"{loss:.2f}", anchor="end")
-    for i in range(0, 5):
-        step = max(1, round(steps * i / 4))
-        x = left + (right - left) * (step - 1) / (steps - 1)
-        anchor = "end" if i == 4 else "middle"
-        figure.text(x, bottom + 20, str(step), anchor=anchor)
+    for loss in range(low, high + 1):
+        _, y = point(0, loss)
+        figure.line([(left - 5, y), (left, y)], "#444")
+        figure.text(left - 10, y + 4, str(loss), anchor="end")
+    for quarter in range(5):
+        x, _ = point(last * quarter // 4, low)
+        figure.text(x, bottom + 20, str(last * quarter // 4), anchor="end" if quarter == 4 else "middle")
     figure.text((left + right) / 2, bottom + 40, "iteration (vertical: lm loss)", anchor="middle")
-    for i, (name, curve) in enumerate(curves.items()):
-        points = [(left + (right - left) * step / (steps - 1), y_of(loss)) for step, loss in enumerate(curve)]
+    figure.line([point(*pair) for pair in training], LINE_COLORS[0], 1.8)
+    for pair in validation:
+        x, y = point(*pair)
+        figure.line([(x - 6, y), (x + 6, y)], LINE_COLORS[1], 6)
+    for i, name in enumerate(("training", "validation")):
+        y = 50 + 20 * i
+        figure.line([(620, y - 4), (660, y - 4)], LINE_COLORS[i], 3)
+        figure.text(672, y, name)
+    return str(figure)
+
+
+# Title and schedule; warm-up over 100 of 1,000 iterations, minimum 0.1 of the maximum.
+SCHEDULES = {
+    "cosine": {"lr_decay_style": "cosine"},
+    "inverse-square-root": {"lr_decay_style": "inverse-square-root"},
+    "WSD minus_sqrt": {
+        "lr_decay_style": "WSD",
+        "lr_wsd_decay_style": "minus_sqrt",
+        "lr_wsd_decay_iters": 200,
+    },
+    "branch at 500, exponential": {
+        "lr_decay_style": "WSD",
+        "lr_wsd_decay_style": "exponential",
+        "lr_wsd_decay_iters": 200,
+        "lr_decay_iters": 700,
+    },
+}
+
+
+def learning_rates() -> str:
+    """The learning rate of four schedules, computed by the program."""
+    sys.path.insert(0, str(FOLDER.parents[1]))
+    from megatron.config import ScheduleConfig, TrainingConfig
+    from megatron.optimizer.schedule import LearningRateSchedule, Progress
+
+    figure = Svg(760, 400, "Learning-rate schedules")
+    figure.text(20, 28, "Warm-up over 100 of 1,000 iterations, --min-lr 0.1 x --lr", bold=True)
+    left, right, top, bottom = 70, 730, 50, 270
+    figure.line([(left, top), (left, bottom), (right, bottom)], "#444")
+    for share in (0.0, 0.5, 1.0):
+        figure.text(left - 10, bottom - share * (bottom - top) + 4, f"{share:g}", anchor="end")
+    for step in (100, 500, 700, 800, 1000):
+        x = left + (right - left) * step / 1000
+        figure.text(x, bottom + 20, str(step), anchor="end" if step == 1000 else "middle")
+    figure.text((left + right) / 2, bottom + 40, "iteration (vertical: share of --lr)", anchor="middle")
+    for i, (name, flags) in enumerate(SCHEDULES.items()):
+        section = ScheduleConfig(lr=1.0, min_lr=0.1, lr_warmup_iters=100, **flags)  # type: ignore[arg-type]
+        schedule = LearningRateSchedule.from_config(section, TrainingConfig(train_iters=1000), 1)
+        end = section.lr_decay_iters or 1000
+        points = [
+            (
+                left + (right - left) * step / 1000,
+                bottom - schedule.lr(Progress(step, step, step)) * (bottom - top),
+            )
+            for step in range(0, end + 1, 5)
+        ]
         figure.line(points, LINE_COLORS[i], 1.8)
-        y = 352 + 20 * i
+        y = 330 + 20 * i
         figure.line([(left, y - 4), (left + 40, y - 4)], LINE_COLORS[i], 3)
         figure.text(left + 52, y, name)
     return str(figure)
+
+
+def read_quickstart_log(log: Path) -> None:
+    """Write the losses of a console log of `make train` to quickstart.json."""
+    sys.path.insert(0, str(FOLDER.parents[1]))
+    from megatron.training.logging.log_lines import parse_log_line
+
+    losses: dict[str, list] = {"training": [], "validation": []}
+    for line in filter(None, map(parse_log_line, log.read_text().splitlines())):
+        if "iteration" in line:
+            losses[str(line["kind"])].append([line["iteration"], line["lm_loss"]])
+    QUICKSTART.write_text(json.dumps(losses) + "\n")
 
 
 FIGURES = {
     "pipeline.svg": pipeline,
     "life_of_a_run.svg": life_of_a_run,
     "checkpoint_files.svg": checkpoint_files,
-    "golden_losses.svg": losses,
+    "learning_rates.svg": learning_rates,
+    "quickstart_loss.svg": quickstart_loss,
 }
 
 
 def main() -> None:
-    """Write all figures."""
+    """Write all figures; with a log of `make train` as the argument, read its losses first."""
+    for log in sys.argv[1:]:
+        read_quickstart_log(Path(log))
     for name, draw in FIGURES.items():
         (FOLDER / name).write_text(draw())
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from functools import partial
 from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import BatchSchedule, Config, ConfigError
+from megatron.config import Config, ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences
-from megatron.optimizer.schedule import LearningRateSchedule
+from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 
 
 def starts_at_zero(checkpoint: Checkpoint) -> bool:
@@ -59,13 +58,24 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
         )
 
 
+def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
+    """Raises ConfigError if the run would start before the first sample of its data."""
+    consumed = 0 if checkpoint is None else checkpoint.start_state.consumed_samples
+    if consumed < config.data.data_first_sample:
+        raise ConfigError(
+            f"--data-first-sample {config.data.data_first_sample}, and the run starts at sample {consumed}: "
+            "remove the flag, or load a later checkpoint"
+        )
+
+
 def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
     """How the data compare with those of the checkpoint, for the log."""
+    first = fingerprint.get("first_sample", 0)
     if checkpoint.weights_only:
         return "from sample 0 (--finetune)"
     if starts_at_zero(checkpoint):
         return "from sample 0: the checkpoint has consumed none"
-    position = f"from sample {checkpoint.state.consumed_samples:,}"
+    position = f"from sample {checkpoint.state.consumed_samples - first:,}"
     if checkpoint.is_external:
         return f"not compared, {position}: the program that saved it did not record them"
     if differences := _data_differences(checkpoint, fingerprint):
@@ -104,9 +114,9 @@ def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
 
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     """Raises ConfigError for another learning-rate schedule, unless a flag selects one of the two."""
-    if not _has_schedule(checkpoint):
+    if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
-    saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
+    saved, now = schedule_of(checkpoint.config), schedule_of(config)
     which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
     if saved != now and not which:
         raise ConfigError(
@@ -120,17 +130,19 @@ def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningR
     """The schedule of a run that resumes from `checkpoint`, or of a new run if it is None."""
     use_checkpoint = config.schedule.use_checkpoint_lr_scheduler
     if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
-        return _schedule_of(checkpoint.config)
-    return _schedule_of(config)
+        return schedule_of(checkpoint.config)
+    return schedule_of(config)
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
     """How the schedules compare and which one is used, for the log."""
     if checkpoint.weights_only:
         return "the schedule of the flags, from its start (--finetune)"
+    if checkpoint.is_branch_point:
+        return f"the decay of a branch begins (--branch-at {checkpoint.state.iteration})"
     if not _has_schedule(checkpoint):
         return "the schedule of the flags: the checkpoint has none that can be compared"
-    saved, now = _schedule_of(checkpoint.config), _schedule_of(config)
+    saved, now = schedule_of(checkpoint.config), schedule_of(config)
     if saved == now:
         return "the same schedule"
     winner = "new" if config.schedule.override_lr_scheduler else "old"
@@ -140,16 +152,6 @@ def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
 
 def _has_schedule(checkpoint: Checkpoint) -> bool:
     return not (starts_at_zero(checkpoint) or checkpoint.is_external)
-
-
-def _schedule_of(config: Config) -> LearningRateSchedule:
-    seq_length = config.model.seq_length
-    tokens_of_samples = partial(
-        BatchSchedule.from_config(config.batch).tokens_of_samples,
-        seq_length=seq_length,
-        curriculum=config.curriculum,
-    )
-    return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 
 
 def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.checkpoint.compatibility import (
     check_data,
     check_external_schedule,
+    check_first_sample,
     check_model,
     check_replicas,
     check_schedule,
@@ -97,6 +98,7 @@ def find_checkpoint(
         )
     check_save_folder(checkpoint, config)
     if not config.training.no_train:
+        check_first_sample(checkpoint, config)
         check_remaining_batches(config, 0 if checkpoint is None else checkpoint.start_state.consumed_samples)
     if checkpoint is not None:
         check_replicas(checkpoint, config)

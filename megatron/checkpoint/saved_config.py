@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.integrity.names import one_line
+from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.latest import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, Config, ConfigError
@@ -57,29 +58,41 @@ def _sizes(settings: Any) -> Iterator[int]:
 
 
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
-    """The configuration of the checkpoint in --load; or of one in --save, if --load cannot be read and the
-    run may have saved its own since. Reads `run.json` only. ConfigError if there is none.
+    """The configuration of the checkpoint in --load (with --branch-at: of the branch point); or of one in
+    --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only.
+    ConfigError if there is none.
 
     It may be another checkpoint than the one that the run resumes from, if the newest one is damaged. The
     checkpoint that is loaded is compared with the configuration again.
     """
     load, save = Path(options.load or ""), options.save
+    is_own = False
     try:
-        checkpoint = _newest(load, options.universal_checkpoint)
+        if options.branch_at is not None:
+            checkpoint = find_branch_point(options, with_files=False)
+        else:
+            checkpoint = _newest(load, options.universal_checkpoint)
     except (ConfigError, OSError) as error:
         own = None
         if save is not None and Path(save).resolve() != load.resolve():
             own = _newest_or_none(Path(save))
-        if own is None:
+        if options.branch_at is not None:
+            if own is None or not is_branch_of(own, options):
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(f"--branch-at: --load {load} cannot be read ({error})") from error
+        elif own is None:
             raise ConfigError(f"--use-checkpoint-args: {error}") from error
-        checkpoint = own
+        checkpoint, is_own = own, True
     if checkpoint.is_external:
         raise ConfigError(
             f"--use-checkpoint-args: checkpoint {checkpoint.folder} was made by another program and lacks "
             "the full configuration of the model: give the flags of the model"
         )
     check_run_file(checkpoint)
-    return SavedConfig(str(checkpoint.folder), checkpoint.config)
+    return SavedConfig(
+        str(checkpoint.folder), checkpoint.config, checkpoint.state.consumed_samples, is_of_branch=is_own
+    )
 
 
 def _newest_or_none(folder: Path) -> Checkpoint | None:

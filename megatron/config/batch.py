@@ -186,11 +186,28 @@ class RunLength:
     train_samples: int
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
-        """Samples of the train, valid and test splits. Validation runs at intervals and at the end."""
+        """Samples of the train, valid and test splits for which the order of the data is planned."""
+        read, *others = self.samples_read(config)
+        planned = config.data.data_order_samples
+        return (max(read, planned) if read and planned else read, others[0], others[1])
+
+    def samples_read(self, config: Config) -> tuple[int, int, int]:
+        """Samples of the train, valid and test splits that the run reads. Validation runs at intervals and at
+        the end."""
         training, batch = config.training, config.batch.global_batch_size
         validations = self.iterations // training.eval_interval + 1
         return (
-            0 if training.no_train else self.train_samples,
+            0 if training.no_train else self.data_samples(config),
             validations * training.eval_iters * batch,
             training.eval_iters * batch,
         )
+
+    def data_samples(self, config: Config) -> int:
+        """The training samples of the run's own data; ConfigError if it ends before it reads them."""
+        first = config.data.data_first_sample
+        if first and first >= self.train_samples:
+            raise ConfigError(
+                f"--data-first-sample {first} is not before the end of the run, after {self.train_samples} "
+                "samples: reduce the former, or extend the run"
+            )
+        return self.train_samples - first

@@ -22,10 +22,16 @@ TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
 
 @dataclass(frozen=True)
 class SavedConfig:
-    """The configuration that a checkpoint records. source: the checkpoint's folder."""
+    """The configuration that a checkpoint records.
+
+    source: the checkpoint's folder. consumed_samples: of the checkpoint. is_of_branch: with --branch-at, it
+    is of the branch itself, since the branch point cannot be read any more.
+    """
 
     source: str
     config: Config
+    consumed_samples: int = 0
+    is_of_branch: bool = False
 
 
 ReadSavedConfig = Callable[[CheckpointConfig], SavedConfig]

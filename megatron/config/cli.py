@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from megatron.config.branch import add_branch_settings, check_branch_flags
 from megatron.config.checkpoint_args import ReadSavedConfig, add_checkpoint_args
 from megatron.config.checks.unused import risk_notes, unused_setting_notes
 from megatron.config.checks.validate import validate
@@ -56,13 +57,14 @@ def read_command_line(
 ) -> CommandLine:
     """Parse and validate argv (None: sys.argv[1:]); ConfigError for anything that cannot be run.
 
-    read_saved_config: reads the configuration of a checkpoint for --use-checkpoint-args.
+    read_saved_config: reads the configuration of a checkpoint, for --use-checkpoint-args and --branch-at.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     given = _parse(argv)
     _apply_launcher_env(given.settings, env)
     _read_groups_files(given.settings)
     notes = [*given.notes, *_use_checkpoint_args(given.settings, read_saved_config)]
+    notes += _use_branch_point(given.settings, read_saved_config)
     _check_required(given.settings)
     config = Config(
         **{name: kind(**_section_settings(given.settings, name)) for name, kind in SECTIONS.items()}
@@ -319,6 +321,17 @@ def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None)
         raise ConfigError("--use-checkpoint-args acts in pretrain_gpt.py only: give the flags of the model")
     saved = read(CheckpointConfig(**_section_settings(settings, "checkpoint")))
     return [add_checkpoint_args(settings, saved)]
+
+
+def _use_branch_point(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
+    """Fill in the schedule of a branch with --branch-at; returns notes for the log."""
+    if "checkpoint.branch_at" not in settings:
+        return []
+    options = CheckpointConfig(**_section_settings(settings, "checkpoint"))
+    check_branch_flags(options, settings)
+    if read is None:
+        raise ConfigError("--branch-at acts in pretrain_gpt.py only: give the checkpoint's folder to --load")
+    return [add_branch_settings(settings, read(options))]
 
 
 def _launcher_number(env: Mapping[str, str], name: str) -> int:

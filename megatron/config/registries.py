@@ -13,7 +13,7 @@ from megatron.config.registry import Choice, Registry
 # Functions Tensor -> Tensor, element by element.
 ACTIVATIONS = Registry(
     "--activation",
-    {"gelu": Choice("GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.mlp:gelu")},
+    {"gelu": Choice("GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.activations:gelu")},
 )
 
 # Functions Tensor -> Tensor of the gate in value * activation(gate): "GLU Variants Improve Transformer",
@@ -22,7 +22,7 @@ GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
         "geglu": Choice("GELU", "torch.nn.functional:gelu"),
-        "liglu": Choice("identity", "megatron.model.mlp:identity"),
+        "liglu": Choice("identity", "megatron.model.activations:identity"),
         "reglu": Choice("ReLU", "torch.nn.functional:relu"),
         "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
     },
@@ -61,17 +61,52 @@ OPTIMIZERS = Registry(
     },
 )
 
-# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate.
+
+class StablePhaseStyle(Choice):
+    """An LR decay style that keeps the maximum learning rate: a decay branch can start (--branch-at)."""
+
+
+class GrowthStyle(Choice):
+    """An LR decay style whose function has another third argument: the progress of the run divided by the
+    length of the warm-up, from 1 on. After the end of the decay the learning rate is min_lr."""
+
+
+# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate; WSD: the registry of them.
 _DECAY = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+_WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 LR_DECAY_STYLES = Registry(
     "--lr-decay-style",
     {
-        "constant": Choice("no decay", "megatron.optimizer.schedule:constant_lr"),
+        "constant": StablePhaseStyle("no decay", "megatron.optimizer.schedule:constant_lr"),
         "linear": Choice(
             "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
         ),
         "cosine": Choice(
             "half a cosine to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
+        ),
+        "inverse-square-root": GrowthStyle(
+            "--lr x sqrt(warm-up / progress), at least --min-lr",
+            "megatron.optimizer.schedule:inverse_square_root_decay",
+            settings=_DECAY,
+        ),
+        "WSD": StablePhaseStyle(
+            "warm-up, stable phase at --lr, then --lr-wsd-decay-style to --min-lr (arXiv:2404.06395)",
+            "megatron.config.registries:WSD_DECAY_STYLES",
+            settings=(*_DECAY, *_WSD),
+        ),
+    },
+)
+
+# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. Names and formulas are those
+# of Megatron-LM (megatron/core/optimizer_param_scheduler.py).
+WSD_DECAY_STYLES = Registry(
+    "--lr-wsd-decay-style",
+    {
+        "linear": Choice("linear", "megatron.optimizer.schedule:linear_decay"),
+        "cosine": Choice("half a cosine", "megatron.optimizer.schedule:cosine_decay"),
+        "exponential": Choice("2 x 0.5^progress - 1", "megatron.optimizer.schedule:exponential_decay"),
+        "minus_sqrt": Choice(
+            "1 - sqrt(progress) (arXiv:2405.18392)", "megatron.optimizer.schedule:minus_sqrt_decay"
         ),
     },
 )
@@ -125,7 +160,7 @@ PIPELINE_SCHEDULES = Registry(
         "1f1b": PipelineSchedule(
             "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
             "megatron.pipeline.schedule:one_f_one_b",
-            model="megatron.model.gpt_model:GPTModelPipe",
+            model="megatron.model.pipeline_module:GPTModelPipe",
             engine="megatron.engine.pipeline_engine:GPTEngine",
             instructions="deepspeed.runtime.pipe.schedule:TrainSchedule",
         ),
@@ -133,7 +168,7 @@ PIPELINE_SCHEDULES = Registry(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
             "pipeline bubble (DualPipeV, arXiv:2412.19437)",
             "megatron.pipeline.schedule:dual_pipe_v",
-            model="megatron.model.gpt_model:GPTModelDualPipeV",
+            model="megatron.model.pipeline_module:GPTModelDualPipeV",
             engine="megatron.engine.pipeline_engine:GPTDualPipeVEngine",
             instructions="deepspeed.runtime.pipe.schedule:DualPipeVSchedule",
             stages_per_rank=2,
@@ -185,6 +220,7 @@ REGISTRIES = (
     POSITION_EMBEDDINGS,
     OPTIMIZERS,
     LR_DECAY_STYLES,
+    WSD_DECAY_STYLES,
     PARTITION_METHODS,
     PIPELINE_SCHEDULES,
     TOKENIZERS,

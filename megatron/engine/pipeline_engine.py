@@ -17,7 +17,7 @@ from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import PatchedDualPipeVEngine, PatchedPipelineEngine
-from megatron.model.gpt_model import GPTModelPipe
+from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, OptimizerProcessGroups, ZeroConfig

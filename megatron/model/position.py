@@ -1,4 +1,4 @@
-"""Positions and masks: document ids, ALiBi biases, rotary angles, attention masks.
+"""Positions and masks: document ids, learned positions, ALiBi biases, rotary angles, attention masks.
 
 A packed sample may hold several documents, separated by the end-of-document token. With
 --reset-attention-mask a token attends to its own document only. With --reset-position-ids positions restart
@@ -12,7 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from megatron.mpu.embedding import embedding
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
 def document_ids_of(tokens: Tensor, eod: int) -> Tensor:
@@ -27,6 +31,19 @@ def positions_within_documents(document_ids: Tensor) -> Tensor:
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions: a table [max_positions, hidden], replicated over tensor-parallel ranks."""
+
+    def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
+        super().__init__()
+        spec = ParameterSpec((max_positions, hidden_size), init_std=init_std)
+        self.weight = new_parameter(spec, TPGroup())
+
+    def forward(self, positions: Tensor, batch: int) -> Tensor:
+        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
+        return embedding(positions, self.weight, batch)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

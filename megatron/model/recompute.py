@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import TrainingConfig
-from megatron.model.transformer import LayerIO, split_layer_io
+from megatron.model.layer_context import LayerIO, split_layer_io
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.model.gpt_model import pipeline_layers
+from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_class
-from megatron.model.transformer import LayerContext
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.random import DropoutRNG

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
-from megatron.config.registries import LR_DECAY_STYLES
+from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
+from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, GrowthStyle
 
 Unit = Literal["iterations", "samples", "tokens"]
 
@@ -41,10 +42,14 @@ class LearningRateSchedule:
     """Linear warm-up from 0 to max_lr, then decay to min_lr at decay_length; min_lr from there on.
 
     warmup: length of the warm-up, in warmup_unit.
-    decay_start: start of the decay (the end of the warm-up), counted from the start of training, in
-        decay_unit.
+    decay_start: start of the decay, counted from the start of training, in decay_unit: the end of the
+        warm-up, or with WSD that of the stable phase at max_lr.
     decay_length: end of the decay, counted in the same way.
     style: a name in LR_DECAY_STYLES; with 'constant' the learning rate stays at max_lr.
+    wsd_style: with WSD, a name in WSD_DECAY_STYLES.
+
+    The formulas are those of Megatron-LM (megatron/core/optimizer_param_scheduler.py), which counts in
+    samples; here a run with --train-iters counts in iterations.
     """
 
     max_lr: float
@@ -55,9 +60,12 @@ class LearningRateSchedule:
     decay_start: float
     decay_length: int
     decay_unit: Unit
+    wsd_style: str | None = None
 
     def __post_init__(self) -> None:
         LR_DECAY_STYLES.load(self.style)  # ConfigError for an unknown style
+        if self.style == "WSD":
+            WSD_DECAY_STYLES.load(self.wsd_style or "")
 
     @classmethod
     def from_config(
@@ -67,7 +75,8 @@ class LearningRateSchedule:
         seq_length: int,
         tokens_of_samples: Callable[[float], float] | None = None,
     ) -> LearningRateSchedule:
-        """The schedule of the (validated) flags; ConfigError if the warm-up is longer than the decay.
+        """The schedule of the (validated) flags; ConfigError if the warm-up ends after the start or the end
+        of the decay.
 
         The decay length defaults to the length of training: --train-iters, or --train-samples or
         --train-tokens, whichever ends first. A decay by tokens has its warm-up in samples.
@@ -84,6 +93,9 @@ class LearningRateSchedule:
                 f"{length:,} {unit}: shorten --lr-warmup-{_flag_end(warmup_unit)} or raise "
                 f"--lr-decay-{_flag_end(unit)}"
             )
+        wsd_style = None
+        if schedule.lr_decay_style == "WSD":
+            start, wsd_style = _stable_end(schedule, start, length, unit), schedule.lr_wsd_decay_style
         return cls(
             max_lr=float(schedule.lr),
             min_lr=float(schedule.min_lr),
@@ -93,6 +105,7 @@ class LearningRateSchedule:
             decay_start=start,
             decay_length=length,
             decay_unit=unit,
+            wsd_style=wsd_style,
         )
 
     def lr(self, progress: Progress) -> float:
@@ -100,15 +113,26 @@ class LearningRateSchedule:
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_lr * warmed_up / self.warmup
-        position = progress.count(self.decay_unit)
-        if position >= self.decay_length:
-            done = 1.0
-        elif position <= self.decay_start:
-            # A curriculum's warm-up has shorter sequences: the token count can still be below decay_start.
+        # A curriculum's warm-up has shorter sequences: the token count can still be below decay_start.
+        position = max(progress.count(self.decay_unit), self.decay_start)
+        lr: float
+        if isinstance(LR_DECAY_STYLES[self.style], GrowthStyle):
+            if position > self.decay_length:
+                return self.min_lr
+            lr = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, position / self.decay_start)
+            return lr
+        if self.wsd_style is not None and position == self.decay_start:
+            return self.max_lr  # to the last bit, whatever min_lr is: a trunk and its branches are equal
+        if position == self.decay_start:
             done = 0.0
+        elif position >= self.decay_length:
+            done = 1.0
         else:
             done = (position - self.decay_start) / (self.decay_length - self.decay_start)
-        lr: float = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, done)
+        styles, style = (
+            (LR_DECAY_STYLES, self.style) if self.wsd_style is None else (WSD_DECAY_STYLES, self.wsd_style)
+        )
+        lr = styles.load(style)(self.max_lr, self.min_lr, done)
         return lr
 
     def describe(self) -> str:
@@ -116,10 +140,29 @@ class LearningRateSchedule:
         warmup = f"warm-up over {self.warmup:,.0f} {self.warmup_unit}, then " if self.warmup else ""
         if self.style == "constant":
             return f"learning rate: {warmup}constant at {self.max_lr:.3E}"
+        if self.wsd_style is not None:
+            stable = f"constant at {self.max_lr:.3E}"
+            if self.decay_start == self.decay_length:
+                return f"learning rate: {warmup}{stable} up to {self.decay_length:,} {self.decay_unit} (WSD)"
+            return (
+                f"learning rate: {warmup}{stable} up to {self.decay_start:,.0f} {self.decay_unit}, then "
+                f"{self.wsd_style} to {self.min_lr:.3E} at {self.decay_length:,} {self.decay_unit} (WSD)"
+            )
         return (
             f"learning rate: {warmup}{self.style} from {self.max_lr:.3E} to {self.min_lr:.3E} "
             f"at {self.decay_length:,} {self.decay_unit}"
         )
+
+
+def schedule_of(config: Config) -> LearningRateSchedule:
+    """The schedule of a run's flags; ConfigError as `LearningRateSchedule.from_config`."""
+    seq_length = config.model.seq_length
+    tokens_of_samples = partial(
+        BatchSchedule.from_config(config.batch).tokens_of_samples,
+        seq_length=seq_length,
+        curriculum=config.curriculum,
+    )
+    return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 
 
 def constant_lr(max_lr: float, min_lr: float, done: float) -> float:
@@ -135,6 +178,42 @@ def linear_decay(max_lr: float, min_lr: float, done: float) -> float:
 def cosine_decay(max_lr: float, min_lr: float, done: float) -> float:
     """Half a cosine from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_lr - min_lr)
+
+
+def exponential_decay(max_lr: float, min_lr: float, done: float) -> float:
+    """Halving of the learning rate, scaled to max_lr (done = 0) and min_lr (done = 1)."""
+    return min_lr + (2.0 * 0.5**done - 1.0) * (max_lr - min_lr)
+
+
+def minus_sqrt_decay(max_lr: float, min_lr: float, done: float) -> float:
+    """1 - sqrt(done) from max_lr (done = 0) to min_lr (done = 1), see arXiv:2405.18392."""
+    return min_lr + (1.0 - math.sqrt(done)) * (max_lr - min_lr)
+
+
+def inverse_square_root_decay(max_lr: float, min_lr: float, growth: float) -> float:
+    """max_lr / sqrt(growth), at least min_lr. growth: progress divided by the length of the warm-up. As in
+    "Attention Is All You Need", arXiv:1706.03762."""
+    return max(min_lr, max_lr / math.sqrt(growth))
+
+
+def _stable_end(schedule: ScheduleConfig, warmup: float, end: int, unit: Unit) -> int:
+    """The end of WSD's stable phase; ConfigError if that is before the end of the warm-up."""
+    if unit == "tokens":
+        raise ConfigError(
+            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): it "
+            "is counted in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
+        )
+    by_iters = unit == "iterations"
+    length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
+    option = f"--lr-wsd-decay-{_flag_end(unit)}"
+    if length is None:
+        raise ConfigError(f"--lr-decay-style WSD without {option}: set it to the length of the decay")
+    if end - length < warmup:
+        raise ConfigError(
+            f"{option} {length}: the decay has to end after {end:,} {unit} and would begin before the end of "
+            f"the warm-up ({warmup:,.0f} {unit}): shorten one of them, or raise --lr-decay-{_flag_end(unit)}"
+        )
+    return end - length
 
 
 def _flag_end(unit: Unit) -> str:

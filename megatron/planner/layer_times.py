@@ -26,8 +26,10 @@ from megatron.config import Config, ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.files import write_json
-from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy, layer_names, pipeline_layers
-from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
+from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe, pipeline_layers
+from megatron.model.layer_context import LayerContext
+from megatron.model.loss import CrossEntropy
+from megatron.model.pipeline_module import layer_names
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from megatron.config import Config, ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
-from megatron.model.gpt_model import layer_names, layer_parameter_counts, pipeline_layers
+from megatron.model.gpt_model import pipeline_layers
+from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_class
-from megatron.model.transformer import LayerContext
+from megatron.model.pipeline_module import layer_names, layer_parameter_counts
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import (

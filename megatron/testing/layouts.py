@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout, TPGroup
     from megatron.mpu.parameters import ParameterSpec
 

@@ -21,7 +21,7 @@ def make_steps(
     """Forward and backward pass of head and loss, by --loss-implementation."""
     import torch
 
-    from megatron.model.gpt_model import CrossEntropy
+    from megatron.model.loss import CrossEntropy
     from megatron.mpu.layers import parallel_logits
     from megatron.mpu.layout import TPGroup
 

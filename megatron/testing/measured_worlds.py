@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.config import Config
-    from megatron.model.gpt_model import GPTModelPipe
+    from megatron.model.pipeline_module import GPTModelPipe
 
 
 # In the environment of processes that are measured on CPUs, on a machine with an accelerator too.

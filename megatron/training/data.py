@@ -41,12 +41,16 @@ def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | 
     Raises ConfigError if there is no document to train on.
     """
     model, training = config.model, config.training
-    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, length.train_samples)
+    # Also of an evaluation, which reads no training samples.
+    num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
+    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
             f"--split {config.data.split} assigns no document of {' '.join(fingerprint['paths'])} to "
             "the train split: give it a larger weight"
         )
+    if config.data.data_first_sample:
+        fingerprint["first_sample"] = config.data.data_first_sample
     if vocabulary is None or vocabulary.digest is None:
         return fingerprint
     return {**fingerprint, VOCABULARY_KEY: vocabulary.digest}
@@ -54,7 +58,7 @@ def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | 
 
 def data_report(config: Config, length: RunLength) -> str:
     """The table of what the run reads of each data set, with a warning above --max-epochs-per-dataset."""
-    samples = length.samples_per_split(config)
+    samples = length.samples_read(config)
     usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
     return usage_table(usages, config.data.max_epochs_per_dataset)
 

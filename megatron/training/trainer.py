@@ -118,7 +118,8 @@ class Trainer:
             state.consumed_tokens + batch_size * seq_length,
         )
         lr = self.lr_schedule.lr(progress)
-        micro_batches = _micro_batches(self.engine, self.data.train, state.consumed_samples, batch_size)
+        first = state.consumed_samples - self.config.data.data_first_sample
+        micro_batches = _micro_batches(self.engine, self.data.train, first, batch_size)
         try:
             loss = self.engine.train_step(
                 truncated(micro_batches, seq_length),
@@ -244,12 +245,12 @@ class Trainer:
 
 
 def _micro_batches(
-    engine: GPTEngine, loader: GPTBatchLoader, consumed_samples: int, batch_size: int
+    engine: GPTEngine, loader: GPTBatchLoader, first_sample: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
     """The micro-batches of a step. Stages between the first and the last read none."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return iter(())
-    return loader.micro_batches(consumed_samples, batch_size)
+    return loader.micro_batches(first_sample, batch_size)
 
 
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:

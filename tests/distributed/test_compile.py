@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.testing.layouts import (
     FP32_BOUND,
     Row,

@@ -4,7 +4,7 @@ import pytest
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.model.transformer import ParallelTransformerLayerPipe
+from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.testing.layouts import (
     FP32_BOUND,
     SEQ,

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.workarounds import set_default_group_timeout
 from megatron.model import gpt_model
+from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.vector_math import initialize_vector_math
@@ -81,9 +82,7 @@ def test_a_stage_may_receive_fp32_and_send_bf16():
 
 
 USES_OF_THE_MODEL = {
-    "training": lambda config: gpt_model.GPTModelPipe(
-        config, ParallelLayout(1, 1, 1), TPGroup(), VOCAB, EOD, [0, 11]
-    ),
+    "training": lambda config: GPTModelPipe(config, ParallelLayout(1, 1, 1), TPGroup(), VOCAB, EOD, [0, 11]),
     "tools": lambda config: GPTModel(config, VOCAB, EOD),
     "layer times": lambda config: layer_times._measure(config, TPGroup(), VOCAB, EOD),
 }

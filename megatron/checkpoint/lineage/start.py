@@ -20,6 +20,7 @@ from megatron.checkpoint.discovery import (
     open_checkpoint,
 )
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
+from megatron.checkpoint.lineage.branch import find_branch_point
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
@@ -49,12 +50,13 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     """The checkpoint in --load; or, if this run was started from it before, the newest one that the run has
     saved to --save since. So the same command, given again, resumes. None if --load holds no checkpoint.
 
-    --finetune and --no-load-optim apply to the checkpoint in --load, not to those that this run has saved."""
+    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to those that this run
+    has saved."""
     if config.load is None:
         return None
     load = Path(config.load)
     try:
-        given = find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
+        given = _find_given(config, damaged)
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
             raise ConfigError(f"checkpoint {given.folder}: {problem}; give another one to --load")
     except ConfigError as error:
@@ -65,7 +67,12 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         return _with_reasons(continued, str(error), continued.skip_reason)
     if given is None:
         return _continuation(config, damaged)
-    given = replace(given, weights_only=config.finetune, no_optimizer=config.finetune or config.no_load_optim)
+    given = replace(
+        given,
+        weights_only=config.finetune,
+        no_optimizer=config.finetune or config.no_load_optim,
+        is_branch_point=config.branch_at is not None,
+    )
     if config.save is None or format_of(Path(config.save)) != NATIVE:
         return given
     if not config.universal_checkpoint and _is_same(load, config.save):
@@ -101,6 +108,14 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
     return own if os.path.realpath(config.load) in (path, os.path.dirname(path)) else None
 
 
+def _find_given(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+    """The checkpoint that --load and its flags name."""
+    load = Path(config.load or "")
+    if config.branch_at is not None:
+        return find_branch_point(config)
+    return find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
+
+
 def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
     universal = format_of(load) == UNIVERSAL
     checkpoint = None if universal else find_latest(load, damaged)
@@ -115,7 +130,8 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
     """Identifies a checkpoint. Stored as `origin` of a run that starts from it.
 
     path: its path at that time. It is compared only if there is no digest, or if the checkpoint no longer
-    exists or is damaged. weights_only, no_optimizer: what was not loaded.
+    exists or is damaged. weights_only, no_optimizer: what was not loaded. branch_at: the iteration of a decay
+    branch; None for any other run.
     """
     return {
         "folder": checkpoint.folder.name,
@@ -124,12 +140,13 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
         "path": os.path.realpath(checkpoint.folder),
         "weights_only": checkpoint.weights_only,
         "no_optimizer": checkpoint.no_optimizer,
+        "branch_at": checkpoint.state.iteration if checkpoint.is_branch_point else None,
     }
 
 
 def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
     """Whether `origin` is the given checkpoint, or an earlier one of its run if --load is that run's
-    folder; loaded with the same --finetune and --no-load-optim."""
+    folder; loaded with the same --finetune, --no-load-optim and --branch-at."""
     if not isinstance(origin, dict) or not _is_loaded_alike(origin, config):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
@@ -143,9 +160,10 @@ def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bo
 
 
 def _is_loaded_alike(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Whether a run with this origin did not load what the flags exclude, and nothing else."""
-    was = (origin.get("weights_only", False), origin.get("no_optimizer", False))
-    return was == (config.finetune, config.finetune or config.no_load_optim)
+    """Whether a run with this origin did not load what the flags exclude, and nothing else, and is the same
+    branch."""
+    was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
+    return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
 
 def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
@@ -246,6 +264,8 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         start = "a new run" if checkpoint is None else f"a start from {checkpoint.folder}"
         if checkpoint is not None and checkpoint.weights_only:
             start += " with --finetune"
+        if checkpoint is not None and checkpoint.is_branch_point:
+            start += f" with --branch-at {options.branch_at}"
         if found:
             raise ConfigError(
                 f"--save {save} holds checkpoints of another run ({first_few(found)}), and this is {start}: "

@@ -20,6 +20,7 @@ def check_schedule(config: Config) -> None:
     warmup_unit = "iters" if by_iters and schedule.lr_decay_tokens is None else "samples"
     misplaced = {
         f"--lr-decay-{_other(decay_unit)}": getattr(schedule, f"lr_decay_{_other(decay_unit)}"),
+        f"--lr-wsd-decay-{_other(decay_unit)}": getattr(schedule, f"lr_wsd_decay_{_other(decay_unit)}"),
         f"--lr-warmup-{_other(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other(warmup_unit)}"),
         "--rampup-batch-size": by_iters and " ".join(map(str, config.batch.rampup_batch_size or ())),
     }
@@ -47,6 +48,11 @@ def check_schedule(config: Config) -> None:
         raise ConfigError(f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: reduce the former")
     if schedule.lr_decay_style != "constant":
         _check_warmup(config, warmup_unit, warmup)
+    if schedule.lr_decay_style == "inverse-square-root" and not (warmup or schedule.lr_warmup_fraction):
+        raise ConfigError(
+            "--lr-decay-style inverse-square-root without a warm-up: the learning rate is --lr x "
+            f"sqrt(warm-up / progress); set --lr-warmup-{warmup_unit} or --lr-warmup-fraction"
+        )
 
 
 def _check_warmup(config: Config, unit: str, warmup: int) -> None:

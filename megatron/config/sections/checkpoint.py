@@ -35,6 +35,14 @@ class CheckpointConfig(Section):
         help="start a new training from the weights of --load: iteration 0, fresh optimizer, learning-rate "
         "schedule and data; the same command, given again, resumes from --save",
     )
+    branch_at: int | None = flag(
+        None,
+        at_least=1,
+        metavar="ITERATION",
+        help="start a decay branch: resume the checkpoint of this iteration in --load, of a stable phase, in "
+        "a new run in --save whose learning rate decays from there on over --lr-wsd-decay-iters or -samples; "
+        "the same command, given again, resumes from --save. See docs/schedules.md",
+    )
     no_load_optim: bool = flag(
         False,
         help="do not load the optimizer's moments and loss scale from --load; iteration, data and schedule "

@@ -58,6 +58,19 @@ class DataConfig(Section):
         help="warn if training reads a data set more often (the default is from arXiv:2305.16264: repeating "
         "data up to 4 times is almost as good as new data)",
     )
+    data_order_samples: int | None = flag(
+        None,
+        at_least=1,
+        help="number of training samples for which the order of the data is planned: epochs are shuffled by "
+        "it; a longer run plans for its own length (default: the length of the run; with --branch-at that of "
+        "the run in --load)",
+    )
+    data_first_sample: int = flag(
+        0,
+        at_least=0,
+        help="number of consumed samples at which the run has begun to read its training data (with "
+        "--branch-at and --override-data: that of the checkpoint)",
+    )
     num_workers: int = flag(
         2, at_least=0, help="data loading threads for training; 0: load in the main thread"
     )

@@ -164,6 +164,14 @@ class ModelConfig(Section):
         return self.init_method_std / math.sqrt(self.width_ratio)
 
     @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the initial matrices whose output is added to the residual stream.
+
+        As in GPT-2: the variance of the residual stream does not grow with the number of layers.
+        """
+        return self.matrix_init_std / math.sqrt(2.0 * self.num_layers)
+
+    @property
     def matrix_lr_mult(self) -> float:
         """Multiplier of the learning rate of the matrices of the transformer layers."""
         return 1.0 / self.width_ratio

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.fields import Section, flag
-from megatron.config.registries import LR_DECAY_STYLES
+from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,15 @@ class ScheduleConfig(Section):
     )
     lr_decay_tokens: int | None = flag(
         None, at_least=1, help="consumed tokens at which the decay ends, instead of --lr-decay-samples"
+    )
+    lr_wsd_decay_style: str = flag(
+        "exponential", choices=WSD_DECAY_STYLES, help="decay function of the last phase of WSD"
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None, at_least=0, help="iterations of WSD's decay, which ends at --lr-decay-iters; 0: no decay"
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        None, at_least=0, help="samples of WSD's decay, which ends at --lr-decay-samples; 0: no decay"
     )
     lr_warmup_iters: int = flag(0, at_least=0, help="iterations of linear warm-up")
     lr_warmup_samples: int = flag(0, at_least=0, help="samples of linear warm-up")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.model.gpt_model import GPTModelPipe
+from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.parameters import spec_of
 from megatron.testing.layouts import EOD, VOCAB, Row, build_model, config_of
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron.model.gpt_model import CrossEntropy
+from megatron.model.gpt_model import ParallelTransformerLayerPipe
+from megatron.model.loss import CrossEntropy
 from megatron.model.norm import MixedFusedLayerNorm
-from megatron.model.transformer import ParallelTransformerLayerPipe
 from megatron.mpu.layout import TPGroup
 from megatron.testing.layouts import (
     EOD,

@@ -6,8 +6,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import read_command_line
-from megatron.model.gpt_model import PARAMETER_DTYPES, CrossEntropy
-from megatron.model.transformer import LayerContext, ParallelTransformerLayerPipe
+from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe
+from megatron.model.layer_context import LayerContext
+from megatron.model.loss import CrossEntropy
 from megatron.mpu.layers import parallel_logits
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG

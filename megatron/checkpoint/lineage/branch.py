@@ -1,0 +1,87 @@
+"""The branch point of --branch-at: a checkpoint of a run's stable phase, from which another run decays."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron.checkpoint.discovery import current_path, find_universal, native_names, open_checkpoint
+from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
+from megatron.checkpoint.record import RUN_FILE, Checkpoint
+from megatron.config import CheckpointConfig, ConfigError
+from megatron.config.registries import LR_DECAY_STYLES, StablePhaseStyle
+from megatron.optimizer.schedule import Progress, schedule_of
+from megatron.text_table import first_few
+
+
+def find_branch_point(options: CheckpointConfig, with_files: bool = True) -> Checkpoint:
+    """The checkpoint of iteration --branch-at in --load, or --load itself if it is a checkpoint. ConfigError
+    if there is none of this iteration, or if the run is not in a stable phase there.
+
+    with_files: as `open_checkpoint`.
+    """
+    load, iteration = Path(options.load or ""), options.branch_at or 0
+    if options.universal_checkpoint:
+        named = load / f"global_step{iteration}_universal"
+        checkpoint = find_universal(named if format_of(named) == UNIVERSAL else load, with_files)
+    else:
+        checkpoint = open_checkpoint(_native_folder(load, iteration), with_files)
+    if checkpoint.state.iteration != iteration:
+        raise ConfigError(
+            f"--branch-at {iteration}: checkpoint {checkpoint.folder} is of iteration "
+            f"{checkpoint.state.iteration}"
+        )
+    check_stable_phase(checkpoint)
+    return checkpoint
+
+
+def _native_folder(load: Path, iteration: int) -> Path:
+    if (load / RUN_FILE).is_file() or format_of(load) != NATIVE:
+        return load
+    names, name = native_names(load), f"global_step{iteration}"
+    if name in names:
+        return current_path(load, name)
+    held = f"it holds {first_few(list(names))}" if names else "it holds no native checkpoint"
+    if not names and (load / LATEST_UNIVERSAL_FILE).is_file():
+        held += "; for a universal one add --universal_checkpoint"
+    raise ConfigError(f"--branch-at {iteration}: --load {load} holds no {name}: {held}")
+
+
+def check_stable_phase(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError unless the learning rate of the run that wrote the checkpoint is in its stable phase
+    there: after the warm-up and not after the start of a decay."""
+    state = checkpoint.state
+    start = f"--branch-at {state.iteration}: checkpoint {checkpoint.folder}"
+    if checkpoint.is_external:
+        raise ConfigError(
+            f"{start} was written by another program, and its schedule is not known: resume it with --load "
+            "and the flags of its schedule"
+        )
+    schedule = schedule_of(checkpoint.config)
+    if not isinstance(LR_DECAY_STYLES[schedule.style], StablePhaseStyle):
+        stable = [name for name, style in LR_DECAY_STYLES.items() if isinstance(style, StablePhaseStyle)]
+        raise ConfigError(
+            f"{start} is of a run with --lr-decay-style {schedule.style}, which decays from the end of its "
+            f"warm-up on: a branch needs a run with {' or '.join(stable)}"
+        )
+    progress = Progress(state.iteration, state.consumed_samples, state.consumed_tokens)
+    if (position := progress.count(schedule.warmup_unit)) < schedule.warmup:
+        raise ConfigError(
+            f"{start} is in the warm-up of its run, at {position:,} of {schedule.warmup:,.0f} "
+            f"{schedule.warmup_unit}: branch from a later one"
+        )
+    position = progress.count(schedule.decay_unit)
+    if schedule.wsd_style is not None and position > schedule.decay_start:
+        raise ConfigError(
+            f"{start} is at {position:,} {schedule.decay_unit}, and the decay of its run began at "
+            f"{schedule.decay_start:,.0f}: branch from an earlier one"
+        )
+
+
+def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
+    """Whether a checkpoint in --save belongs to a branch that started from --load with this --branch-at."""
+    origin = checkpoint.run.get("origin")
+    if not isinstance(origin, dict) or origin.get("branch_at") != options.branch_at:
+        return False
+    path = str(origin.get("path"))
+    return os.path.realpath(options.load or "") in (path, os.path.dirname(path))

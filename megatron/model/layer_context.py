@@ -1,0 +1,65 @@
+"""What the layers of a stage share, and what they pass to each other."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG
+
+# What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
+LayerIO = Tensor | tuple[Tensor, Tensor]
+
+
+def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
+    """(hidden, document_ids or None) of a layer's input or output."""
+    return (layer_io, None) if isinstance(layer_io, Tensor) else (layer_io[0], layer_io[1])
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of a stage share: the configuration, the TP group and the dropout RNG."""
+
+    config: Config
+    tp_group: TPGroup
+    dropout_rng: DropoutRNG
+
+    @property
+    def positions(self) -> PositionScheme:
+        """The components that --position-embedding-type uses."""
+        return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
+
+    @cached_property
+    def masks(self) -> AttentionMasks:
+        """Attention biases for this rank's heads."""
+        slopes, all_slopes = None, self.positions.slopes
+        if all_slopes is not None:
+            heads = self.config.model.num_attention_heads // self.tp_group.size
+            first = self.tp_group.rank * heads
+            slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
+        return AttentionMasks(slopes, within_documents=self.config.data.reset_attention_mask)
+
+    @cached_property
+    def rotary(self) -> RotaryEmbedding | None:
+        """Rotary tables, or None with other position embeddings."""
+        rotary = self.positions.rotary
+        return None if rotary is None else rotary(self.config.model.kv_channels)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations outside attention and MLP are sharded along the sequence (arXiv 2205.05198)."""
+        return self.config.parallel.sequence_parallel and self.tp_group.size > 1
+
+    @property
+    def resets_rotary_positions(self) -> bool:
+        """Whether rotary positions count from the start of each document."""
+        return self.rotary is not None and self.config.data.reset_position_ids
+
+    @property
+    def layers_need_document_ids(self) -> bool:
+        """Whether the transformer layers use document ids, which are then part of `LayerIO`."""
+        return self.config.data.reset_attention_mask or self.resets_rotary_positions

@@ -1,0 +1,210 @@
+"""One pipeline stage of the model's list of layers, as a DeepSpeed module: `GPTModelPipe`.
+
+`gpt_model.pipeline_layers` is the list. A stage holds a contiguous part of it; with --pipeline-schedule
+dualpipev a rank holds two parts. This module adds what a stage needs to be trained: activation recomputation,
+the head and the loss as one function, and the overrides of DeepSpeed's `PipelineModule`.
+
+With --loss-implementation fused, training computes head and loss in one function, which never stores the full
+logits. Evaluation that returns logits, and generation, run the list as it is.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.model.gpt_model import (
+    PARAMETER_DTYPES,
+    TIED_EMBEDDING,
+    ParallelTransformerLayerPipe,
+    lm_head,
+    pipeline_layers,
+)
+from megatron.model.layer_context import LayerContext, LayerIO
+from megatron.model.loss import CrossEntropy
+from megatron.model.recompute import ActivationCheckpointing
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.parameters import initialize_parameters, spec_of
+from megatron.mpu.random import DropoutRNG
+from megatron.pipeline.methods import embedding_and_head
+
+
+def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
+    """Class or function name per layer: what `--partition-method type:REGEX` matches."""
+    return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
+
+
+def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bool = False) -> list[int]:
+    """Parameters per layer, of one tensor-parallel rank or (`unsharded`) of the whole model.
+
+    Transformer layers are identical, so each distinct class is built once, on the meta device without memory.
+    """
+    counts: dict[tuple, int] = {}
+
+    def count(layer: LayerSpec | Callable) -> int:
+        if not isinstance(layer, LayerSpec):
+            return 0
+        key = (layer.typename, layer.module_kwargs.get("is_head", False))
+        if key not in counts:
+            with torch.device("meta"):
+                parameters = layer.build().parameters()
+            counts[key] = sum(prod(spec_of(p).global_shape) if unsharded else p.numel() for p in parameters)
+        return counts[key]
+
+    return [count(layer) for layer in layers]
+
+
+class GPTModelPipe(PipelineModule):
+    """This rank's pipeline stage of the model.
+
+    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. Parameters are
+    initialized from (seed, name) only, so every layout starts from the same weights. They are then cast to
+    the run's precision.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: ParallelLayout,
+        tp_group: TPGroup,
+        vocab_size: int,
+        eod: int | None,
+        bounds: Sequence[int],
+        initialize: Callable[[nn.Module, int, TPGroup], None] = initialize_parameters,
+    ) -> None:
+        """`initialize`: fills the parameters; another function is given only where they have no values."""
+        self.config = config
+        self.stage_bounds = list(bounds)
+        self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
+        self._head_is_fused = False
+        self.dropout_rng = DropoutRNG(config.training.seed)
+        context = LayerContext(config, tp_group, self.dropout_rng)
+        training = config.training
+        self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
+        layers = pipeline_layers(context, vocab_size, eod)
+        self._check_head(layers)
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its stage map here
+            super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
+        self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
+        initialize(self, training.seed, tp_group)
+        self.to(PARAMETER_DTYPES[config.precision.name])
+        if training.compile:
+            for layer in self.modules():
+                if isinstance(layer, ParallelTransformerLayerPipe):
+                    layer.compile(dynamic=False)  # in place: its parameters keep their names
+
+    def transformer_layers(self) -> dict[str, nn.Module]:
+        """This rank's transformer layers by layer index, the first part of their parameters' names."""
+        layers = self.forward_funcs
+        return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
+
+    def stages_record(self) -> dict[str, Any]:
+        """Which layers each stage holds; saved in the checkpoint."""
+        parallel = self.config.parallel
+        return {
+            "partition_method": parallel.partition_method,
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "bounds": self.stage_bounds,
+        }
+
+    def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
+        """ValueError if the last stage does not hold the head. --partition-method never makes such bounds."""
+        _, head = embedding_and_head(layer_names(layers))
+        if self.stage_bounds[-2] > head:
+            raise ValueError(
+                f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer {head}): "
+                "expected it to hold the head, since logits are not sent between stages"
+            )
+
+    @contextlib.contextmanager
+    def fused_head_loss(self) -> Iterator[None]:
+        """Within this context only `loss` may use the outputs of `forward`. With --loss-implementation fused
+        `forward` then returns the head's input instead of logits, and `loss` computes the head."""
+        self._head_is_fused = self.config.training.loss_implementation == "fused"
+        try:
+            yield
+        finally:
+            self._head_is_fused = False
+
+    def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        """Scalar fp32 loss from the output of `forward` on the last stage."""
+        if not self._head_is_fused:
+            return self.cross_entropy(outputs, labels_and_mask)
+        embedding = self.tied_modules[TIED_EMBEDDING]
+        hidden, weight = embedding.apply_logits_multiplier(outputs), embedding.word_embeddings.weight
+        return self.cross_entropy.from_hidden(hidden, weight, labels_and_mask)
+
+    def functions_before_loss(self) -> list[Callable]:
+        """This stage's layers, without those that `loss` computes."""
+        functions = list(self.forward_funcs)
+        if self._head_is_fused:
+            for position, function in enumerate(functions):
+                if getattr(function, "func", None) is lm_head:
+                    return functions[:position]
+        return functions
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
+        self.parts = self.stage_bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _synchronize_tied_weights(self) -> None:
+        # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
+        with torch.no_grad():
+            super()._synchronize_tied_weights()
+
+    def forward(self, inputs: LayerIO) -> LayerIO:
+        """Runs this stage's layers. The last stage returns logits (with `fused_head_loss` the head's input).
+
+        With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are recomputed.
+        Overrides DeepSpeed's `forward`, which counts its groups from the stage's first function, and does not
+        recompute a group that holds anything other than transformer layers.
+        """
+        functions = self.functions_before_loss()
+        position = 0
+        while position < len(functions):
+            end = self._end_of_checkpointed_layers(position)
+            if end > position:
+                inputs = self.activation_checkpointing.run(_chain(functions[position:end]), inputs)
+            else:
+                end = position + 1
+                inputs = functions[position](inputs)
+            position = end
+        return inputs
+
+    def _end_of_checkpointed_layers(self, start: int) -> int:
+        """End of the group of layers from `start` that is recomputed together; `start` if there is none."""
+        end = start
+        while (
+            end - start < self.layers_per_checkpoint
+            and end < len(self.forward_funcs)
+            and isinstance(self.forward_funcs[end], ParallelTransformerLayerPipe)
+        ):
+            end += 1
+        return end
+
+
+class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
+    """This rank's two stages for `--pipeline-schedule dualpipev` (DualPipeV, from DeepSeek-V3, arXiv
+    2412.19437).
+
+    Rank r holds stages r and 2 * ranks - 1 - r of `bounds`. So rank 0 holds both the embedding and the head,
+    and they are one module.
+    """
+
+
+def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
+    def run(layer_io: LayerIO) -> LayerIO:
+        for layer in layers:
+            layer_io = layer(layer_io)
+        return layer_io
+
+    return run

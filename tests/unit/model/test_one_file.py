@@ -1,0 +1,28 @@
+"""The whole model is in one file, which README and CONTRIBUTING name."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from megatron.model import gpt_model
+from megatron.model.single_process import GPTModel
+from megatron.testing.layouts import EOD, VOCAB, Row, config_of
+from tests.end_to_end.command import ROOT
+
+# The parts of a layer that have a file of their own, because there are several to choose from.
+PARTS = {"megatron.model.core_attention", "megatron.model.norm", "megatron.model.position"}
+
+
+def test_every_layer_is_defined_in_one_file() -> None:
+    with torch.device("meta"):
+        model = GPTModel(config_of(Row()), VOCAB, EOD)
+    modules = {type(module).__module__ for module in model.modules() if module is not model}
+    assert {name for name in modules if name.startswith("megatron.model.")} - PARTS == {gpt_model.__name__}
+    assert len(inspect.getsource(gpt_model).splitlines()) < 450
+
+
+def test_the_documents_name_this_file() -> None:
+    assert "`gpt_model.py`" in (ROOT / "README.md").read_text()
+    assert "`megatron/model/gpt_model.py` has the whole model" in (ROOT / "CONTRIBUTING.md").read_text()
