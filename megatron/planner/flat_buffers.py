@@ -20,7 +20,7 @@ from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.schedule import ScheduleConfig
 from megatron.model.gpt_model import pipeline_layers
-from megatron.model.transformer import LayerContext
+from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.random import DropoutRNG

@@ -67,7 +67,7 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
         after_head = temporaries.head_gradient_bytes(config)
         if plan.is_v_schedule:  # other stages run between the head's forward and its backward pass
             after_head = memory.head_activation_bytes(config, padded) + memory.layer_input_bytes(config)
-        if max(in_flight[stage] for stage in stages) == 1:
+        if plan.is_v_schedule or len(stages) == sum(in_flight[stage] for stage in stages):
             kept += temporaries.stale_buffer_bytes(config, padded, receives=len(in_flight) > 1)
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
     tables = temporaries.table_bytes(config, exchanges=len(in_flight) > len(stages))
