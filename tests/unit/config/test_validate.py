@@ -228,8 +228,7 @@ NO_EFFECT = [
         ],
     ),
     ("--recompute-granularity selective", []),
-    ("--gpu a100-80gb", ["--gpu has no effect without --dry-run"]),
-    ("--device-memory 80", ["--device-memory has no effect without --dry-run"]),
+    ("--node-size 8", ["--node-size has no effect without --dry-run and --gpu"]),
     (
         "--checkpoint-activations --partition-activations",
         ["--partition-activations has no effect with --tensor-model-parallel-size 1"],
