@@ -111,23 +111,23 @@ def program_of(config: Config) -> Program:
     unfused = model.attention_dropout > 0  # else attention is one kernel
     shards = config.parallel.tensor_model_parallel_size > 1
     biased = not unfused and model.position_embedding_type == "alibi"
-    gated = 2 if model.glu_activation is not None else 1
+    gated = model.glu_activation is not None
     fused_loss = config.training.loss_implementation == "fused"
     return Program(
         # The masks of dropout are hashed: 44 operations that move 79 bytes per element.
         forward=Traffic(
             hidden=size * (18 if shards else 14) + 2 * 79 * dropout,
             attention=size * (6 if unfused else 14 if biased else 8),
-            mlp=size * 4 * gated,
+            mlp=size * (8 if gated else 4),
             score=(12 * size + 2 + 79) * unfused,
-            launches=(12 if shards else 10) + 2 * 44 * dropout + 50 * unfused,
+            launches=(12 if shards else 10) + gated + 2 * biased + 2 * 44 * dropout + 50 * unfused,
         ),
         backward=Traffic(
             hidden=size * 26 + 15 * dropout,
             attention=size * (21 if unfused else 27 if biased else 25),
-            mlp=size * 8 * gated,
+            mlp=size * (35 if gated else 8),
             score=52 * unfused,
-            launches=33 + 10 * dropout + 5 * unfused,
+            launches=33 + 9 * gated + 10 * dropout + 5 * unfused,
         ),
         logit=(82 if shards else 58) if fused_loss else 36,
         gradient_bytes=FP32,

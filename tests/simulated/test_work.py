@@ -18,10 +18,10 @@ BASE = (
 ROWS = {
     "fused": (NO_DROPOUT, 0.02),
     "tensor-parallel": (f"{NO_DROPOUT} --world-size 2 --tensor-model-parallel-size 2", 0.03),
-    "dropout": ("", 0.1),
+    "dropout": ("", 0.05),
     "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),
     "swiglu": (f"{NO_DROPOUT} --glu-activation swiglu", 0.05),
-    "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.05),
+    "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.08),
 }
 
 
@@ -38,7 +38,7 @@ def test_planned_bytes_of_a_layer_are_those_of_the_step(name: str) -> None:
         launches = (three.launches - one.launches) / 2
         assert work.flops == found.flops, kind
         assert work.bytes == pytest.approx(found.bytes, rel=tolerance), kind
-        assert work.launches == pytest.approx(launches, rel=0.15), kind
+        assert work.launches == pytest.approx(launches, rel=0.1), kind
 
 
 def _work(record, kind: str) -> Work:
