@@ -17,6 +17,7 @@ from megatron.config import Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader, truncated
+from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
@@ -151,6 +152,8 @@ class Trainer:
                 seconds=time.perf_counter() - started,
             )
         )
+        if self.engine.pass_times and progress.iteration % self.config.logging.log_interval == 0:
+            self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
         return self.stability.post_step(

@@ -17,11 +17,16 @@ from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.sweep.axes import given_flags
+from megatron.sweep.slurm import read_script
 from tests.end_to_end.command import ROOT
 from tests.unit.config.published_scripts import SCRIPTS
+from tools.sweep import build_parser
 
 EXAMPLES = ROOT / "examples" / "slurm"
-NAMES = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example
+ALL = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+NAMES = [name for name in ALL if name != SWEEP]
 README = (EXAMPLES / "README.md").read_text()
 
 
@@ -170,19 +175,26 @@ def test_an_empty_ramp_up_turns_it_off(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["tr8-104B", "tr11-176B-ml"])
-def test_a_sweep_measures_full_batches(example: str, tmp_path: Path) -> None:
-    """Even if the environment has a ramp-up, and for every method."""
-    methods = set()
-    for task in ("0", "1", "2", "3"):
-        variables = {"EXAMPLE": example, "RAMPUP_BATCH_SIZE": "16 16 1000", "SLURM_ARRAY_TASK_ID": task}
-        flags = training_flags(dry_run("sweep-partition.slurm", folder=tmp_path, **variables))
-        assert "--rampup-batch-size" not in flags and "--save" not in flags
-        assert flags[flags.index("--global-batch-size") + 1] == "2048"
-        methods.add(flags[flags.index("--pp-partition-method") + 1])
-    assert len(methods) == 4
+def test_a_sweep_measures_full_batches(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the environment has a ramp-up; and with every method."""
+    printed = dry_run(SWEEP, "--seed", "7", folder=tmp_path, EXAMPLE=example)
+    ((_, program, *words),) = commands(printed)
+    assert program == str(ROOT / "tools" / "sweep.py")
+    options = build_parser().parse_args(words)
+    assert (options.action, options.steps, options.sbatch_options) == ("run", 12, "--time=01:00:00")
+    (axis,) = options.axes
+    assert axis.flag == "--partition-method" and len(set(axis.values)) == 4
+    monkeypatch.setenv("RAMPUP_BATCH_SIZE", "16 16 1000")
+    script = read_script(Path(options.sbatch), options.base, tmp_path)
+    assert script.processes == {"tr8-104B": 512, "tr11-176B-ml": 384}[example]
+    assert script.flags[-2:] == ["--seed", "7"]
+    given = given_flags(script.flags)
+    assert given["batch.global_batch_size"] == 2048 and "batch.rampup_batch_size" not in given
+    assert "checkpoint.save" not in given and "checkpoint.load" not in given
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", ALL)
 def test_every_script_is_in_the_table_of_the_readme(script: str) -> None:
     assert f"| `{script}` |" in README
 
