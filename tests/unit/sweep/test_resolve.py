@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron.training.planned_memory import planned_bytes
 
 from megatron.config import ConfigError, read_command_line
 from megatron.config.config import SECTIONS
+from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import plan_stages
 from megatron.sweep.axes import Axis, make_rows
 from megatron.sweep.resolve import _SAME_LOSSES, ResolvedRow, numbers_digest, resolve_rows
