@@ -98,9 +98,11 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
 
 def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of a run that ended without an error, and writes its end to the report. status:
-    FINISHED, REQUEUE or INTERRUPTED."""
+    FINISHED, REQUEUE, INTERRUPTED, or CONFIG_ERROR for a dry run whose plan does not fit the device."""
     report.end(status)
     conclude(report)
+    if status is ExitStatus.CONFIG_ERROR:
+        return CONFIG_ERROR_EXIT_CODE
     if status is ExitStatus.INTERRUPTED:
         return INTERRUPTED_EXIT_CODE
     return REQUEUE_EXIT_CODE if status is ExitStatus.REQUEUE and not has_torch_launcher(env) else 0

@@ -161,6 +161,10 @@ class BatchSchedule:
             tokens += size * curriculum.length_at(iteration)
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
+    def ramp_up_steps(self) -> list[tuple[int, int]]:
+        """(batch size, number of steps) of each size below the full one, in order."""
+        return [(size, steps) for _, size, steps in self._plateaus(0) if steps is not None]
+
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
         """(consumed samples at its start, batch size, steps) of each range of equal sizes; None: no end."""
         if self.rampup is not None:

@@ -19,6 +19,7 @@ z-loss: PaLM, arXiv 2204.02311, section 5.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -203,6 +204,28 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient.to(ctx.logits_dtype), None, None, None, None
 
 
+@dataclass(frozen=True)
+class ChunkSizes:
+    """The work buffers of the fused loss: tokens of a chunk of logits, rows of its fp32 softmax, rows of the
+    16-bit product that is added to the weight's gradient."""
+
+    tokens: int
+    softmax_rows: int
+    product_rows: int
+
+
+def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_cpu: bool) -> ChunkSizes:
+    """For hidden [tokens, width] and weight [columns, width] of element_size bytes per element."""
+    per_chunk = max(min(CHUNK_TOKENS[element_size], LOGITS_BYTES // (columns * element_size), tokens), 1)
+    work = CPU_WORK_BYTES if on_cpu else WORK_BYTES
+    product = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
+    return ChunkSizes(
+        tokens=per_chunk,
+        softmax_rows=max(min(work // (columns * 4), per_chunk), 1),
+        product_rows=max(min(product // (width * element_size), columns), 1),
+    )
+
+
 class _LogitChunks:
     """This rank's columns of the logits, one chunk of tokens at a time, in one reused buffer.
 
@@ -226,12 +249,10 @@ class _LogitChunks:
         self.own_label = (labels >= first) & (labels < first + self.used)
         self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
         size = hidden.element_size()
-        per_chunk = max(min(CHUNK_TOKENS[size], LOGITS_BYTES // (columns * size), tokens), 1)
+        self.sizes = chunk_sizes(tokens, columns, hidden.shape[1], size, on_cpu=hidden.device.type == "cpu")
+        per_chunk, self.rows = self.sizes.tokens, self.sizes.softmax_rows
         self.chunks = [slice(i, min(i + per_chunk, tokens)) for i in range(0, tokens, per_chunk)]
         self.buffer = hidden.new_empty(per_chunk, columns)
-        on_cpu = hidden.device.type == "cpu"
-        self.product_bytes = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
-        self.rows = max(min((CPU_WORK_BYTES if on_cpu else WORK_BYTES) // (columns * 4), per_chunk), 1)
         self.work = None if size == 4 else hidden.new_empty(self.rows, columns, dtype=torch.float32)
         # The range of fp16 is too small for a large vocabulary: probabilities of 1e-6 are subnormal, and sums
         # over a chunk overflow. These scales keep both in range; powers of two are exact.
@@ -297,7 +318,7 @@ class _LogitChunks:
             return
         # The product of 16-bit matrices is 16-bit: it is computed in parts, each added to the fp32 total.
         columns, width = total.shape
-        per_part = max(min(self.product_bytes // (width * hidden.element_size()), columns), 1)
+        per_part = self.sizes.product_rows
         if self.product is None:
             self.product = hidden.new_empty(per_part, width)
         for first in range(0, columns, per_part):

@@ -23,6 +23,8 @@ on the device with --checkpoint-in-cpu. The temporary memory of the recomputatio
 from __future__ import annotations
 
 from megatron.config import Config
+from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.model.position import PositionScheme
 
 FP32 = 4
 # Bytes per element of a moment with --use-bnb-optimizer: one byte, and an fp32 scale per 256 elements.
@@ -41,7 +43,7 @@ def state_bytes_per_parameter(
     moment_bytes: bytes per element of each moment.
     """
     parallel = config.parallel
-    weight = _parameter_bytes(config)
+    weight = parameter_bytes(config)
     moments = {"sgd": 1}.get(config.optimizer.optimizer, 2) * moment_bytes
     master = 0 if weight == FP32 else FP32
     state = 0 if parallel.cpu_offload else master + moments
@@ -56,36 +58,117 @@ def state_bytes_per_parameter(
 
 def transformer_layer_activation_bytes(config: Config) -> float:
     """Activations of one transformer layer that are kept for the backward pass of a micro-batch."""
-    model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    values = _hidden_values(config)
-    if config.parallel.sequence_parallel:
-        values /= tensor
     training = config.training
-    if training.recomputes_layers:
-        if training.checkpoint_in_cpu:
-            return 0.0
-        shards = tensor if training.partition_activations else 1
-        return values * _residual_bytes(config) / shards / training.checkpoint_num_layers
-    matrices = (4 if model.glu_activation else 2) * model.ffn_hidden_size / model.hidden_size
-    # With --sequence-parallel `values` is divided by the tensor-parallel size already.
-    shards = 1 if config.parallel.sequence_parallel else tensor
-    kept = 2 * _residual_bytes(config) + (2 + (4 + matrices) / shards) * _parameter_bytes(config)
-    kept += 2 if model.hidden_dropout > 0 else 0
-    scores = config.batch.micro_batch_size * model.num_attention_heads / tensor * model.seq_length**2
-    keeps_scores = model.attention_dropout > 0 and not training.recomputes_attention
-    per_score = FP32 + _parameter_bytes(config) + 1 if keeps_scores else 0
-    return values * kept + scores * per_score
+    if not training.recomputes_layers:
+        return layer_input_bytes(config) + saved_within_layer_bytes(config)
+    if training.checkpoint_in_cpu:
+        return 0.0
+    shards = config.parallel.tensor_model_parallel_size if training.partition_activations else 1
+    return layer_input_bytes(config) / shards / training.checkpoint_num_layers
+
+
+def layer_input_bytes(config: Config) -> float:
+    """The residual stream, the input and the output of a layer: sbh elements, sbh / t with
+    --sequence-parallel."""
+    return residual_values(config) * _residual_bytes(config)
+
+
+def saved_within_layer_bytes(config: Config) -> float:
+    """What autograd saves of a layer besides its input: the sum of the four functions below."""
+    parts = (_norm_bytes, _attention_bytes, _score_bytes, _mlp_bytes)
+    return sum(part(config) for part in parts)
+
+
+def _norm_bytes(config: Config) -> float:
+    """Two norms: their outputs, which are the inputs of the column-parallel matrices; the input of the second
+    one; mean and reciprocal deviation of each row in fp32. Dropout masks of the two residual additions."""
+    values = residual_values(config)
+    per_value = 2 * parameter_bytes(config) + _residual_bytes(config)
+    per_value += 2 if config.model.hidden_dropout > 0 else 0
+    return values * per_value + 2 * norm_statistics_bytes(config, values)
+
+
+def norm_statistics_bytes(config: Config, values: float) -> float:
+    """Mean and reciprocal deviation of each row of `values` elements."""
+    return 2 * FP32 * values / config.model.hidden_size
+
+
+def _attention_bytes(config: Config) -> float:
+    """Query, key, value, and the attention output as the input of the next matrix. Rotary embeddings make
+    copies of query and key. Fused kernels (FlashAttention, arXiv 2205.14135) save the logarithm of each row's
+    sum in fp32. PyTorch's memory-efficient kernel, which serves biases and fp32, has its output batch first:
+    a second copy, unless the micro-batch is one sample."""
+    model, batch = config.model, config.batch.micro_batch_size
+    heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
+    rows = batch * model.seq_length * heads
+    copies = 4 + (2 if position_scheme(config).rotary else 0)
+    statistics = 0.0
+    if model.attention_dropout == 0:
+        is_flash = parameter_bytes(config) != FP32 and not _has_bias(config)
+        copies += 1 if batch > 1 and not is_flash else 0
+        statistics = rows * FP32
+    angles = 0
+    if position_scheme(config).rotary and config.data.reset_position_ids:
+        angles = 2 * batch * model.seq_length  # cosines and sines of this micro-batch
+    return (copies * rows + angles) * model.kv_channels * parameter_bytes(config) + statistics
+
+
+def _score_bytes(config: Config) -> float:
+    """With attention dropout and without its recomputation: softmax, dropout mask and dropped softmax of each
+    score; the causal mask if there is no bias."""
+    model = config.model
+    if model.attention_dropout == 0 or config.training.recomputes_attention:
+        return 0.0
+    per_score = FP32 + 1 + parameter_bytes(config)
+    return scores(config) * per_score + (0 if _has_bias(config) else model.seq_length**2)
+
+
+def scores(config: Config) -> float:
+    """Attention scores of one layer: a s^2 b / t."""
+    model = config.model
+    heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
+    return config.batch.micro_batch_size * heads * model.seq_length**2
+
+
+def _has_bias(config: Config) -> bool:
+    scheme = position_scheme(config)
+    return scheme.slopes is not None or config.data.reset_attention_mask
+
+
+def _mlp_bytes(config: Config) -> float:
+    """Input and output of the activation; of a gated MLP value, gate, activation and product."""
+    return (4 if config.model.glu_activation else 2) * mlp_values(config) * parameter_bytes(config)
+
+
+def mlp_values(config: Config) -> float:
+    """Elements of the intermediate activation of the MLP on one rank."""
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    return tokens * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
 
 
 def embedding_activation_bytes(config: Config) -> float:
-    """Activations of the embedding: token ids, and with --embed-layernorm the input of its norm."""
-    norm = _parameter_bytes(config) if config.model.embed_layernorm else 0
-    return _hidden_values(config) * norm + config.batch.micro_batch_size * config.model.seq_length * 8
+    """Activations of the embedding: token ids as sent and as looked up (shifted to this rank's rows with
+    t > 1, and a mask of those of other ranks), the dropout mask, with --embed-layernorm the input and the
+    statistics of its norm."""
+    tokens, values = config.batch.micro_batch_size * config.model.seq_length, hidden_values(config)
+    kept: float = tokens * (2 * 8 + (1 + 8 if config.parallel.tensor_model_parallel_size > 1 else 0))
+    if config.model.embed_layernorm:
+        kept += values * parameter_bytes(config) + norm_statistics_bytes(config, values)
+    return kept + (values if config.model.hidden_dropout > 0 else 0)
 
 
 def norm_activation_bytes(config: Config) -> float:
-    """Activations of the final norm: its input."""
-    return _hidden_values(config) * _residual_bytes(config)
+    """Activations of the final norm: its input, batch first, and its statistics."""
+    values = hidden_values(config)
+    return values * _residual_bytes(config) + norm_statistics_bytes(config, values)
+
+
+def sent_activation_bytes(config: Config) -> float:
+    """One message between stages: the residual stream; with tensor parallelism DeepSpeed sends a part per
+    rank, except with --sequence-parallel, which has parts already, and with dualpipev."""
+    parallel = config.parallel
+    whole = parallel.sequence_parallel or parallel.schedule.stages_per_rank > 1
+    return layer_input_bytes(config) / (1 if whole else parallel.tensor_model_parallel_size)
 
 
 def head_activation_bytes(config: Config, padded_vocab: int) -> float:
@@ -95,19 +178,37 @@ def head_activation_bytes(config: Config, padded_vocab: int) -> float:
     in the forward pass and keeps them instead: that of the input, and in fp32 that of the weight.
     """
     model, rows = config.model, padded_vocab / config.parallel.tensor_model_parallel_size
-    hidden = _hidden_values(config) * _parameter_bytes(config)
+    hidden = hidden_values(config) * parameter_bytes(config)
     if config.training.loss_implementation == "fused":
         return 2 * hidden + rows * model.hidden_size * FP32
     return hidden + config.batch.micro_batch_size * model.seq_length * rows * FP32
 
 
-def _hidden_values(config: Config) -> int:
+def position_scheme(config: Config) -> PositionScheme:
+    """The components of --position-embedding-type."""
+    return POSITION_EMBEDDINGS.load(config.model.position_embedding_type)
+
+
+def residual_values(config: Config) -> float:
+    """Elements of the residual stream of a micro-batch on one rank."""
+    sharded = config.parallel.sequence_parallel
+    return hidden_values(config) / (config.parallel.tensor_model_parallel_size if sharded else 1)
+
+
+def hidden_values(config: Config) -> int:
+    """sbh."""
     return config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
 
 
-def _parameter_bytes(config: Config) -> int:
+def parameter_bytes(config: Config) -> int:
+    """Bytes per weight and per element of most activations."""
     return FP32 if config.precision.name == "fp32" else 2
 
 
 def _residual_bytes(config: Config) -> int:
-    return FP32 if config.precision.fp32_residual_connection else _parameter_bytes(config)
+    """Bytes per element of the residual stream. With --apply-residual-connection-post-layernorm it is the
+    output of a norm, in the run's precision, after the first layer."""
+    wide = config.precision.fp32_residual_connection
+    if wide and not config.model.apply_residual_connection_post_layernorm:
+        return FP32
+    return parameter_bytes(config)

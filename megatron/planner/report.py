@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from megatron.config import Config
+from megatron.config import BatchSchedule, Config
 from megatron.config.sections.model import model_summary
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.flops import pipeline_efficiency
-from megatron.planner.stages import StagePlan, micro_batches_per_step
+from megatron.planner.hardware import GIB
+from megatron.planner.stage_memory import plan_memory
+from megatron.planner.stages import StagePlan, layer_table, micro_batches_per_step
+from megatron.planner.step_time import find_cluster, predict_step, time_lines
 from megatron.text_table import format_table
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
@@ -26,6 +29,8 @@ def run_report(
         _model_lines(config, plan, vocab_size),
         _layout_lines(config),
         "\n".join([stage_map(plan), *_simulated_lines(config, plan), learning_rate]),
+        "planned memory of a device in GiB\n" + memory_table(config, plan, vocab_size),
+        _step_lines(config, plan, vocab_size),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -55,7 +60,26 @@ def _layout_lines(config: Config) -> str:
     if batch.rampup_batch_size:
         start, increment, samples = batch.rampup_batch_size
         lines.append(f"ramp-up    from {start} by {increment} over the first {samples:,} samples")
+        lines += _ramp_up_lines(config)
     return "\n".join(lines)
+
+
+def _ramp_up_lines(config: Config) -> list[str]:
+    """Steps of the ramp-up, and with 1F1B the pipeline's efficiency in the first step and on average, by the
+    formula of `_pipeline_line`: the average is the work of all its steps by their time."""
+    batch, parallel = config.batch, config.parallel
+    unit = batch.micro_batch_size * parallel.data_parallel_size
+    steps = BatchSchedule.from_config(batch).ramp_up_steps()
+    line = (
+        f"           {sum(count for _, count in steps):,} steps at batches of {steps[0][0]} to {steps[-1][0]}"
+    )
+    if parallel.pipeline_schedule != "1f1b":
+        return [line]
+    ranks = parallel.pipeline_model_parallel_size
+    first = pipeline_efficiency(steps[0][0] // unit, ranks)
+    work = sum(count * (size // unit) for size, count in steps)
+    mean = work / sum(count * (size // unit + ranks - 1) for size, count in steps)
+    return [f"{line}, pipeline efficiency {first:.3f} in the first step, {mean:.3f} on average"]
 
 
 def _pipeline_line(schedule: str, micro_batches: int, ranks: int) -> str:
@@ -96,6 +120,20 @@ def stage_map(plan: StagePlan) -> str:
     return "\n".join([format_table(rows, left_align=(-1,)), heaviest_line(plan)])
 
 
+def memory_table(config: Config, plan: StagePlan, vocab_size: int) -> str:
+    """A row per pipeline rank: the parts of `StageMemory` in GiB, and the rank's share of the FLOPs."""
+    table = layer_table(config, vocab_size, plan.names, plan.parameters, None)
+    work = [0.0] * config.parallel.pipeline_model_parallel_size
+    for stage in range(len(plan.bounds) - 1):
+        work[plan.rank_of(stage)] += sum(table.flops[plan.bounds[stage] : plan.bounds[stage + 1]])
+    parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")
+    rows = [["rank" if plan.is_v_schedule else "stage", *parts, "work"]]
+    for rank, memory in enumerate(plan_memory(config, vocab_size, plan)):
+        sizes = [f"{getattr(memory, part) / GIB:.3f}" for part in parts]
+        rows.append([str(rank), *sizes, f"{100 * work[rank] / sum(work):.1f} %"])
+    return format_table(rows)
+
+
 def heaviest_line(plan: StagePlan) -> str:
     """Names the heaviest stage, and the efficiency that is lost while the other stages wait for it."""
     weights = plan.rank_weights()
@@ -133,6 +171,12 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
         f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
         f"{100 * busy:.1f} % of a step"
     ]
+
+
+def _step_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
+    """The predicted step on the devices of --gpu."""
+    cluster = find_cluster(config) if config.training.dry_run else None
+    return "" if cluster is None else time_lines(predict_step(config, plan, vocab_size, cluster))
 
 
 def _content(plan: StagePlan, stage: int) -> str:

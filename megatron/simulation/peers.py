@@ -8,35 +8,11 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.engine.deepspeed_config import deepspeed_dict
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.layout import ParallelLayout
+from megatron.planner.communication import Spec, tensors_at
 
 _MESSAGE_ELEMENTS = 256
 """Length of DeepSpeed's message with shapes (TENSOR_META_SIZE)."""
-Spec = tuple[tuple[int, ...], torch.dtype]
-
-
-def tensors_at(config: Config, bound: int, seq_length: int) -> list[Spec]:
-    """Shapes and dtypes of the tensors that the layer before `bound` returns on one rank: the inputs of a
-    stage that begins with layer `bound` (see the list of layers in `megatron.model.gpt_model`)."""
-    model, batch = config.model, config.batch.micro_batch_size
-    last_layer = FIRST_TRANSFORMER_LAYER + model.num_layers - 1
-    if bound <= 1:
-        return [((batch, seq_length), torch.int64)]
-    wide = config.precision.fp32_residual_connection and bound <= last_layer + 2
-    if model.apply_residual_connection_post_layernorm and bound > FIRST_TRANSFORMER_LAYER:
-        wide = False  # the residual is the output of a norm
-    dtype = torch.float32 if wide else PARAMETER_DTYPES[config.precision.name]
-    if not FIRST_TRANSFORMER_LAYER <= bound <= last_layer + 1:
-        shape = (batch, seq_length, model.hidden_size)
-    else:
-        parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-        shape = (seq_length // parts, batch, model.hidden_size)
-    has_document_ids = config.data.reset_attention_mask or (
-        config.data.reset_position_ids and model.position_embedding_type == "rotary"
-    )
-    documents = [((batch, seq_length), torch.int64)] if has_document_ids and bound <= last_layer + 1 else []
-    return [(shape, dtype), *documents]
 
 
 class Neighbours:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.config.registry import load_object
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.stages import micro_batches_per_step
@@ -22,6 +22,11 @@ _GIB = 2**30
 def simulate_stages(config: Config) -> list[StepRecord]:
     """A record of each pipeline rank, of its first tensor and data rank. ConfigError if the stages are not
     known, SimulationError if a step cannot be simulated."""
+    if config.optimizer.use_apex:
+        raise ConfigError(
+            "--use-apex cannot be simulated, apex needs a GPU: remove --use-apex or --simulate "
+            "(PyTorch's norm and Adam keep the same tensors)"
+        )
     parallel = config.parallel
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
     ranks = range(0, parallel.world_size, per_stage)
@@ -65,8 +70,10 @@ def simulation_report(config: Config) -> str:
     few = min(micro_batches_per_step(config), 2 * config.parallel.pipeline_model_parallel_size + 2)
     deadlock = find_deadlock(all_calls(config, records, few))
     fit = deadlock or f"all calls of {config.parallel.world_size} ranks fit, with {few} micro-batches"
+    notes = ["note: --compile is not simulated: the operations are those of the layers as written"]
     return "\n\n".join(
         [
+            *(notes if config.training.compile else []),
             "simulated memory, GiB of the fullest time of a step\n" + memory_table(records),
             "simulated step of one rank per stage\n" + work_table(config, records),
             f"collectives {fit}",

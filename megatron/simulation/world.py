@@ -36,6 +36,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.layer_times import needs_profiling, read_layer_times
+from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
 from megatron.simulation.accelerator import BACKEND, SimulatedAccelerator
 from megatron.simulation.device import SimulatedDevice
@@ -46,7 +47,6 @@ from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import RunData
 from megatron.training.logging.startup_report import StartupReport
-from megatron.training.planned_memory import planned_bytes
 from megatron.training.trainer import Trainer, make_metrics
 
 _STEPS = 2

@@ -5,25 +5,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.exit_codes import OutOfMemory
 from megatron.cluster.launch import allocator_settings
-from megatron.config import Config, ConfigError
-from megatron.config.checks.validate import validate
-from megatron.planner.stages import StagePlan, plan_stages
+from megatron.config import Config
+from megatron.planner.fit import memory_flags
+from megatron.planner.stage_memory import planned_bytes
+from megatron.planner.stages import StagePlan
 from megatron.training.logging.peak_memory import local_memory
-from megatron.training.planned_memory import planned_bytes
 
 _GIB = 2**30
-_MAX_FLAGS = 3
-# A flag must reduce the planned memory by this share to be named.
-_MIN_SAVING = 0.02
 # Unused memory that the allocator has reserved, as a share of the device, from which it is fragmented.
 _FRAGMENTED_SHARE = 0.1
 # How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
@@ -88,49 +83,3 @@ def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
     if expandable or unused < _FRAGMENTED_SHARE * total:
         return ""
     return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (the memory is fragmented), "
-
-
-def memory_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
-    """The flags that reduce the planned memory of the largest stage most: (flag and value, planned bytes with
-    it).
-
-    planned: bytes now. At most three, in the order of their effect; none of them changes what is trained.
-    """
-    found = []
-    for flag, changes in _candidates(config):
-        candidate = replace(
-            config, **{name: replace(getattr(config, name), **new) for name, new in changes.items()}
-        )
-        with suppress(ConfigError):
-            validate(candidate)
-            size = max(planned_bytes(candidate, vocab_size, plan_stages(candidate, vocab_size)))
-            if size < (1 - _MIN_SAVING) * planned:
-                found.append((flag, size))
-    return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]
-
-
-def _candidates(config: Config) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """(flag and value, section -> field -> value) of settings that may reduce the memory and keep the
-    model."""
-    parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
-    if micro_batch > 1:
-        yield f"--micro-batch-size {micro_batch // 2}", {"batch": {"micro_batch_size": micro_batch // 2}}
-    if not training.recomputes_layers:
-        yield "--checkpoint-activations", {"training": {"checkpoint_activations": True}}
-        if not training.recomputes_attention:
-            yield "--recompute-granularity selective", {"training": {"recompute_granularity": "selective"}}
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor > 1 and not parallel.sequence_parallel:
-        yield "--sequence-parallel", {"parallel": {"sequence_parallel": True}}
-    for stage in range(parallel.zero_stage + 1, 4 if pipeline == 1 else 2):
-        yield f"--zero-stage {stage}", {"parallel": {"zero_stage": stage}}
-    if not parallel.cpu_offload:
-        yield "--cpu-offload", {"parallel": {"cpu_offload": True}}
-    yield (
-        f"--tensor-model-parallel-size {2 * tensor}",
-        {"parallel": {"tensor_model_parallel_size": 2 * tensor}},
-    )
-    yield (
-        f"--pipeline-model-parallel-size {2 * pipeline}",
-        {"parallel": {"pipeline_model_parallel_size": 2 * pipeline}},
-    )

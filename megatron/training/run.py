@@ -19,15 +19,16 @@ from megatron.config import Config
 from megatron.config.batch import BatchSchedule
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
+from megatron.planner.fit import verdict
 from megatron.planner.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.planner.report import run_report
+from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint
 from megatron.training.logging.output_folders import make_output_folders
 from megatron.training.out_of_memory import explained_out_of_memory
-from megatron.training.planned_memory import planned_bytes
 from megatron.training.ramp_up import ramp_up_notes
 from megatron.training.start_notes import planned_start, start_notes
 from megatron.training.trainer import Trainer, make_metrics, run_length
@@ -49,6 +50,7 @@ def run(
     length = run_length(config, batches)
     lr_schedule = resumed_schedule(None, config)
     if config.training.dry_run:
+        fits, sentence = verdict(config, vocab.size, plan_memory(config, vocab.size, plan))
         if processes.is_main_process():
             notes = [*notes, *ramp_up_notes(config)]
             planned_data = planned_data_report(config, length)
@@ -57,7 +59,9 @@ def run(
             notes += found + start_notes(checkpoint, config, length, batches, lr_schedule)
             print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
             print("\n" + planned_data)
-        return ExitStatus.FINISHED
+            if sentence:
+                print(f"\nmemory     {sentence}")
+        return ExitStatus.FINISHED if fits else ExitStatus.CONFIG_ERROR
     checkpoint = folder_owner = fingerprint = data_table = None
     if config.parallel.local_rank == 0:
         with announce_errors():
@@ -104,7 +108,7 @@ def run(
     with watchdog.phase(Phase.LOAD):
         state = checkpoints.restore_or_init(checkpoint, metrics.print)
     data = open_data(config, layout, length, vocab)
-    planned = planned_bytes(config, vocab.size, plan)
+    planned = [part.total for part in plan_memory(config, vocab.size, plan)]
     trainer = Trainer(
         config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, planned
     )

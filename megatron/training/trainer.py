@@ -87,7 +87,7 @@ class Trainer:
     watchdog: Watchdog
     checkpoints: CheckpointManager
     planned_bytes: Sequence[float]
-    """By pipeline rank, see `megatron.training.planned_memory`."""
+    """By pipeline rank, see `megatron.planner.stage_memory`."""
     exit_reason: ExitReason | None = field(default=None, init=False)
     """Why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)

@@ -6,9 +6,9 @@ from megatron.config import Config
 from megatron.config.cli import parse_args
 
 _SMALL = (
-    "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-samples 6400 "
-    "--vocab-size 500 --log-interval 10"
+    "--dry-run --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 64 --lr 1e-3 "
+    "--train-samples 6400 --vocab-size 4000 --log-interval 10"
 )
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 

@@ -37,6 +37,11 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     model, training, schedule, optimizer = config.model, config.training, config.schedule, config.optimizer
     precision, data, logging, stability = config.precision, config.data, config.logging, config.stability
     names: tuple[str, ...]
+    if not training.dry_run:
+        yield training, ("gpu", "device_memory"), "without --dry-run"
+    if training.gpu is None or not training.dry_run:
+        names = ("node_size", "intra_node_gbps", "inter_node_gbps")
+        yield config.parallel, names, "without --dry-run and --gpu"
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
     if model.glu_activation is not None:

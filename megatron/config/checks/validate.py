@@ -21,6 +21,11 @@ def validate(config: Config) -> None:
         raise ConfigError(
             "--simulate simulates a step and trains nothing: add --dry-run, or remove --simulate"
         )
+    if config.training.gpu is not None and config.training.device_memory is not None:
+        raise ConfigError(
+            f"--gpu {config.training.gpu} and --device-memory {config.training.device_memory:g} both give "
+            "the memory of a device: remove one of them"
+        )
     check_layout(config)
     check_model(config)
     check_pipeline(config)

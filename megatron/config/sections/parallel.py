@@ -77,6 +77,26 @@ class ParallelConfig(Section):
         help="rank of this process on its node; set by the launcher",
     )
 
+    node_size: int | None = flag(
+        None,
+        at_least=1,
+        at_most=100_000,
+        metavar="DEVICES",
+        help="with --gpu: devices per node, for the planned time of a step (default: 8)",
+    )
+    intra_node_gbps: float | None = flag(
+        None,
+        above=0,
+        metavar="GBIT_PER_S",
+        help="with --gpu: Gbit/s of one device to the others of its node, per direction (default: by --gpu)",
+    )
+    inter_node_gbps: float | None = flag(
+        None,
+        above=0,
+        metavar="GBIT_PER_S",
+        help="with --gpu: Gbit/s of one node to the others, per direction (default: by --gpu)",
+    )
+
     @property
     def schedule(self) -> PipelineSchedule:
         """The properties of --pipeline-schedule."""

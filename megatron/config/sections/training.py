@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
+from megatron.config.registries import GPUS
 
 # Signals that can be handled and that have no other use in a run.
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -109,6 +110,19 @@ class TrainingConfig(Section):
         False,
         help="with --dry-run: also run a training step of every pipeline stage on a simulated device, and "
         "print its memory, work and communication, see docs/simulation.md",
+    )
+    gpu: str | None = flag(
+        None,
+        choices=GPUS,
+        help="with --dry-run: the device whose memory the plan is compared with; exit code 2 if it does not "
+        "fit",
+    )
+    device_memory: float | None = flag(
+        None,
+        metavar="GIB",
+        above=0,
+        at_most=1_000_000,
+        help="the same for a device with this much memory in GiB, instead of --gpu",
     )
     deepspeed_config: str | None = flag(
         None,

@@ -228,6 +228,7 @@ NO_EFFECT = [
         ],
     ),
     ("--recompute-granularity selective", []),
+    ("--node-size 8", ["--node-size has no effect without --dry-run and --gpu"]),
     (
         "--checkpoint-activations --partition-activations",
         ["--partition-activations has no effect with --tensor-model-parallel-size 1"],
@@ -263,6 +264,15 @@ NO_EFFECT = [
 @pytest.mark.parametrize(("words", "notes"), NO_EFFECT, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: list[str]) -> None:
     assert read_command_line([*SMALL, *words.split()], {}).notes == tuple(notes)
+
+
+@pytest.mark.parametrize("flag", ["--gpu a100-80gb", "--device-memory 80"])
+def test_the_device_of_a_plan_has_no_effect_on_a_run(flag: str, tmp_path: Path) -> None:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"text{ending}").touch()
+    run = [word for word in SMALL if word != "--dry-run"]
+    words = [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), *flag.split()]
+    assert read_command_line(words, {}).notes == (f"{flag.split()[0]} has no effect without --dry-run",)
 
 
 class TestFiles:

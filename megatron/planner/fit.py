@@ -1,0 +1,108 @@
+"""Whether the planned memory fits a device, and the flags that reduce it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from megatron.config import Config, ConfigError
+from megatron.config.checks.validate import validate
+from megatron.planner.hardware import GIB, device_memory_bytes
+from megatron.planner.stage_memory import StageMemory, planned_bytes
+from megatron.planner.stages import plan_stages
+
+# What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,
+# and NCCL's buffers if there is more than one process. Assumptions, never measured here.
+CONTEXT_BYTES = GIB
+NCCL_BYTES = GIB
+# Memory that the allocator has reserved and cannot use, as a share of the plan, with expandable segments,
+# which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
+FRAGMENTATION = 0.05
+_MAX_FLAGS = 3
+# A flag must reduce the planned memory by this share to be named.
+_MIN_SAVING = 0.02
+
+
+def reserve_bytes(config: Config, planned: float) -> float:
+    """Memory that a device needs beside `planned` bytes of tensors: see the constants of this module."""
+    communication = NCCL_BYTES if config.parallel.world_size > 1 else 0
+    return CONTEXT_BYTES + communication + FRAGMENTATION * planned
+
+
+def verdict(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
+    """(whether the plan fits the device of --gpu or --device-memory, a sentence); (True, '') without both."""
+    device = device_memory_bytes(config)
+    if device is None:
+        return True, ""
+    planned = [part.total for part in memory]
+    largest = max(planned)
+    reserve = reserve_bytes(config, largest)
+    name = config.training.gpu or f"{config.training.device_memory:g} GiB"
+    needs = (
+        f"stage {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
+        f"NCCL and the allocator, the device ({name}) has {_gib(device)}"
+    )
+    spare = device - largest - reserve
+    if spare >= 0:
+        return True, f"fits with {_gib(spare)} to spare: {needs}"
+    over = [i for i, size in enumerate(planned) if size + reserve_bytes(config, size) > device]
+    flags = ", ".join(
+        f"{flag} ({_gib(size)}{'' if size + reserve_bytes(config, size) > device else ', fits'})"
+        for flag, size in memory_flags(config, vocab_size, largest)
+    )
+    stages = f"stage {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} stages"
+    return False, f"does not fit ({stages}), {_gib(-spare)} too much: {needs}; try {flags or 'more devices'}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def memory_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
+    """The flags that reduce the planned memory of the largest stage most: (flag and value, planned bytes with
+    it).
+
+    planned: bytes now. At most three, in the order of their effect. They keep the model and the batches.
+    """
+    found = []
+    for flag, changes in _candidates(config):
+        candidate = replace(
+            config, **{name: replace(getattr(config, name), **new) for name, new in changes.items()}
+        )
+        with suppress(ConfigError):
+            validate(candidate)
+            size = max(planned_bytes(candidate, vocab_size, plan_stages(candidate, vocab_size)))
+            if size < (1 - _MIN_SAVING) * planned:
+                found.append((flag, size))
+    return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]
+
+
+def _candidates(config: Config) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """(flag and value, section -> field -> value) of settings that may reduce the memory and keep the
+    model."""
+    parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
+    if micro_batch > 1:
+        yield f"--micro-batch-size {micro_batch // 2}", {"batch": {"micro_batch_size": micro_batch // 2}}
+    if not training.recomputes_layers:
+        yield "--checkpoint-activations", {"training": {"checkpoint_activations": True}}
+        if not training.recomputes_attention:
+            yield "--recompute-granularity selective", {"training": {"recompute_granularity": "selective"}}
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tensor > 1 and not parallel.sequence_parallel:
+        yield "--sequence-parallel", {"parallel": {"sequence_parallel": True}}
+    for stage in range(parallel.zero_stage + 1, 4 if pipeline == 1 else 2):
+        yield f"--zero-stage {stage}", {"parallel": {"zero_stage": stage}}
+    if not parallel.cpu_offload:
+        yield "--cpu-offload", {"parallel": {"cpu_offload": True}}
+        if not config.optimizer.use_bnb_optimizer:
+            yield "--use-bnb-optimizer", {"optimizer": {"use_bnb_optimizer": True}}
+    yield (
+        f"--tensor-model-parallel-size {2 * tensor}",
+        {"parallel": {"tensor_model_parallel_size": 2 * tensor}},
+    )
+    yield (
+        f"--pipeline-model-parallel-size {2 * pipeline}",
+        {"parallel": {"pipeline_model_parallel_size": 2 * pipeline}},
+    )

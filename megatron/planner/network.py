@@ -1,0 +1,106 @@
+"""Time of collectives and messages on a cluster of equal nodes, by topology.
+
+A node has `node_size` devices that are connected with each other, and one connection to other nodes that they
+share. Ranks fill the nodes in order. A ring collective of n ranks moves (all-reduce: 2) x (n - 1) / n of its
+bytes over every link of the ring (arXiv 1909.08053 and NVIDIA's nccl-tests, "Performance reported by NCCL
+tests", call this factor that of the bus bandwidth). If the ring leaves the node, the rings of all groups that
+the node's devices belong to share the node's connection.
+
+The default rates are those of the vendors' systems, per direction:
+
+    V100   DGX-1: 6 NVLinks of 25 GB/s per device, 4 x 100 Gbit/s per node
+    A100   DGX A100: 12 NVLinks of 25 GB/s, 8 x 200 Gbit/s
+    H100   DGX H100: 18 NVLinks of 25 GB/s, 8 x 400 Gbit/s; H200 the same
+    B200   DGX B200: 18 NVLinks of 50 GB/s, 8 x 400 Gbit/s
+
+Collectives reach a part of these rates only; `ACHIEVED` is an assumption, as the latencies are. Not modelled:
+congestion, rings over a part of the links, trees, and SHARP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.mpu.layout import ParallelLayout
+from megatron.planner.communication import ALL_REDUCE, RECEIVE, SEND, Exchange
+
+ACHIEVED = 0.75
+"""Part of a link's rate that collectives reach."""
+LATENCY_S = {"intra": 5e-6, "inter": 15e-6}
+"""Of a step of a collective."""
+_BITS = 8e-9
+
+
+@dataclass(frozen=True)
+class Network:
+    """The connections of a cluster.
+
+    node_size: devices per node. intra_node_gbps: Gbit/s per device and direction within a node.
+    inter_node_gbps: Gbit/s per node and direction to other nodes.
+    """
+
+    node_size: int
+    intra_node_gbps: float
+    inter_node_gbps: float
+
+    @property
+    def intra_bytes_per_s(self) -> float:
+        """What a device reaches within its node."""
+        return ACHIEVED * self.intra_node_gbps / _BITS
+
+    @property
+    def inter_bytes_per_s(self) -> float:
+        """What the devices of a node reach together."""
+        return ACHIEVED * self.inter_node_gbps / _BITS
+
+    def seconds(self, exchange: Exchange, layout: ParallelLayout) -> float:
+        """Time of one call, for the rank of `layout`, if all ranks of the run make the same call at once."""
+        ranks = exchange.ranks(layout)
+        if exchange.operation in (SEND, RECEIVE):
+            return self.message_seconds(exchange.bytes, layout.rank, ranks[0], layout)
+        n = len(ranks)
+        if n == 1:
+            return 0.0
+        share = (2 if exchange.operation == ALL_REDUCE else 1) * (n - 1) / n
+        members = Counter(rank // self.node_size for rank in ranks)
+        steps = 2 * math.ceil(math.log2(n))
+        if len(members) == 1:
+            return share * exchange.bytes / self.intra_bytes_per_s + steps * LATENCY_S["intra"]
+        devices = min(self.node_size, layout.world_size)
+        rings = max(devices // max(members.values()), 1)
+        rate = min(self.inter_bytes_per_s / rings, self.intra_bytes_per_s)
+        return share * exchange.bytes / rate + steps * LATENCY_S["inter"]
+
+    def message_seconds(self, size: int, source: int, destination: int, layout: ParallelLayout) -> float:
+        """Time of a message between two ranks, if all ranks of the two stages exchange one at once."""
+        if source // self.node_size == destination // self.node_size:
+            return size / self.intra_bytes_per_s + LATENCY_S["intra"]
+        senders = min(self.node_size, layout.tp_size * layout.dp_size)
+        rate = min(self.inter_bytes_per_s / senders, self.intra_bytes_per_s)
+        return size / rate + LATENCY_S["inter"]
+
+
+_KINDS = {
+    "v100": Network(8, 1200, 400),
+    "a100": Network(8, 2400, 1600),
+    "h100": Network(8, 3600, 3200),
+    "h200": Network(8, 3600, 3200),
+    "b200": Network(8, 7200, 3200),
+}
+
+
+def find_network(config: Config) -> Network | None:
+    """The network of --node-size, --intra-node-gbps and --inter-node-gbps; defaults by --gpu. None without
+    --gpu."""
+    if config.training.gpu is None:
+        return None
+    usual = _KINDS[config.training.gpu.partition("-")[0]]
+    parallel = config.parallel
+    return Network(
+        parallel.node_size or usual.node_size,
+        parallel.intra_node_gbps or usual.intra_node_gbps,
+        parallel.inter_node_gbps or usual.inter_node_gbps,
+    )

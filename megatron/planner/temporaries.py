@@ -1,0 +1,170 @@
+"""Memory that exists for a part of an instruction only, in bytes, at the moments at which a step may peak.
+
+The activations that are kept between a forward and its backward pass are in `memory`. Each function names the
+code that it describes; `tests/simulated` compares the sums with the simulated step.
+"""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.mpu.cross_entropy import chunk_sizes
+from megatron.planner import memory
+from megatron.planner.memory import FP32
+
+# `mpu.random._element_bits`: a 32-bit hash of each element, and one shifted copy of it.
+_HASH_BYTES = 8
+
+
+def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
+    """The largest sum during the forward or the backward pass of a transformer layer, beyond the activations
+    of the micro-batches in flight (`memory.transformer_layer_activation_bytes`).
+
+    layer_parameters: on one rank.
+    """
+    training = config.training
+    saved = memory.saved_within_layer_bytes(config)
+    gradients, weights = _sharded_unit_bytes(config, layer_parameters)
+    size = memory.parameter_bytes(config)
+    # The first matrix of the backward pass has its gradient before the layer's full gradients are allocated.
+    second = max(_mlp_matrix_elements(config), memory.mlp_values(config)) * size + gradients
+    later = max(_mlp_backward_bytes(config), second, _hidden_dropout_bytes(config))
+    attention = _attention_forward_bytes(config)
+    if training.recomputes_layers:
+        # The backward pass recomputes a group of layers: all that they save exists at once.
+        others = (training.checkpoint_num_layers - 1) * (saved + memory.layer_input_bytes(config))
+        return weights + others + _recomputed_input_bytes(config) + max(saved + later, attention)
+    # The attention of the last layer runs before the rest of what it saves, and its output, exist.
+    return weights + max(later, attention - saved - memory.layer_input_bytes(config))
+
+
+def _mlp_backward_bytes(config: Config) -> float:
+    """`model.mlp`, backward: first the gradients of the second matrix and of its input; with dropout also
+    that of its output (without, it is the gradient that the layer received); with --sequence-parallel this
+    is all-gathered first."""
+    model, size = config.model, memory.parameter_bytes(config)
+    tensor = config.parallel.tensor_model_parallel_size
+    output = memory.residual_values(config) if model.hidden_dropout > 0 else 0
+    if config.parallel.sequence_parallel and tensor > 1:
+        output += memory.hidden_values(config)
+    return (memory.mlp_values(config) + _mlp_matrix_elements(config) + output) * size
+
+
+def _mlp_matrix_elements(config: Config) -> float:
+    """One of the MLP's matrices on this rank."""
+    return (
+        config.model.hidden_size * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    )
+
+
+def _hidden_dropout_bytes(config: Config) -> float:
+    """`mpu.random.keep_mask` of the MLP's output: this output, and hashes. The layer's output, which is
+    counted as kept, does not exist yet."""
+    if config.model.hidden_dropout == 0:
+        return 0.0
+    values = memory.residual_values(config)
+    return values * (memory.parameter_bytes(config) + _HASH_BYTES) - memory.layer_input_bytes(config)
+
+
+def _attention_forward_bytes(config: Config) -> float:
+    """`model.attention._attend_with_dropout` when the dropout mask is computed: the norm's output, queries,
+    keys and values; of each score softmax, mask, score, softmax in 16 bits, and hashes; the causal mask or
+    the bias of the documents. 0 without dropout: the fused kernel has no temporaries."""
+    model, size = config.model, memory.parameter_bytes(config)
+    if model.attention_dropout == 0:
+        return 0.0
+    per_score = FP32 + 1 + size + (size if size != FP32 else 0) + _HASH_BYTES
+    heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
+    rows = config.batch.micro_batch_size * model.seq_length
+    copies = 5 if memory.position_scheme(config).rotary else 3
+    projected = copies * rows * heads * model.kv_channels
+    mask = model.seq_length**2 * (
+        config.batch.micro_batch_size * size if config.data.reset_attention_mask else 1
+    )
+    return (memory.residual_values(config) + projected) * size + memory.scores(config) * per_score + mask
+
+
+def _recomputed_input_bytes(config: Config) -> float:
+    """DeepSpeed's recomputation gathers a sharded input, or copies it back from the host."""
+    training = config.training
+    if not (training.checkpoint_in_cpu or training.partition_activations):
+        return 0.0
+    return memory.layer_input_bytes(config)
+
+
+def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float, float]:
+    """`optimizer.sharded_units`: full gradients of the layer in its backward pass (ZeRO-2), full weights in
+    both passes (ZeRO-3)."""
+    parallel = config.parallel
+    if parallel.data_parallel_size == 1:
+        return 0.0, 0.0
+    return (
+        layer_parameters * (FP32 if parallel.zero_stage >= 2 else 0),
+        layer_parameters * (memory.parameter_bytes(config) if parallel.zero_stage == 3 else 0),
+    )
+
+
+def head_loss_bytes(config: Config, padded_vocab: int) -> float:
+    """The head and the loss at the end of the forward pass, with --loss-implementation fused
+    (`mpu.cross_entropy._LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
+    of one chunk of tokens the logits, their softmax in fp32, a part of the weight's gradient, the scaled
+    input.
+
+    plain: 16-bit and fp32 logits, and the fp32 logits of the micro-batches before (`stale_buffer_bytes`).
+    """
+    model, size = config.model, memory.parameter_bytes(config)
+    rows = padded_vocab // config.parallel.tensor_model_parallel_size
+    tokens = config.batch.micro_batch_size * model.seq_length
+    hidden = memory.hidden_values(config) * size
+    if config.training.loss_implementation == "plain":
+        return hidden + tokens * rows * (FP32 + (size if size != FP32 else 0))
+    sizes = chunk_sizes(tokens, rows, model.hidden_size, size, on_cpu=False)
+    chunk = sizes.tokens * rows * size
+    scaled = sizes.tokens * model.hidden_size
+    if size == FP32:
+        return 2 * hidden + rows * model.hidden_size * FP32 + chunk + scaled * FP32
+    chunk += sizes.softmax_rows * rows * FP32
+    product = sizes.product_rows * model.hidden_size * size
+    # The scaled input is computed in fp32, twice its size; the buffer of the product stays after one chunk.
+    has_more = sizes.tokens < tokens
+    chunk += max(scaled * size + product, scaled * 2 * FP32 + (product if has_more else 0))
+    return 2 * hidden + rows * model.hidden_size * FP32 + chunk
+
+
+def head_gradient_bytes(config: Config) -> float:
+    """What the head leaves for the backward pass of the last transformer layer: the gradient of its input."""
+    return memory.hidden_values(config) * memory.parameter_bytes(config)
+
+
+def stale_buffer_bytes(config: Config, padded_vocab: int, *, receives: bool) -> float:
+    """DeepSpeed's pipeline has at least two buffers. The last stage has one micro-batch in flight, so one
+    buffer still holds the last micro-batch's output, and if the stage `receives`, input and its gradient."""
+    rows = padded_vocab // config.parallel.tensor_model_parallel_size
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    output: float = memory.hidden_values(config) * memory.parameter_bytes(config)
+    if config.training.loss_implementation == "plain":
+        output = 2 * tokens * rows * FP32
+    return output + (2 * memory.layer_input_bytes(config) if receives else 0)
+
+
+def table_bytes(config: Config, *, exchanges: bool) -> float:
+    """Tensors that live longer than a step: the attention bias (`model.position.AttentionMasks`), rotary
+    angles, and the receive buffer of a stage that `exchanges` messages with others."""
+    model, size = config.model, memory.parameter_bytes(config)
+    scheme = memory.position_scheme(config)
+    bias: float = 0
+    if scheme.slopes is not None:
+        bias = model.num_attention_heads / config.parallel.tensor_model_parallel_size
+    elif config.data.reset_attention_mask:
+        bias = 1
+    rotary = 2 * model.seq_length * model.kv_channels if scheme.rotary else 0
+    buffer = memory.sent_activation_bytes(config) if exchanges else 0
+    return (bias * model.seq_length**2 + rotary) * size + buffer
+
+
+def optimizer_step_bytes(config: Config, parameters: float) -> float:
+    """`optimizer.flat_group.all_gather_params` copies this rank's partition of the weights (ZeRO-1 and 2). No
+    activations exist then."""
+    parallel = config.parallel
+    if parallel.zero_stage == 0 or parallel.data_parallel_size == 1:
+        return 0.0
+    return parameters * memory.parameter_bytes(config) / parallel.data_parallel_size

@@ -1,0 +1,216 @@
+"""Work of a pass of one micro-batch through a pipeline stage: FLOPs, bytes through memory, launches.
+
+FLOPs are those of the matrix products (`megatron.planner.flops`). Bytes: a pass reads each weight; a backward
+pass also writes the weight's gradient and adds it to the accumulated one, which reads and writes it. The
+kernels read and write activations. How often depends on the program: `Traffic` has the bytes per element of
+a transformer layer:
+
+    hidden     of the b s h elements of the hidden state: norms, residual connections, dropout, in and out of
+               the tensor-parallel matrices. With --sequence-parallel each rank has 1 / t of them
+    attention  of the b s w / t elements of a rank's heads (queries, keys, values and the output)
+    mlp        of the b s f / t elements of a rank's intermediate activation
+    score      of the a b s^2 / t attention scores; 0 with a fused kernel, which stores none
+
+The numbers of this program were counted on the simulated step, operation by operation
+(`tests/simulated/test_work.py` compares). `MEGATRON_2021` describes the program of published measurements:
+Megatron-DeepSpeed of BigScience, counted by hand, with fused kernels for bias and GELU, masked softmax and
+layer norm (arXiv 1909.08053, 2104.04473); bias, dropout and residual are counted as three kernels, with which
+the fitted rows agree better than with one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.config.vocab import padded_vocab_size
+from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.planner.flops import head_flops, recomputes_scores, transformer_layer_flops
+from megatron.planner.memory import FP32
+from megatron.planner.stages import StagePlan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes read and written per element (see the module's docstring), and operations, in a layer's pass."""
+
+    hidden: float
+    attention: float
+    mlp: float
+    score: float
+    launches: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a program computes a layer, the head and the loss."""
+
+    forward: Traffic
+    backward: Traffic
+    """Without recomputation."""
+    logit: float
+    """Bytes per logit of both passes."""
+    gradient_bytes: int
+    """Bytes of an accumulated gradient."""
+    fused_loss: bool
+    """Whether the forward pass computes the gradients of LM head and loss, and the backward pass none."""
+    overlaps_input_gradient: bool
+    """Whether a column-parallel layer computes its weight's gradient during the all-reduce of its input's."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass computes. misaligned_flops: of attention with heads that tensor cores do not support."""
+
+    flops: float = 0.0
+    misaligned_flops: float = 0.0
+    bytes: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.misaligned_flops + other.misaligned_flops,
+            self.bytes + other.bytes,
+            self.launches + other.launches,
+        )
+
+    def times(self, factor: float) -> Work:
+        """`factor` equal summands."""
+        return Work(
+            factor * self.flops, factor * self.misaligned_flops, factor * self.bytes, factor * self.launches
+        )
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The work of a pass of one micro-batch through a stage.
+
+    overlap_flops: matrix products of the backward pass (and of the loss) during which an all-reduce runs.
+    """
+
+    forward: Work
+    backward: Work
+    overlap_flops: float
+
+
+MEGATRON_2021 = Program(
+    forward=Traffic(hidden=46, attention=20, mlp=8, score=13, launches=36),
+    backward=Traffic(hidden=74, attention=40, mlp=16, score=19, launches=66),
+    logit=30,
+    gradient_bytes=2,
+    fused_loss=False,
+    overlaps_input_gradient=False,
+)
+
+
+def program_of(config: Config) -> Program:
+    """This program with the run's flags."""
+    model, size = config.model, _element_bytes(config)
+    dropout = model.hidden_dropout > 0
+    unfused = model.attention_dropout > 0  # else attention is one kernel
+    shards = config.parallel.tensor_model_parallel_size > 1
+    biased = not unfused and model.position_embedding_type == "alibi"
+    gated = model.glu_activation is not None
+    fused_loss = config.training.loss_implementation == "fused"
+    return Program(
+        # The masks of dropout are hashed: 44 operations that move 79 bytes per element.
+        forward=Traffic(
+            hidden=size * (18 if shards else 14) + 2 * 79 * dropout,
+            attention=size * (6 if unfused else 14 if biased else 8),
+            mlp=size * (8 if gated else 4),
+            score=(12 * size + 2 + 79) * unfused,
+            launches=(12 if shards else 10) + gated + 2 * biased + 2 * 44 * dropout + 50 * unfused,
+        ),
+        backward=Traffic(
+            hidden=size * 26 + 15 * dropout,
+            attention=size * (21 if unfused else 27 if biased else 25),
+            mlp=size * (35 if gated else 8),
+            score=52 * unfused,
+            launches=33 + 9 * gated + 10 * dropout + 5 * unfused,
+        ),
+        logit=(82 if shards else 58) if fused_loss else 36,
+        gradient_bytes=FP32,
+        fused_loss=fused_loss,
+        overlaps_input_gradient=True,
+    )
+
+
+def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, program: Program) -> StageWork:
+    """The work of a pass of one micro-batch through a stage of the plan."""
+    layers = plan.names[plan.bounds[stage] : plan.bounds[stage + 1]]
+    count = layers.count(TRANSFORMER_LAYER)
+    layer = layer_work(config, program)
+    forward, backward = layer.forward.times(count), layer.backward.times(count)
+    overlap = count * layer.overlap_flops
+    first, head = embedding_and_head(plan.names)
+    model, tokens = config.model, _tokens(config)
+    size = _element_bytes(config)
+    embedding = Work(bytes=3 * size * tokens * model.hidden_size, launches=5)
+    if plan.bounds[stage] <= first < plan.bounds[stage + 1]:
+        forward += embedding
+        backward += embedding
+    if plan.bounds[stage] <= head < plan.bounds[stage + 1]:
+        tp_size = config.parallel.tensor_model_parallel_size
+        rows = padded_vocab_size(vocab_size, model, tp_size) // tp_size
+        weight = rows * model.hidden_size
+        flops = head_flops(config, rows * tp_size) / 3
+        traffic = program.logit * tokens * rows
+        once = Work(flops, 0.0, size * weight + traffic / 2, 40)
+        twice = Work(2 * flops, 0.0, (3 * size + 2 * FP32) * weight + traffic / 2, 40)
+        add_gradient = Work(bytes=3 * FP32 * weight, launches=2)
+        forward += once + twice if program.fused_loss else once
+        backward += add_gradient if program.fused_loss else twice
+        overlap += flops
+    return StageWork(forward, backward, overlap)
+
+
+def layer_work(config: Config, program: Program) -> StageWork:
+    """The work of a pass of one micro-batch through one transformer layer."""
+    model, parallel = config.model, config.parallel
+    tp_size, tokens = parallel.tensor_model_parallel_size, _tokens(config)
+    width = model.num_attention_heads * model.kv_channels
+    wide = (2 if model.glu_activation else 1) * model.ffn_hidden_size
+    size = _element_bytes(config)
+    weights = ((4 * width + wide + model.ffn_hidden_size) * model.hidden_size) / tp_size
+    scores = tokens * model.seq_length * model.num_attention_heads / tp_size
+    attention = 4 * tokens * model.seq_length * width / tp_size
+    flops = 2 * tokens * weights + attention
+    shards = tp_size if parallel.sequence_parallel else 1
+
+    def activations(traffic: Traffic) -> float:
+        moved = traffic.hidden * model.hidden_size / shards
+        moved += (traffic.attention * width + traffic.mlp * model.ffn_hidden_size) / tp_size
+        return tokens * moved + traffic.score * scores
+
+    total = transformer_layer_flops(config)
+    recomputed = total - 3 * flops
+    # Tensor cores multiply 16-bit matrices whose rows are multiples of 16 bytes.
+    misaligned = attention if size == 2 and model.kv_channels % 8 else 0.0
+    forward = Work(
+        flops - misaligned,
+        misaligned,
+        activations(program.forward) + size * weights,
+        program.forward.launches,
+    )
+    gradients = (size + size + 2 * program.gradient_bytes) * weights
+    backward = Work(
+        2 * (flops - misaligned),
+        2 * misaligned,
+        activations(program.backward) + size * weights + gradients,
+        program.backward.launches,
+    )
+    if config.training.recomputes_layers:
+        backward += Work(max(recomputed - misaligned, 0.0), misaligned, forward.bytes, forward.launches)
+    else:
+        again = program.forward.score * scores if recomputes_scores(config) else 0.0
+        backward += Work(flops=max(recomputed, 0.0), bytes=again)
+    return StageWork(forward, backward, 2 * tokens * (3 * width + wide) * model.hidden_size / tp_size)
+
+
+def _element_bytes(config: Config) -> int:
+    return FP32 if config.precision.name == "fp32" else 2
+
+
+def _tokens(config: Config) -> int:
+    return config.batch.micro_batch_size * config.model.seq_length

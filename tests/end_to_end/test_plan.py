@@ -1,0 +1,60 @@
+"""tools/plan.py as typed: a script, a search, mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.end_to_end.command import ROOT
+
+MODEL = (
+    "--gpu a100-80gb --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 "
+    "--global-batch-size 32 --vocab-size 50257 --hidden-dropout 0 --attention-dropout 0"
+)
+
+
+def plan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "plan.py"), *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_script_as_text_data_and_picture(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "slurm" / "tr11-176B-ml.slurm"
+    words = ["--script", str(script), "--gpu", "a100-80gb", "--vocab-size", "250680"]
+    run = plan(*words, "--json", "plan.json", "--plot", "plan.png", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "384 processes = TP 4 x PP 12 x DP 8" in run.stdout
+    assert "s predicted: " in run.stdout and "what if" in run.stdout
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["parameters"] == 176_247_271_424 and len(data["stages"]) == 12
+    assert data["step"]["total"] > 0 and data["fits"] is True
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_search_prints_layouts_and_flags(tmp_path: Path) -> None:
+    run = plan("--search", "--gpus", "4", "--json", "found.json", *MODEL.split(), folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "planned in full" in run.stdout and "flags      pretrain_gpt.py --dry-run" in run.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    rates = [one["step"]["tokens_per_second"] for one in found["candidates"]]
+    assert rates == sorted(rates, reverse=True) and found["candidates"][0]["what_if"]
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
+    for words, expected in (
+        (["--search", *MODEL.replace("--gpu a100-80gb ", "").split()], "--gpu"),
+        (["--hiden-size", "8"], "--hiden-size"),
+        (["--script", "absent.slurm"], "--script absent.slurm: the file does not exist"),
+    ):
+        run = plan(*words, folder=tmp_path)
+        assert run.returncode == 2
+        (sentence,) = run.stderr.strip().splitlines()[-1:]
+        assert sentence.startswith("error: ") and expected in sentence
+        assert "Traceback" not in run.stderr

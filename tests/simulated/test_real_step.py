@@ -1,0 +1,78 @@
+"""A simulated step against the real one: the same calls in order, FLOPs and parameters on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron.simulation.collectives import describe_call
+from megatron.simulation.processes import run_in_processes
+from megatron.simulation.world import simulate_rank
+from megatron.testing.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
+
+ROWS = [
+    Row(dp=2, zero=1, precision="bf16", recompute=True),
+    Row(tp=2, pp=2, zero=1, precision="bf16", micro_batch=2),
+    Row(dp=2, zero=3, positions="rotary"),
+    Row(pp=4, recompute=True, positions="alibi"),
+    Row(tp=2, pp=2, dp=2, precision="fp16", positions="alibi"),
+]
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts what the simulated device counts, of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls.append(describe_call(func.overloadpacket.__name__, args))
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.flops += int(flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result))
+        return result
+
+
+def settings(row: Row):
+    """Attention with dropout is the same matrix products on every device; fused kernels differ."""
+    return config_of(
+        row,
+        model={"vocab_size": VOCAB, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+        training={"dry_run": True},
+    )
+
+
+def real_step(row: Row):
+    """(calls, FLOPs, number of parameters) of this rank's second step."""
+    torch.manual_seed(0)
+    engine = build_engine(settings(row))
+    train(engine, [0])
+    counter = StepCounter()
+    with counter:
+        train(engine, [1])
+    return counter.calls, counter.flops, sum(p.numel() for p in engine.module.parameters())
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_simulated_step_is_the_real_one(row):
+    count = GLOBAL_BATCH // (row.micro_batch * row.dp)
+    ranks = [(settings(row), rank, count) for rank in range(row.world_size)]
+    simulated = run_in_processes(simulate_rank, ranks)
+    for record, (calls, flops, parameters) in zip(
+        simulated, run_world(row.world_size, real_step, row), strict=True
+    ):
+        assert record.parameters == parameters, f"rank {record.rank}"
+        assert record.flops == flops, f"rank {record.rank}"
+        # The trainer then agrees with all ranks on whether to exit; the engine alone does not.
+        *of_step, exit_code = record.calls
+        assert exit_code.dtype == "int32" and exit_code.elements == 1
+        assert of_step == calls, f"rank {record.rank}"

@@ -1,0 +1,47 @@
+"""The planned bytes and operations of a layer's pass are those of the simulated step."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.cli import parse_args
+from megatron.planner.work import Work, layer_work, program_of
+from megatron.simulation.processes import run_in_processes
+from megatron.simulation.world import simulate_rank
+
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+BASE = (
+    "--dry-run --hidden-size 512 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-samples 6400 --vocab-size 512 --bf16"
+)
+# Flags, and how far the planned bytes may be from those counted. Dropout's masks are many small operations.
+ROWS = {
+    "fused": (NO_DROPOUT, 0.02),
+    "tensor-parallel": (f"{NO_DROPOUT} --world-size 2 --tensor-model-parallel-size 2", 0.03),
+    "dropout": ("", 0.05),
+    "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),
+    "swiglu": (f"{NO_DROPOUT} --glu-activation swiglu", 0.05),
+    "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.08),
+}
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("name", ROWS)
+def test_planned_bytes_of_a_layer_are_those_of_the_step(name: str) -> None:
+    flags, tolerance = ROWS[name]
+    few, many = (parse_args([*BASE.split(), *flags.split(), "--num-layers", str(n)], {}) for n in (1, 3))
+    records = run_in_processes(simulate_rank, [(few, 0), (many, 0)])
+    planned = layer_work(many, program_of(many))
+    for kind, work in (("ForwardPass", planned.forward), ("BackwardPass", planned.backward)):
+        one, three = (_work(record, kind) for record in records)
+        found = Work((three.flops - one.flops) / 2, 0.0, (three.bytes - one.bytes) / 2)
+        launches = (three.launches - one.launches) / 2
+        assert work.flops == found.flops, kind
+        assert work.bytes == pytest.approx(found.bytes, rel=tolerance), kind
+        assert work.launches == pytest.approx(launches, rel=0.1), kind
+
+
+def _work(record, kind: str) -> Work:
+    (work,) = (work for instruction, work in record.rest.items() if instruction.kind == kind)
+    moved = sum(count.bytes_read + count.bytes_written for count in work.operations.values())
+    return Work(work.flops, 0.0, moved, work.launched)

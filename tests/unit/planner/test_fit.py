@@ -1,0 +1,93 @@
+"""Whether a plan fits a device, the table of planned memory, the lines of a ramp-up."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.config.cli import parse_args
+from megatron.planner.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, reserve_bytes, verdict
+from megatron.planner.hardware import GIB
+from megatron.planner.report import memory_table, run_report
+from megatron.planner.stage_memory import plan_memory, planned_bytes
+from megatron.planner.stages import plan_stages
+
+VOCAB = 50_000
+MODEL = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings "
+    "1024 --micro-batch-size 4 --global-batch-size 64 --lr 1e-3 --train-samples 9600 --bf16 --dry-run "
+    "--world-size 4 --pipeline-model-parallel-size 2"
+).split()
+
+
+def planned(flags: str = ""):
+    config = parse_args([*MODEL, *flags.split()], {})
+    plan = plan_stages(config, VOCAB)
+    return config, plan, plan_memory(config, VOCAB, plan)
+
+
+def verdict_of(flags: str):
+    config, _, memory = planned(flags)
+    return verdict(config, VOCAB, memory)
+
+
+def test_without_a_device_there_is_no_verdict():
+    assert verdict_of("") == (True, "")
+
+
+def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
+    config, _, memory = planned()
+    largest = max(part.total for part in memory)
+    reserve = CONTEXT_BYTES + NCCL_BYTES + FRAGMENTATION * largest
+    assert reserve_bytes(config, largest) == reserve
+    fits, sentence = verdict_of("--device-memory 64")
+    assert fits and sentence.startswith(
+        f"fits with {64 - (largest + reserve) / GIB:.2f} GiB to spare: stage 0 "
+    )
+    assert "v100-32gb" in verdict_of("--gpu v100-32gb")[1]
+
+
+def test_a_plan_fits_to_the_byte():
+    config, _, memory = planned()
+    largest = max(part.total for part in memory)
+    need = (largest + reserve_bytes(config, largest)) / GIB
+    assert verdict_of(f"--device-memory {need + 1e-6}")[0]
+    assert not verdict_of(f"--device-memory {need - 1e-6}")[0]
+
+
+def test_an_overflow_names_the_stages_and_flags_with_their_new_totals():
+    fits, sentence = verdict_of("--device-memory 8")
+    assert not fits and "does not fit" in sentence and "stage 0 needs" in sentence
+    flags = re.findall(r"(--[\w-]+ ?[\w]*) \(([\d.]+) GiB(, fits)?\)", sentence)
+    assert len(flags) == 3
+    for flag, size, _ in flags:
+        config, plan, _ = planned(flag)
+        assert float(size) == pytest.approx(max(planned_bytes(config, VOCAB, plan)) / GIB, abs=0.006)
+
+
+def test_the_table_has_a_row_per_stage_whose_parts_add_up():
+    config, plan, memory = planned()
+    header, *rows = (line.split() for line in memory_table(config, plan, VOCAB).splitlines())
+    assert header == "stage state activations head temporaries tables total host work".split()
+    for row, part in zip(rows, memory, strict=True):
+        *parts, total, _ = map(float, row[1:8])
+        assert sum(parts) == pytest.approx(total, abs=0.003) and total == pytest.approx(
+            part.total / GIB, abs=6e-4
+        )
+    assert sum(float(row[8]) for row in rows) == pytest.approx(100, abs=0.1)
+
+
+def test_offloaded_state_is_in_host_memory():
+    on_device, offloaded = planned()[2][0], planned("--cpu-offload")[2][0]
+    assert on_device.host == 0
+    # Master weights and moments move; the gradients have a copy on the host.
+    assert offloaded.host == pytest.approx(4 / 3 * (on_device.state - offloaded.state), rel=1e-6)
+
+
+def test_a_ramp_up_has_its_steps_and_efficiency():
+    config, plan, _ = planned("--rampup-batch-size 16 16 960")
+    text = run_report(config, plan, VOCAB, [], "")
+    # 320 samples at each of 16, 32 and 48: 20, 10 and 7 steps of 2, 4 and 6 micro-batches on 2 stages.
+    assert "37 steps at batches of 16 to 48, pipeline efficiency 0.667 in the first step" in text
+    assert f"{(20 * 2 + 10 * 4 + 7 * 6) / (20 * 3 + 10 * 5 + 7 * 7):.3f} on average" in text

@@ -1,0 +1,163 @@
+"""The search: what it finds fits, can be planned again to the same numbers, and its flags parse."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ConfigError, parse_args, read_command_line
+from megatron.planner.command import PROGRAM, replaced, run_flags, script_flags, with_defaults
+from megatron.planner.explain import explain, what_if
+from megatron.planner.plan import make_plan
+from megatron.planner.plan_tool import plan_report, recipe_report, search_report
+from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
+from megatron.planner.stage_memory import plan_memory
+from megatron.planner.stages import plan_stages
+from megatron.planner.step_time import find_cluster, predict_step
+from tests.end_to_end.command import ROOT
+
+EXAMPLES = ROOT / "examples" / "slurm"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+VOCAB = 50257
+MODEL = (
+    "--gpu a100-80gb --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
+    f"--global-batch-size 256 --vocab-size {VOCAB} --hidden-dropout 0 --attention-dropout 0"
+)
+
+
+@cache
+def words() -> tuple[str, ...]:
+    return tuple(with_defaults(run_flags(MODEL.split(), None, 16))[0])
+
+
+@cache
+def found() -> SearchResult:
+    return search(parse_args(words(), {}), VOCAB, planned=8)
+
+
+def test_the_layouts_fit_and_are_sorted() -> None:
+    result = found()
+    rates = [one.tokens_per_second for one in result.candidates]
+    assert len(rates) >= 8 and rates == sorted(rates, reverse=True)
+    assert all(one.fits for one in result.candidates) and not any(one.fits for one in result.too_large)
+    assert result.combinations > 100
+
+
+def test_the_flags_of_a_layout_plan_the_same_layout_again() -> None:
+    for one in found().candidates[:5]:
+        config = read_command_line(replaced(words(), one.change), {}).config
+        assert config == one.config
+        plan = plan_stages(config, VOCAB)
+        cluster = find_cluster(config)
+        assert cluster is not None
+        assert predict_step(config, plan, VOCAB, cluster) == one.step
+        assert tuple(plan_memory(config, VOCAB, plan)) == one.memory
+
+
+@pytest.mark.full
+def test_no_combination_is_faster_than_the_one_found() -> None:
+    """The estimate that sorts the combinations loses none of a small space."""
+    small = MODEL.replace("256", "8").replace("--num-layers 40", "--num-layers 8")
+    config = parse_args(with_defaults(run_flags(small.split(), None, 4))[0], {})
+    best = search(config, VOCAB).candidates[0].tokens_per_second
+    for change in combinations(config, 8):
+        try:
+            one = evaluate(config, change, VOCAB)
+        except ConfigError:
+            continue
+        assert not one.fits or one.tokens_per_second <= 1.02 * best, change
+
+
+def test_an_explanation_has_the_memory_the_time_and_the_flags() -> None:
+    result = found()
+    text = explain(1, result.candidates[0], result, VOCAB, words())
+    assert "to spare" in text and "matrix products" in text and f"flags      {PROGRAM} --dry-run" in text
+
+
+def test_tensor_parallelism_stays_in_a_node() -> None:
+    config = parse_args(words(), {})
+    sizes = {change["parallel.tensor_model_parallel_size"] for change in combinations(config, 4)}
+    assert sizes == {1, 2, 4}
+
+
+def test_a_model_that_fits_nowhere_is_a_sentence() -> None:
+    large = MODEL.replace("--num-layers 40", "--num-layers 400").replace("a100-80gb", "v100-16gb")
+    flags = with_defaults(run_flags(large.split(), None, 8))[0]
+    with pytest.raises(ConfigError, match=r"no layout of 8 devices of kind v100-16gb fits"):
+        search_report(parse_args(flags, {}), flags, 3)
+
+
+def test_without_a_gpu_the_search_says_what_is_missing() -> None:
+    flags = with_defaults(run_flags(MODEL.replace("--gpu a100-80gb", "").split(), None, 8))[0]
+    with pytest.raises(ConfigError, match="--gpu"):
+        search(parse_args(flags, {}), VOCAB)
+
+
+def test_a_plan_is_plain_data() -> None:
+    config = changed(parse_args(words(), {}), {"parallel.pipeline_model_parallel_size": 4})
+    report = plan_report(config)
+    data = json.loads(json.dumps(report.data))
+    assert [stage["transformer_layers"] for stage in data["stages"]] == [10] * 4
+    assert len(data["memory"]) == 4 and data["memory"][0]["total"] == max(p["total"] for p in data["memory"])
+    assert data["peak_bytes"] == data["memory"][0]["total"]
+    assert {event["kind"] for event in data["timeline"]} == {"forward", "backward"}
+    assert len(data["timeline"]) == 2 * 4 * data["timeline_micro_batches"]
+    assert {row["group"] for row in data["communication"]} >= {"data", "stages", "embedding"}
+    changes = {row["change"]: row for row in data["what_if"]}
+    assert changes["tensor-parallel size 2"]["tokens_per_second"] > 0
+    assert changes["ZeRO 3"]["reason"].startswith("--zero-stage 3")
+    assert "what if" in report.text and "GiB to spare" in report.text
+
+
+def test_what_if_equals_a_plan_with_that_change() -> None:
+    config = parse_args(words(), {})
+    (row,) = (one for one in what_if(config, VOCAB) if one.change == "recompute full")
+    again = make_plan(changed(config, {"training.checkpoint_activations": True}), VOCAB)
+    assert again.step is not None
+    assert row.tokens_per_second == again.step.tokens_per_second and row.peak_bytes == again.peak_bytes
+
+
+@pytest.mark.parametrize("recipe", ["nodes", "micro-batch"])
+def test_a_recipe_ends_with_a_plan_that_fits(recipe: str) -> None:
+    report = recipe_report(parse_args(words(), {}), list(words()), recipe)
+    first, last = report.data["steps"][0], report.plan
+    assert last.fits
+    if recipe == "nodes":
+        assert (first["layout"]["tensor_parallel"], first["layout"]["pipeline_parallel"]) == (8, 2)
+        assert first["layout"]["micro_batch_size"] == 1
+    else:
+        assert first["layout"]["world_size"] == 1 and first["layout"]["micro_batch_size"] >= 4
+        assert last.layout["world_size"] == 16
+    for step in report.data["steps"]:
+        read_command_line(step["flags"], {})
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_planned_with_the_command_that_it_prints(script: str) -> None:
+    flags = run_flags(["--gpu", "a100-80gb", "--vocab-size", "250000"], str(EXAMPLES / script), None)
+    if script == "smoke.slurm":
+        flags = [*flags, "--bf16"]
+    config = parse_args([*flags, "--make-vocab-size-divisible-by", "128"], {})
+    assert config.parallel.world_size % (config.parallel.node_size or 1) == 0
+    assert len(plan_stages(config, 250000).bounds) == config.parallel.num_stages + 1
+
+
+def test_given_flags_override_those_of_a_script() -> None:
+    script = str(EXAMPLES / "tr11-176B-ml.slurm")
+    flags = run_flags(["--micro-batch-size", "4", "--world-size", "192"], script, None)
+    assert flags.count("--micro-batch-size") == 1 and flags.count("--world-size") == 1
+    config = parse_args([*flags, "--vocab-size", "250680"], {})
+    assert (config.batch.micro_batch_size, config.parallel.data_parallel_size) == (4, 4)
+    assert config.parallel.node_size == 8
+
+
+def test_a_script_without_a_command_is_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "other.sh"
+    script.write_text("echo nothing to run\n")
+    with pytest.raises(ConfigError, match=r"prints no command with pretrain_gpt\.py"):
+        script_flags(str(script))
+    with pytest.raises(ConfigError, match="does not exist"):
+        script_flags(str(tmp_path / "absent.slurm"))

@@ -1,0 +1,105 @@
+#!/usr/bin/env python
+"""Plan a run before it starts: memory per rank, time of a step, communication; or search the fastest layout.
+
+    python tools/plan.py --script examples/slurm/tr11-176B-ml.slurm --gpu a100-80gb
+    python tools/plan.py --world-size 64 --gpu a100-80gb --tensor-model-parallel-size 4 ...
+    python tools/plan.py --search --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
+    python tools/plan.py --recipe nodes --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
+
+The other flags are those of pretrain_gpt.py. --script runs the sbatch script with DRY_RUN=1, which starts
+nothing, and plans the command that it prints; further flags override the script's. A search varies the sizes
+of tensor and pipeline parallelism, the micro-batch, recomputation, sequence parallelism, the ZeRO stage, the
+schedule and the partition method; all other flags stay. docs/tuning.md explains the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
+from megatron.config.cli import make_parser
+from megatron.config.tool_parser import ToolParser
+
+RECIPES = ("nodes", "micro-batch")
+
+
+class PlanParser(ToolParser):
+    """Flags of this tool; all others are those of pretrain_gpt.py, in `.training` of the result."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """ConfigError for a flag that neither program has."""
+        parsed, parsed.training = self.parse_known_args(args, namespace)
+        make_parser().parse_args(parsed.training)
+        return parsed
+
+
+def build_parser() -> PlanParser:
+    """The command line."""
+    parser = PlanParser(__doc__)
+    parser.add_argument("--script", metavar="FILE", help="sbatch script whose command is planned")
+    parser.add_argument("--search", action="store_true", help="search the fastest layout that fits")
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        help="steps of a classic recipe. nodes: TP = devices per node, PP = nodes, then a larger "
+        "micro-batch; micro-batch: the largest micro-batch on one device with few layers, then scale out",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices (the same as --world-size)")
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="layouts to explain (default: 3)")
+    parser.add_argument("--json", metavar="FILE", help="write the plan, or the plans of the search")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"
+    )
+    return parser
+
+
+@exit_on_config_error()
+def main() -> None:
+    arguments = build_parser().parse_args()
+    # Imported after the flags are checked: DeepSpeed takes seconds.
+    from megatron.cluster.processes import configure_logging
+
+    configure_logging(LoggingConfig())
+    from megatron.planner import plan_tool
+    from megatron.planner.command import run_flags, with_defaults
+
+    words, notes = run_flags(arguments.training, arguments.script, arguments.gpus), []
+    if arguments.search or arguments.recipe:
+        words, notes = with_defaults(words)
+    command_line = read_command_line(words, {})
+    config: Config = command_line.config
+    for note in [*notes, *command_line.notes]:
+        print(f"note: {note}")
+    if arguments.search:
+        report = plan_tool.search_report(config, words, arguments.top)
+    elif arguments.recipe:
+        report = plan_tool.recipe_report(config, words, arguments.recipe)
+    else:
+        report = plan_tool.plan_report(config)
+    print(report.text)
+    if arguments.json:
+        _write_json(Path(arguments.json), report.data)
+    if arguments.plot:
+        plan_tool.draw(report.plan, arguments.plot)
+        print(f"picture    {arguments.plot}")
+
+
+def _write_json(path: Path, data: dict) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): give another file") from None
+    print(f"data       {path}")
+
+
+if __name__ == "__main__":
+    main()
