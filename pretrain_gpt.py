@@ -30,12 +30,14 @@ def main() -> None:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
         # Imported here: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
+        from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging, is_main_process
 
         configure_logging(settings.config.logging)
+        preparation = on_exit.enter_context(Preparation(settings.config))
         from megatron.training.run import run
 
-        status = run(settings.config, notes, watchdog, on_exit)
+        status = run(settings.config, notes, watchdog, on_exit, preparation)
         if settings.config.training.simulate and is_main_process():  # with --dry-run only
             from megatron.simulation.stages import simulation_report
 

@@ -124,16 +124,15 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     """Write the folder for Hugging Face; return notes for the user."""
     from megatron.checkpoint.convert.huggingface.exporter import (
-        family_of,
         format_differences,
         verification,
         write_hugging_face,
     )
-    from megatron.checkpoint.convert.huggingface.layout import FAMILIES
+    from megatron.checkpoint.convert.huggingface.registry import family_of
     from megatron.checkpoint.reading import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
-    architecture = FAMILIES[family_of(checkpoint.config.model)].architecture
+    _, family = family_of(checkpoint.config.model)
     notes = [f"not the newest checkpoint: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
     notes += format_differences(checkpoint.config)
     writer = tokenizer_writer(arguments, checkpoint)
@@ -143,8 +142,8 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer, verify=verify)
     precision = arguments.dtype or checkpoint.config.precision.name
     print(
-        f"wrote {arguments.output}: {architecture} in {precision}, iteration {checkpoint.state.iteration} of "
-        f"{checkpoint.folder}"
+        f"wrote {arguments.output}: {family.architecture} in {precision}, iteration "
+        f"{checkpoint.state.iteration} of {checkpoint.folder}"
     )
     compared = (
         verification(checkpoint, arguments.dtype) if verify else "file sizes only (--no-verify-digests)"

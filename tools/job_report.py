@@ -9,7 +9,8 @@ Reads the logs of this repository, Megatron-LM and Megatron-DeepSpeed. Several l
 in order. The table has one row per start of the program. The picture shows loss, grad norm, learning rate and
 throughput over the iterations. If starts overlap (a resume from an older checkpoint), the later one is shown.
 
-With --compare each log is a run. The table has one row per run, and the picture shows their loss curves.
+With --compare each log is a run. The table has one row per run, and the picture shows losses, grad norms and
+throughput of all runs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _START = re.compile(
     r"starting from .*, iteration \d+|initializing from scratch|"
     r"successfully loaded checkpoint .* at iteration \d+"
 )
+# Fields that the pictures show below the loss, and their labels.
+_LABELS = {"grad_norm": "grad norm", "learning_rate": "lr", "samples_per_second": "samples / s"}
+_DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass
@@ -183,24 +187,32 @@ def comparison(runs: Mapping[str, Run]) -> str:
 
 
 def draw_comparison(runs: Mapping[str, Run], title: str, output: Path) -> None:
-    """Write the picture of --compare: the training losses as lines, the validation losses as dots."""
-    with _figure(output, 1, figsize=(9, 6)) as (axis,):
+    """Write the picture of --compare: losses, grad norms and throughput of all runs over the iterations.
+    Training losses are lines, validation losses dots."""
+    labels = {name: _LABELS[name] for name in ("grad_norm", "samples_per_second")}
+    with _figure(output, 3, figsize=(9, 9), height_ratios=(4, 2, 2)) as (losses, *others):
         for i, (name, run) in enumerate(runs.items()):
-            axis.plot(*_points(run.curve("lm_loss")), color=f"C{i}", linewidth=1, label=name)
+            # Lines become thinner, so that a run is visible below others with the same values; after ten
+            # runs the colors repeat, with another dash.
+            style = {
+                "color": f"C{i % 10}",
+                "linestyle": _DASHES[i // 10 % len(_DASHES)],
+                "linewidth": 1 + 5 * (len(runs) - 1 - i) / len(runs),
+            }
+            losses.plot(*_points(run.curve("lm_loss")), **style, label=name)
             for values in run.validation.values():
-                axis.plot(*_points(values), color=f"C{i}", marker="o", markersize=4, linestyle="")
-        axis.set_ylabel("lm loss (nats per token), dots: validation")
-        axis.set_title(title)
-        axis.legend()
+                losses.plot(*_points(values), color=style["color"], marker="o", markersize=4, linestyle="")
+            for axis, field_name in zip(others, labels, strict=True):
+                axis.plot(*_points(run.curve(field_name)), **style)
+        losses.set_ylabel("lm loss (nats per token), dots: validation")
+        losses.set_title(title)
+        losses.legend(fontsize="small", ncols=1 + len(runs) // 12)
+        for axis, label in zip(others, labels.values(), strict=True):
+            axis.set_ylabel(label)
 
 
 def draw(run: Run, title: str, output: Path) -> None:
     """Write the picture: losses, grad norm, learning rate and throughput over the iterations."""
-    labels = {
-        "grad_norm": "grad norm",
-        "learning_rate": "lr",
-        "samples_per_second": "samples / s",
-    }
     with _figure(output, 4, figsize=(9, 9), height_ratios=(4, 2, 1, 1)) as (losses, *others):
         losses.plot(*_points(run.curve("lm_loss")), color="tab:blue", linewidth=1, label="training")
         for i, (name, values) in enumerate(sorted(run.validation.items()), start=1):
@@ -208,7 +220,7 @@ def draw(run: Run, title: str, output: Path) -> None:
         losses.set_ylabel("lm loss (nats per token)")
         losses.set_title(title)
         losses.legend()
-        for axis, (name, label) in zip(others, labels.items(), strict=True):
+        for axis, (name, label) in zip(others, _LABELS.items(), strict=True):
             axis.plot(*_points(run.curve(name)), color="tab:gray", linewidth=1)
             axis.set_ylabel(label)
 
@@ -227,6 +239,7 @@ def _figure(output: Path, rows: int, **options: Any) -> Iterator[Sequence[Any]]:
         for axis in axes[:, 0]:
             axis.grid(alpha=0.3)
         axes[-1, 0].set_xlabel("iteration")
+        axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=120)
     finally:

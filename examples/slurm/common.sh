@@ -81,6 +81,10 @@ print_command() { # print_command WORDS: the command of a dry run, one flag per 
 }
 
 launch() {
+    if [ -n "${SWEEP:-}" ] && [ -z "$DRY_RUN" ]; then
+        launch_sweep_task "$@"
+        return
+    fi
     if [ -n "$DRY_RUN" ]; then
         print_command "$PYTHON" -u -m torch.distributed.launch --nnodes "$NNODES" --node_rank "\$SLURM_PROCID" \
             --nproc_per_node "$GPUS_PER_NODE" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" \
@@ -100,6 +104,18 @@ launch() {
         echo "restart $((restart + 1)) of $MAX_RESTARTS, from the newest complete checkpoint"
     done
 }
+
+launch_sweep_task() { # an array task of tools/sweep.py --sbatch: the run with the flags of its row, once
+    local file=$SWEEP task=$SLURM_ARRAY_TASK_ID words flags code=0
+    words=$(sweep_task flags "$file" "$task") || return 2
+    mapfile -t flags <<<"$words"
+    SWEEP='' MAX_RESTARTS=0 REQUEUE=no
+    launch "$@" "${flags[@]}" || code=$?
+    sweep_task record "$file" "$task" "$code" "$(dirname "$file")/../runs/slurm-${SLURM_ARRAY_JOB_ID}_$task.out"
+    return "$code"
+}
+
+sweep_task() { PYTHONPATH=$REPO "$PYTHON" -m megatron.sweep.slurm "$@"; }
 
 run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of a failure and returns its exit code
     local port=$1 step waiting=yes code=0 launcher
@@ -156,7 +172,7 @@ requeue_job() { # the run has stopped and saved: the same job resumes it later
     exit "$REQUEUE_EXIT_CODE"
 }
 
-# Slurm signals only the script: SIGUSR2 before the time limit (#SBATCH --signal=B:USR2@600), and SIGTERM on scancel,
+# Slurm signals only the script: SIGUSR2 before the time limit (#SBATCH --signal=B:USR2@1800), and SIGTERM on scancel,
 # requeue or preemption, which the processes receive later too. The script asks the processes to stop through a file,
 # which rank 0 checks after every step. A signal would not be safe: it is lost while a process starts, it kills the
 # launcher and helper processes, and slurmctld must deliver it.

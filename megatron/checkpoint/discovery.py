@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
 from megatron.checkpoint.formats.registry import (
     LATEST_UNIVERSAL_FILE,
     NATIVE,
@@ -12,6 +13,7 @@ from megatron.checkpoint.formats.registry import (
     format_of,
     reader_class,
 )
+from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.integrity.layout_files import missing_files, unneeded_files
 from megatron.checkpoint.integrity.manifest import first_size_mismatch, has_valid_checksum
 from megatron.checkpoint.integrity.names import check_run, read_name
@@ -34,6 +36,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     none is complete, or if it is ambiguous which of several runs to resume.
     """
     folder, damaged = Path(folder), damaged or {}
+    check_program(folder)
     if (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
         if str(folder) in damaged:
             raise ConfigError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
@@ -57,6 +60,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
             continue
         skip_reason += _newer_checkpoints(folder, checkpoint, names, " ".join(skip_reason))
         return replace(checkpoint, skip_reason="; ".join(skip_reason))
+    for path in names.values():
+        check_program(path)
     if names or latest:
         raise ConfigError("; ".join(skip_reason) or f"no checkpoint in {folder} is complete")
     return None
@@ -227,6 +232,7 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
     is_native = format_of(path.parent) == NATIVE
     if not path.is_file() and not is_native:
         return reader_class(path.parent).open_external(path.parent)
+    check_program(path.parent)
     try:
         run = read_json(path)
         check_run(run, path)
@@ -251,3 +257,21 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
         note = f"missing, but not needed to resume: {first_few(absent)}"
         checkpoint = replace(checkpoint, unverified_note=note)
     return checkpoint
+
+
+def check_program(folder: Path) -> None:
+    """Raises ConfigError if a folder is a native checkpoint of Microsoft's Megatron-DeepSpeed. Reads the
+    structure of one file, and only without `run.json`."""
+    if (folder / RUN_FILE).exists() or not folder.is_dir():
+        return
+    if sharded_weight_files(folder):
+        raise ConfigError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
+    for path in model_files(folder)[:1]:
+        content = read_file(path)
+        # This program's mp_rank files have no version, DeepSpeed's none either.
+        if isinstance(content, dict) and "checkpoint_version" in content:
+            raise ConfigError(
+                f"checkpoint {folder} is a native one of Microsoft's Megatron-DeepSpeed: convert it with "
+                f"'python tools/ds_to_universal.py --input_folder {folder} --output_folder "
+                f"{folder}_universal', then pass --load {folder.parent} --universal_checkpoint"
+            )

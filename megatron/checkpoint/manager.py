@@ -33,7 +33,12 @@ from megatron.checkpoint.convert.rules import INFO_KEY, client_state, derive_inf
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.integrity.layout_files import missing_files
-from megatron.checkpoint.integrity.manifest import add_checksum, describe_files, first_problem
+from megatron.checkpoint.integrity.manifest import (
+    add_checksum,
+    describe_files,
+    first_problem,
+    no_heartbeat,
+)
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import (
@@ -114,14 +119,19 @@ def find_checkpoint(
 
 
 def select_valid_checkpoint(
-    checkpoint: Checkpoint | None, config: Config, vocab_size: int, fingerprint: dict[str, Any]
+    checkpoint: Checkpoint | None,
+    config: Config,
+    vocab_size: int,
+    fingerprint: dict[str, Any],
+    heartbeat: Callable[[], None] = no_heartbeat,
 ) -> Checkpoint | None:
     """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid one before
-    it. Other ranks may pass None. The ranks share the work of reading all files once. Collective."""
+    it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat: called after
+    each file. Collective."""
     damaged: dict[str, str] = {}
     while True:
         checkpoint = share_checkpoint(checkpoint)
-        problem = None if checkpoint is None else _find_damage(checkpoint)
+        problem = None if checkpoint is None else _find_damage(checkpoint, heartbeat)
         if checkpoint is None or problem is None:
             return checkpoint
         damaged[str(checkpoint.folder)] = problem
@@ -133,7 +143,7 @@ def select_valid_checkpoint(
                     raise ConfigError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
 
 
-def _find_damage(checkpoint: Checkpoint) -> str | None:
+def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
     """Reads the files of a checkpoint that must be intact before it is loaded. Returns the first problem.
     Collective."""
     reader = open_reader(checkpoint)
@@ -141,7 +151,7 @@ def _find_damage(checkpoint: Checkpoint) -> str | None:
     with _shared_errors():
         if dist.get_rank() == 0:
             names = reader.files_to_verify()
-    return first_problem(names, reader.file_problem)
+    return first_problem(names, reader.file_problem, heartbeat)
 
 
 @contextmanager
@@ -171,7 +181,8 @@ class CheckpointManager:
 
     folder: --save, or any folder if the run does not save. vocab_size: without padding. eod: id of the
     end-of-document token, if known. fingerprint: identifies the data. owner: the ownership of the folder, on
-    rank 0; None if no other job can write there.
+    rank 0; None if no other job can write there. heartbeat: called after each file that is read, and each
+    that is synced after a save.
     """
 
     def __init__(
@@ -182,6 +193,7 @@ class CheckpointManager:
         eod: int | None,
         fingerprint: dict[str, Any],
         owner: FolderOwner | None = None,
+        heartbeat: Callable[[], None] = no_heartbeat,
     ) -> None:
         self.engine = engine
         self.folder = Path(folder)
@@ -189,6 +201,7 @@ class CheckpointManager:
         self.eod = eod
         self.fingerprint = fingerprint
         self.owner = owner
+        self.heartbeat = heartbeat
         # The run that the next checkpoint belongs to; on rank 0 only, once the run has started or saved.
         self.identity: RunIdentity | None = None
 
@@ -245,7 +258,7 @@ class CheckpointManager:
             extra = client_state(info, engine.run_config, asdict(state))
             engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
             dist.barrier()
-            files = describe_files(saving)
+            files = describe_files(saving, self.heartbeat)
             integrity_record = make_integrity_record(engine, self.vocab_size)
             run = {
                 "state": asdict(state),
@@ -302,7 +315,7 @@ class CheckpointManager:
             everywhere: list[bool] = [False] * dist.get_world_size()
             dist.all_gather_object(everywhere, good)
             if checkpoint is not None and all(everywhere):
-                if _find_damage(checkpoint) is None:
+                if _find_damage(checkpoint, self.heartbeat) is None:
                     return checkpoint
         return None
 

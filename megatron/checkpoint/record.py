@@ -31,6 +31,9 @@ class TrainingState:
     """Losses of the last updates, oldest first; kept if spike detection is on."""
     recent_grad_norms: tuple[float, ...] = ()
     """Gradient norms of the same updates."""
+    pending_evaluations: int = 0
+    """How many data sets, the last ones, were not evaluated at this iteration, because the run was
+    stopped."""
 
     def __post_init__(self) -> None:
         for name in ("recent_losses", "recent_grad_norms"):  # JSON has lists

@@ -35,7 +35,8 @@ _MEDIAN_FACTOR = 3.0
 _WINDOW = 21
 # A longer pause between two ticks means that the whole process was stopped (Ctrl-Z, a suspended job).
 _MAX_TICK_S = 2.0
-# Bytes read and written that count as progress, where reading and writing is the work.
+# Bytes read and written that count as progress, where reading and writing is the work. The heartbeats of
+# files are not enough: DeepSpeed writes a rank's state as one file, of tens of GB, in one call of torch.save.
 _IO_PHASES = {Phase.START, Phase.LOAD, Phase.SAVE}
 _PROGRESS_BYTES = 2**20
 

@@ -26,11 +26,18 @@ from typing import Any, TextIO
 
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name, rank_of, world_size_of
-from megatron.cluster.local.processes import is_running, shared_temporary_folder
+from megatron.cluster.local.processes import (
+    earlier_folders,
+    is_running,
+    shared_temporary_folder,
+    started_by_living_launcher,
+)
 
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Reserved on the disk at the start, so that a rank can report a full disk.
 _REPORT_BYTES = 16_384
+# Longer than a diagnosis waits.
+_DEAD_AFTER_S = 600.0
 STOP_REQUEST_FILE = "leave"
 FAILED_FILE = "failed"
 
@@ -81,7 +88,11 @@ class RankReport:
         folder, rank, node = env.get(FOLDER_VARIABLE), rank_of(env), node_name(env)
         if folder or world_size_of(env) == 1:
             return cls(folder or None, rank, node)
-        return cls(shared_temporary_folder(env, node), rank, node, is_temporary=True)
+        shared = shared_temporary_folder(env, node)
+        if shared is not None and env.get("LOCAL_RANK", "0") == "0":
+            with suppress(OSError):
+                remove_dead_folders(Path(shared))
+        return cls(shared, rank, node, is_temporary=True)
 
     @property
     def is_enabled(self) -> bool:
@@ -165,6 +176,19 @@ class RankReport:
         except OSError:
             return False
         return True
+
+
+def remove_dead_folders(own: Path) -> None:
+    """Deletes the reports of earlier starts on this node whose launcher and ranks were all killed, so that
+    none was left to delete them. Folders that changed lately stay: a diagnosis may still read them."""
+    for folder in earlier_folders(own):
+        with suppress(OSError):  # another start deletes it, too
+            changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            is_used = started_by_living_launcher(folder) or any(
+                is_running(report["pid"]) for report in read_reports(folder)
+            )
+            if time.time() - changed > _DEAD_AFTER_S and not is_used:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fitting(facts: dict[str, Any]) -> bytes:

@@ -1,8 +1,9 @@
 """Rendezvous: the processes of a run connect to one store, and rank 0 compares their flags.
 
-torch's rendezvous waits silently and does not compare flags. Here rank 0 prints which ranks are missing, no
-rank waits longer than --start-timeout, and the configurations are compared before any process group exists.
-Ranks with different flags would hang or train different models.
+torch's rendezvous waits silently and does not compare flags. Here rank 0 prints which ranks are missing, and
+the configurations are compared before any process group exists. Ranks with different flags would hang or
+train different models. The ranks wait until for --start-timeout seconds none has arrived and none has made
+progress with its preparation, see `preparation`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,6 +37,12 @@ _CONNECT_TIMEOUT_S = 30.0
 # A name server may start late, but not later than this: then the name is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
 _INFORM_TIMEOUT_S = 5.0
+# A store answers at once, even if the process that hosts it computes.
+_STORE_TIMEOUT_S = 30.0
+# Of a get or wait, as torch sets it by default.
+_OPERATION_TIMEOUT = timedelta(minutes=5)
+# Counts arrivals, and progress of ranks that have not arrived.
+PROGRESS_KEY = "progress"
 _MISSING_RANKS_SHOWN = 8
 _DIFFERENCES_SHOWN = 3
 # Differs between ranks by design.
@@ -78,28 +86,28 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
     device: a name of this process's device, see `devices.device_id`.
 
     Raises SharedConfigError on every rank if flags differ between ranks or two processes have the same rank
-    or device, RunStopped on every rank if processes are missing after --start-timeout seconds, and
-    ConfigError for an address or a port that cannot be used.
+    or device, RunStopped on every rank if processes are missing and none has made progress for
+    --start-timeout seconds, and ConfigError for an address or a port that cannot be used.
     """
-    deadline = time.monotonic() + config.parallel.start_timeout
-    _resolve(address)
-    store = _open_store(address, deadline)
+    timeout_s = config.parallel.start_timeout
+    store = open_store(address, time.monotonic() + timeout_s)
     _take_rank(store, address)
     store.set(f"node {address.rank}", node_name(os.environ))
     store.set(f"device {address.rank}", device)
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
     store.set(f"digest {address.rank}", _digest(config))
     store.add("arrived", 1)
+    store.add(PROGRESS_KEY, 1)
     if address.rank == 0:
         try:
-            verdict = _wait_for_all(store, address, deadline)
+            verdict = _wait_for_all(store, address, timeout_s)
             verdict = verdict or _difference(store, address.world_size) or _shared_device(store, address)
         except RunStopped as error:
             _announce(store, f"missing {error}")
             raise
         _announce(store, f"unequal {verdict}" if verdict else "ready")
     else:
-        verdict = _verdict_of_rank_0(store, address, deadline)
+        verdict = _verdict_of_rank_0(store, address, timeout_s)
     if verdict:
         raise SharedConfigError(verdict)
     return store
@@ -117,7 +125,7 @@ def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
             address = Address.from_environment(env)
             kind = "unequal" if isinstance(error, ConfigError) else "missing"
             with suppress(ConfigError, RunStopped, dist.DistError):  # the error itself matters more
-                store = _open_store(address, time.monotonic() + _INFORM_TIMEOUT_S)
+                store = open_store(address, time.monotonic() + _INFORM_TIMEOUT_S)
                 if address.rank == 0:
                     _announce(store, f"{kind} {error}", address.world_size - 1)
                 elif isinstance(error, ConfigError):
@@ -125,7 +133,9 @@ def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
         raise
 
 
-def _open_store(address: Address, deadline: float) -> dist.Store:
+def open_store(address: Address, deadline: float) -> dist.Store:
+    """The store of the run, which this process starts or waits for. Errors as `connect_processes`."""
+    _resolve(address)
     # After a restart the launcher's store may still hold the keys of the last attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", _connect(address, deadline))
@@ -186,7 +196,29 @@ def _connect(address: Address, deadline: float) -> dist.Store:
             _print(f"rank {address.rank} is waiting for rank 0 at {address}")
             last = now
         time.sleep(_POLL_INTERVAL_S)
-    return dist.TCPStore(address.host, address.port, is_master=False)
+    return _client(address)
+
+
+def _client(address: Address) -> dist.Store:
+    """Connects to the store behind an open port. ConfigError if there is none: torch would wait without a
+    limit for an answer."""
+    found: list[dist.Store] = []
+
+    def connect() -> None:
+        with suppress(dist.DistError):
+            timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+            found.append(dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout))
+
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(_STORE_TIMEOUT_S)
+    if not found:
+        raise ConfigError(
+            f"rank {address.rank}: {address} is open, but it is not the store of this run: another program, "
+            "or another job, listens on MASTER_PORT; set another port"
+        )
+    found[0].set_timeout(_OPERATION_TIMEOUT)
+    return found[0]
 
 
 def _is_open(address: Address) -> bool:
@@ -197,16 +229,31 @@ def _is_open(address: Address) -> bool:
         return False
 
 
-def _wait_for_all(store: dist.Store, address: Address, deadline: float) -> str:
+class _Silence:
+    """Measures the time in which no rank has arrived or made progress with its preparation."""
+
+    def __init__(self, store: dist.Store, limit_s: float) -> None:
+        self._store, self._limit_s = store, limit_s
+        self._count, self._since = store.add(PROGRESS_KEY, 0), time.monotonic()
+
+    def is_too_long(self) -> bool:
+        """Whether it has lasted for the limit."""
+        count = self._store.add(PROGRESS_KEY, 0)
+        if count != self._count:
+            self._count, self._since = count, time.monotonic()
+        return time.monotonic() - self._since >= self._limit_s
+
+
+def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
     """Waits for all ranks; returns the error that a rank has reported meanwhile, "" if none. Raises
-    RunStopped after --start-timeout."""
-    last = time.monotonic()
+    RunStopped after a silence of --start-timeout."""
+    silence, last = _Silence(store, timeout_s), time.monotonic()
     while (arrived := store.add("arrived", 0)) < address.world_size:
         if store.check(["mistake"]):
             return store.get("mistake").decode()
         now = time.monotonic()
         who = f"{address.world_size - arrived} of {address.world_size} processes at {address}"
-        if now >= deadline:
+        if silence.is_too_long():
             raise RunStopped(
                 f"{who} have not arrived within --start-timeout ({_missing(store, address.world_size)}): "
                 f"start {address.world_size} processes, or correct WORLD_SIZE"
@@ -220,8 +267,17 @@ def _wait_for_all(store: dist.Store, address: Address, deadline: float) -> str:
 
 def _missing(store: dist.Store, world_size: int) -> str:
     missing = [rank for rank in range(world_size) if not store.check([f"digest {rank}"])]
-    shown = ", ".join(map(str, missing[:_MISSING_RANKS_SHOWN]))
-    return f"rank {shown}" + (", ..." if len(missing) > _MISSING_RANKS_SHOWN else "")
+    preparing = [rank for rank in missing if store.check([preparing_key(rank)])]
+    return f"rank {_first(missing)}" + (f"; preparing: rank {_first(preparing)}" if preparing else "")
+
+
+def _first(ranks: list[int]) -> str:
+    return ", ".join([*map(str, ranks[:_MISSING_RANKS_SHOWN]), *["..."][: len(ranks) > _MISSING_RANKS_SHOWN]])
+
+
+def preparing_key(rank: int) -> str:
+    """The key that a rank sets before it has arrived."""
+    return f"preparing {rank}"
 
 
 def _announce(store: dist.Store, verdict: str, others: int | None = None) -> None:
@@ -236,11 +292,20 @@ def _announce(store: dist.Store, verdict: str, others: int | None = None) -> Non
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _verdict_of_rank_0(store: dist.Store, address: Address, deadline: float) -> str:
-    # Rank 0 may have started to wait later than this process.
-    seconds = max(deadline - time.monotonic(), 1.0) + _REPORT_INTERVAL_S
+def _verdict_of_rank_0(store: dist.Store, address: Address, timeout_s: float) -> str:
     try:
-        store.wait(["verdict"], timedelta(seconds=seconds))
+        # Rank 0 decides first.
+        silence = _Silence(store, timeout_s + _REPORT_INTERVAL_S)
+        while not _is_set(store, "verdict"):
+            if silence.is_too_long():
+                raise RunStopped(
+                    f"rank {address.rank}: rank 0 has not arrived at {address} within --start-timeout and "
+                    "does not prepare: see its output",
+                    on_all_ranks=False,
+                )
+            if address.prints_waiting and not store.check(["digest 0"]):
+                state = "is preparing" if store.check([preparing_key(0)]) else "has not arrived"
+                _print(f"rank {address.rank} is waiting at {address} for rank 0, which {state}")
     except dist.DistError as error:
         raise RunStopped(
             f"rank {address.rank}: rank 0 does not answer at {address} ({_first_line(error)})",
@@ -251,6 +316,15 @@ def _verdict_of_rank_0(store: dist.Store, address: Address, deadline: float) -> 
     if kind == "missing":
         raise RunStopped(text)
     return text
+
+
+def _is_set(store: dist.Store, key: str) -> bool:
+    """Waits for a key, until the next line about missing ranks is due."""
+    try:
+        store.wait([key], timedelta(seconds=_REPORT_INTERVAL_S))
+    except dist.DistStoreError:  # a timeout; a lost connection is another DistError, here or at the next call
+        return store.check([key])
+    return True
 
 
 # --- comparison of flags ---

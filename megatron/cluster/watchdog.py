@@ -22,7 +22,7 @@ from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, Exit
 from megatron.cluster.hang_detector import HangDetector, Phase
 from megatron.cluster.launch import node_name
 from megatron.cluster.local.diagnosis import conclude
-from megatron.cluster.local.processes import is_running, process_state
+from megatron.cluster.local.processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 
 # After a hang a rank waits this long before it exits, so that the other ranks can report the hang too.
@@ -95,7 +95,7 @@ class Watchdog:
                 continue  # the main thread ends the process
             self._check_signals(now)
             self._check_other_ranks(now)
-            if self._hangs.tick(now, _io_bytes()):
+            if self._hangs.tick(now, io_bytes()):
                 self._exit_on_hang()
 
     def _note_signal(self, number: int, now: float) -> None:
@@ -151,16 +151,6 @@ class Watchdog:
         else:
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         os._exit(code)
-
-
-def _io_bytes() -> int:
-    """Bytes that this process has read and written, files and sockets; 0 if the system does not count
-    them."""
-    try:
-        with open("/proc/self/io") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
-    except OSError:
-        return 0
 
 
 def main_thread_location() -> str:

@@ -45,6 +45,7 @@ def add_checkpoint_args(settings: dict[str, Any], saved: SavedConfig) -> str:
     """
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
+    unused = saved.config.model.unused_fields()  # their values may follow from others, such as --seq-length
     for section, field, annotation in _taken_fields(is_finetuning):
         value = getattr(getattr(saved.config, section), field.name)
         if not _has_type(value, annotation):
@@ -53,7 +54,7 @@ def add_checkpoint_args(settings: dict[str, Any], saved: SavedConfig) -> str:
                 f"{type(value).__name__}: the file is damaged, or another program wrote it"
             )
         is_of_tokenizer = field.name in (TOKENIZER_FIELDS | {"vocab_size"})
-        if (is_of_tokenizer and typed_tokenizer) or _is_derived(field.name, saved.config):
+        if (is_of_tokenizer and typed_tokenizer) or (section == "model" and field.name in unused):
             continue
         name = f"{section}.{field.name}"
         typed = settings.setdefault(name, value)
@@ -76,11 +77,6 @@ def _taken_fields(is_finetuning: bool) -> Iterator[tuple[str, dataclasses.Field[
             of_model = changes_model(kind, field) and not is_finetuning
             if section == "model" or of_model or field.name in TOKENIZER_FIELDS:
                 yield section, field, annotations[field.name]
-
-
-def _is_derived(name: str, saved: Config) -> bool:
-    """Whether it follows from --seq-length, which may differ."""
-    return name == "max_position_embeddings" and saved.model.position_embedding_type != "absolute"
 
 
 def _has_type(value: Any, annotation: Any) -> bool:

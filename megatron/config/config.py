@@ -77,16 +77,15 @@ class Config:
         return sections
 
     def model_settings(self) -> dict[str, Any]:
-        """Field name -> value of all settings that change the model (`changes_model` in their flags)."""
-        settings = {
+        """Field name -> value of all settings that change the model (`changes_model` in their flags), except
+        those that have no effect on it with the chosen variants."""
+        unused = self.model.unused_fields()
+        return {
             field.name: getattr(getattr(self, section), field.name)
             for section, kind in SECTIONS.items()
             for field in dataclasses.fields(kind)
-            if changes_model(kind, field)
+            if changes_model(kind, field) and not (section == "model" and field.name in unused)
         }
-        if self.model.position_embedding_type != "absolute":
-            del settings["max_position_embeddings"]  # no parameter has this size
-        return settings
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,7 +37,8 @@ class Flag:
     below: float | None
     changes_model: bool | None
     summary: str | None
-    megatron_arg: bool
+    changes_layer_time: bool | None
+    megatron_arg: bool | None
 
 
 def flag(
@@ -57,7 +59,8 @@ def flag(
     below: float | None = None,
     changes_model: bool | None = None,
     summary: str | None = None,
-    megatron_arg: bool = False,
+    changes_layer_time: bool | None = None,
+    megatron_arg: bool | None = None,
 ) -> Any:
     """A dataclass field that is also a flag; required if it has no default.
 
@@ -70,8 +73,11 @@ def flag(
     changes_model: whether the same weights compute another function with another value, or have other shapes
     (None: the section's `changes_model`). A checkpoint with another value is then refused, and a value that
     Hugging Face's architecture cannot express is not exported. summary: text for one-line summaries of the
-    model if the value is not the default, with {} for the value. megatron_arg: Megatron's checkpoints
-    have the value in their `args` under the same name.
+    model if the value is not the default, with {} for the value.
+
+    Every field of ModelConfig says: changes_layer_time, whether the time of one layer depends on the value
+    (times in --partition-profile are then refused for another value); megatron_arg, whether Megatron's
+    checkpoints have the value in their `args` under the same name.
     """
     description = Flag(
         help,
@@ -89,6 +95,7 @@ def flag(
         below,
         changes_model,
         summary,
+        changes_layer_time,
         megatron_arg,
     )
     default = None if derived is not None else default
@@ -127,6 +134,22 @@ class Section:
                 _check_bounds(field, value)
         for name, value in self.derive().items():
             object.__setattr__(self, name, value)
+
+    def chosen_settings(self) -> set[str]:
+        """Fields that the chosen values use and other choices may not: `Choice.settings`."""
+        return {name for registry, value in self._registry_values() for name in registry[value].settings}
+
+    def unused_fields(self) -> set[str]:
+        """Fields that have no effect with the chosen values: `Choice.settings` of other choices."""
+        return {
+            name for registry, value in self._registry_values() for name in registry.unused_settings(value)
+        }
+
+    def _registry_values(self) -> Iterator[tuple[Registry[Any], str]]:
+        for field in dataclasses.fields(self):
+            choices, value = flag_of(field).choices, getattr(self, field.name)
+            if isinstance(choices, Registry) and value is not None:
+                yield choices, value
 
     def derive(self) -> dict[str, Any]:
         """Values of the fields with a derived default; called once, when the object is constructed."""

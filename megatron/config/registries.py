@@ -38,7 +38,11 @@ NORMALIZATIONS = Registry(
 POSITION_EMBEDDINGS = Registry(
     "--position-embedding-type",
     {
-        "absolute": Choice("learned position embeddings", "megatron.model.position:ABSOLUTE"),
+        "absolute": Choice(
+            "learned position embeddings",
+            "megatron.model.position:ABSOLUTE",
+            settings=("max_position_embeddings",),
+        ),
         "rotary": Choice("rotary embeddings (RoPE, arXiv:2104.09864)", "megatron.model.position:ROTARY"),
         "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "megatron.model.position:ALIBI"),
     },

@@ -1,7 +1,7 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.config.checks.batch import check_batch_size
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
+from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import PatchedDualPipeVEngine, PatchedPipelineEngine
 from megatron.model.pipeline_module import GPTModelPipe
@@ -38,6 +39,7 @@ class GPTEngine(PatchedPipelineEngine):
         # Per stage of this rank (dualpipev has two): the samples of the micro-batches not yet run.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         self._heartbeat: Callable[[], None] = _no_heartbeat
+        self.pass_times = PassTimes() if config.logging.log_bubble else None
         # Sequence length of the stages' communication buffers.
         self._seq_length = config.model.seq_length
         optimizer = config.optimizer
@@ -129,6 +131,8 @@ class GPTEngine(PatchedPipelineEngine):
         )
         in_order = [tuple(row) for row in samples.tolist()]
         self._samples_to_come = [iter(in_order), iter(in_order)]
+        if self.pass_times:
+            self.pass_times.begin_step()
         with profiler_range(TRAIN_STEP):
             loss = self.train_batch(micro_batches)
         self._free_pipe_buffers()
@@ -210,8 +214,15 @@ class GPTEngine(PatchedPipelineEngine):
         samples = next(self._samples_to_come[phase]) if self.module.training else ()
         logits_wanted = self.eval_return_logits or not self._compute_loss
         head_loss = nullcontext() if logits_wanted else self.module.fused_head_loss()
-        with self.module.dropout_rng.use_samples(samples), head_loss:
+        with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
             super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+
+    def _exec_backward_pass(self, buffer_id: int, phase: int = 0) -> None:
+        with self._timed_pass():
+            super()._exec_backward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+
+    def _timed_pass(self) -> AbstractContextManager[None]:
+        return self.pass_times.measure() if self.pass_times else nullcontext()
 
 
 def _no_heartbeat() -> None:

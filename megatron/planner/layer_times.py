@@ -7,6 +7,7 @@ the file and do not measure, and a dry run can compute the partition.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
+from megatron.config.fields import flag_of
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
 from megatron.files import write_json
@@ -108,13 +110,14 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
 
 def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     """The settings that the times depend on. The numbers of layers and stages are not among them."""
-    settings = config.to_dict()
     tensor_size = config.parallel.tensor_model_parallel_size
-    without_effect = ("num_layers", "layernorm_epsilon", "init_method_std", "max_position_embeddings")
-    vocabulary = ("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")  # padded_vocab_size
     device = get_accelerator().device_name()
     return {
-        **{key: value for key, value in settings["model"].items() if key not in without_effect + vocabulary},
+        **{
+            field.name: getattr(config.model, field.name)
+            for field in dataclasses.fields(config.model)
+            if flag_of(field).changes_layer_time
+        },
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,
         "use_apex": config.optimizer.use_apex,

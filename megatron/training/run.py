@@ -12,6 +12,7 @@ from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.hang_detector import Phase
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import preflight
+from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
@@ -33,11 +34,13 @@ from megatron.training.start_notes import start_notes
 from megatron.training.trainer import Trainer, make_metrics, run_length
 
 
-def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack) -> ExitStatus:
+def run(
+    config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack, preparation: Preparation
+) -> ExitStatus:
     """Runs a dry run, a training or an evaluation; returns how it ended.
 
     notes: sentences about the flags, for the start of the log. on_exit: the caller closes it when the run has
-    ended or failed.
+    ended or failed. preparation: has begun; it ends when the processes have connected.
     """
     # Errors in flags and files are found here, before the processes connect.
     vocab = find_vocabulary(config)
@@ -72,13 +75,16 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
 
     rank = processes.init_distributed(config)
+    preparation.end()
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
     watchdog.start(config.training.hang_timeout)
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
-        checkpoint = manager.select_valid_checkpoint(checkpoint, config, vocab.size, fingerprint)
+        checkpoint = manager.select_valid_checkpoint(
+            checkpoint, config, vocab.size, fingerprint, watchdog.heartbeat
+        )
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, length, batches, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
@@ -93,7 +99,7 @@ def run(config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack
     engine = build_engine(config, layout, tp_group, vocab, plan)
     saved_to = config.checkpoint.save or ""
     checkpoints = manager.CheckpointManager(
-        engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner
+        engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner, watchdog.heartbeat
     )
     with watchdog.phase(Phase.LOAD):
         state = checkpoints.restore_or_init(checkpoint, metrics.print)

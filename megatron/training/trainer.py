@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from megatron.config import Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader, truncated
+from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
@@ -73,13 +74,15 @@ class Trainer:
         saved = state
         self.watchdog.set_handled_signals(self.exits.install_handlers())
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
+        if state.pending_evaluations and self.exit_reason is None:
+            state = self._evaluate_interval(state, state.pending_evaluations)
         while state.iteration < self.length.iterations and self.exit_reason is None:
             with self.watchdog.phase(Phase.STEP):
                 state = self.advance(state)
                 self.stability.check_invariants(state.iteration)
             self.watchdog.report.set_iteration(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
-                self.evaluate(state, "validation")
+                state = self._evaluate_interval(state, len(self.data.valid))
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
@@ -149,6 +152,8 @@ class Trainer:
                 seconds=time.perf_counter() - started,
             )
         )
+        if self.engine.pass_times and progress.iteration % self.config.logging.log_interval == 0:
+            self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
         return self.stability.post_step(
@@ -190,7 +195,7 @@ class Trainer:
             return
         for split, data in (("validation", "val"), ("test", "test")):
             at = f"the end of training for {data} data, iteration {state.iteration}"
-            if not self.evaluate(state, split, at):
+            if self.evaluate(state, split, at):
                 self._print_exit_reason()
                 return
 
@@ -204,12 +209,18 @@ class Trainer:
                 "fp16 because of overflows: set --initial-loss-scale lower, or use --bf16)"
             )
 
-    def evaluate(self, state: TrainingState, split: str, at: str = "") -> bool:
-        """Evaluates on each group of a split ('validation' or 'test') and logs its loss. A request to stop
-        ends the evaluation without a result."""
-        loaders = self.data.valid if split == "validation" else self.data.test
+    def _evaluate_interval(self, state: TrainingState, count: int) -> TrainingState:
+        """Evaluates on the last `count` validation data sets. The state that is returned contains how many
+        of them are left after a request to stop: a resumed run begins with these."""
+        return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
+
+    def evaluate(self, state: TrainingState, split: str, at: str = "", count: int | None = None) -> int:
+        """Evaluates on the data sets of a split ('validation' or 'test'), or the last `count` of them, and
+        logs their losses. A request to stop ends the evaluation. Returns how many data sets are left."""
+        loaders = list((self.data.valid if split == "validation" else self.data.test).items())
+        loaders = loaders[max(len(loaders) - count, 0) :] if count is not None else loaders
         if self.config.training.eval_iters == 0:
-            return True
+            return 0
         # The checkpoint's iteration may be past the end of this run, where there are no validation samples.
         iteration = min(state.iteration, self.length.iterations)
         first = validation_start(self.config, iteration) if split == "validation" else 0
@@ -220,7 +231,7 @@ class Trainer:
             stop.extend([reason] if reason else [])
             return reason is not None
 
-        for name, loader in loaders.items():
+        for index, (name, loader) in enumerate(loaders):
             with self.watchdog.phase(Phase.EVALUATION):
                 loss = evaluate(
                     self.engine,
@@ -235,13 +246,13 @@ class Trainer:
                     f"the evaluation on {name} data at iteration {state.iteration} was stopped"
                 )
                 self.exit_reason = stop[0]
-                return False
+                return len(loaders) - index
             self.metrics.log_validation(
                 ValidationRecord(
                     state.iteration, state.consumed_samples, state.consumed_tokens, loss, name, at
                 )
             )
-        return True
+        return 0
 
 
 def _micro_batches(

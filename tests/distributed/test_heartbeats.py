@@ -1,5 +1,8 @@
-"""Heartbeats of the engine, for the watchdog: one per micro-batch, on every stage."""
+"""Heartbeats for the watchdog: one per micro-batch on every stage, one per file of a checkpoint."""
 
+from pathlib import Path
+
+from megatron.checkpoint.integrity.manifest import describe_files, file_problem, first_problem
 from megatron.testing.layouts import GLOBAL_BATCH, RATE, Row, build_engine, config_of, micro_batches
 from megatron.testing.pool import run_world
 
@@ -15,3 +18,19 @@ def heartbeats():
 
 def test_every_stage_has_a_heartbeat_per_micro_batch():
     assert run_world(2, heartbeats) == [(GLOBAL_BATCH, 2)] * 2
+
+
+def files_described(folder: Path):
+    saved: list[str] = []
+    loaded: list[str] = []
+    files = describe_files(folder, lambda: saved.append("file"))
+    first_problem(
+        sorted(files), lambda name: file_problem(folder, name, files[name]), lambda: loaded.append("file")
+    )
+    return len(saved), len(loaded)
+
+
+def test_each_file_of_a_checkpoint_is_a_heartbeat_of_the_rank_that_reads_it(tmp_path):
+    for index in range(5):
+        (tmp_path / f"file{index}").write_bytes(b"x" * index)
+    assert run_world(2, files_described, tmp_path) == [(3, 3), (2, 2)]

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.training.logging.log_lines import parse_log_line
 from tests.end_to_end.command import Run, pretrain
@@ -68,13 +69,25 @@ def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
-def test_signal_stops_an_evaluation(data: list[str], tmp_path: Path) -> None:
-    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path), "--eval-interval", "2"]
-    flags += ["--eval-iters", "20"]
-    run = pretrain(flags, on_line=at_step(2, lambda process: process.terminate()))
+def validation_points(folder: Path) -> list[tuple[int, float]]:
+    """(iteration, loss) of the validation in TensorBoard."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    (tag,) = (tag for tag in events.Tags()["scalars"] if tag == "lm-loss-validation/lm loss validation")
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[str], tmp_path: Path) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--eval-interval", "2", "--eval-iters", "20"]
+    whole = pretrain([*flags, "--tensorboard-dir", str(tmp_path / "whole")])
+    folders = ["--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path / "parts")]
+    run = pretrain([*flags, *folders], on_line=at_step(2, lambda process: process.terminate()))
     assert run.exit_code == 75 and run.evaluations == []
     assert "the evaluation on validation data at iteration 2 was stopped" in run.stdout
     assert (tmp_path / "latest").read_text() == "global_step2"
+    resumed = pretrain([*flags, *folders])
+    assert [*run.facts, *resumed.facts] == whole.facts and len(whole.evaluations) == 4
+    assert validation_points(tmp_path / "parts") == validation_points(tmp_path / "whole")
 
 
 def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[str]) -> None:

@@ -107,7 +107,7 @@ def test_104b_resumes_after_failures(submit: Submit, places: dict[str, object], 
     job.wait_for("/checkpoints/global_step5 in ")
     os.kill(job.rank(2), signal.SIGKILL)
     job.wait_for("checkpoint verification")
-    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@600 does
+    job.control("scancel", "--batch", "--signal=USR2")  # as #SBATCH --signal=B:USR2@1800 does
     assert job.end() == 0, job.log()
     log = job.log()
     assert "started on 1 node(s) and needs NNODES=2" in log
@@ -162,13 +162,35 @@ def test_a_curriculum(submit: Submit, places: dict[str, object]) -> None:
 
 
 @pytest.mark.full
-def test_a_sweep_times_each_method(submit: Submit, places: dict[str, object], tmp_path: Path) -> None:
-    variables = {**TINY, **places, "METHODS": "type:transformer memory", "STEPS": 2}
-    job = submit("sweep-partition.slurm", options=("--array=0-1%1",), **variables)
+def test_a_sweep_runs_as_an_array_and_submits_only_what_is_missing(
+    slurm: dict[str, str], places: dict[str, object], tmp_path: Path
+) -> None:
+    variables = {**TINY, **places, "METHODS": "type:transformer stages:9,9 memory", "STEPS": 2, "REPEAT": 2}
+    env = {**slurm, **{name: str(value) for name, value in variables.items()}, "SBATCH_OPTIONS": "--time=10"}
+
+    def sweep() -> str:
+        words = ["bash", str(EXAMPLES / "sweep-partition.slurm")]
+        run = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=TIMEOUT_S)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    folder = tmp_path / "runs" / "sweep-partition"
+    first = sweep()
+    number = re.search(r"submitted job (\d+): an array of 4 runs", first)[1]
+    assert "nothing to submit; 4 are in the queue" in sweep() or len(list(folder.glob("runs/*.json"))) > 0
+    job = Job(number, folder / "runs", slurm)
     assert job.end() == 0, job.log()
-    assert re.findall(r"global batch size: +(\d+)", job.log()) == ["4"] * 4
-    for method in ("type:transformer", "memory"):
-        assert re.search(rf"^{method}: median of \d+\.\d+ seconds per step$", job.log(), re.MULTILINE)
+    assert re.findall(r"global batch size: +(\d+)", job.log()) == ["4"] * 8
+
+    (folder / "runs" / "002-1.json").unlink()
+    again = Job(re.search(r"submitted job (\d+): an array of 1 runs", sweep())[1], folder / "runs", slurm)
+    assert again.end() == 0, again.log()
+    assert "nothing to submit: all other runs are done" in sweep()
+    report = json.loads((folder / "report.json").read_text())
+    assert [row["status"] for row in report["rows"]] == ["ok", "refused", "ok"]
+    assert [row["processes"] for row in report["rows"] if row["measured"]] == [4, 4]
+    assert all(row["measured"]["repeats"] == 2 for row in report["rows"] if row["measured"])
+    assert report["losses"][0]["agrees"] and report["losses"][0]["runs"] == 4
     assert not list(tmp_path.glob("runs/**/global_step*"))
 
 
@@ -341,7 +363,9 @@ def test_the_real_size_passes_a_dry_run(
     assert layout in run.stdout
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.slurm")))
+@pytest.mark.parametrize(
+    "script", sorted({path.name for path in EXAMPLES.glob("*.slurm")} - {"sweep-partition.slurm"})
+)
 def test_outside_slurm_a_script_says_how_to_start_it(script: str) -> None:
     run = subprocess.run(["bash", str(EXAMPLES / script)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 2

@@ -28,6 +28,7 @@ LEVELS = (
     ("checkpoint", "cluster"),
     ("training",),
     ("simulation",),
+    ("sweep",),
     ("testing",),
 )
 

@@ -17,11 +17,16 @@ from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.sweep.axes import given_flags
+from megatron.sweep.slurm import read_script
 from tests.end_to_end.command import ROOT
 from tests.unit.config.published_scripts import SCRIPTS
+from tools.sweep import build_parser
 
 EXAMPLES = ROOT / "examples" / "slurm"
-NAMES = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example
+ALL = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+NAMES = [name for name in ALL if name != SWEEP]
 README = (EXAMPLES / "README.md").read_text()
 
 
@@ -133,6 +138,36 @@ def test_a_script_has_the_settings_of_the_published_run(name: str, tmp_path: Pat
         assert f"`{option_name(key.split('.')[1])}`" in README, f"the README does not list {key}"
 
 
+# Of the file system in the README, and how the numbers in its table are rounded.
+BYTES_PER_S, ROUNDED_TO_S = 1.5e9, 600
+
+
+@pytest.mark.parametrize(
+    "script", [name for name in NAMES if "--signal=" in (EXAMPLES / name).read_text()], ids=str
+)
+def test_the_warning_time_covers_the_longest_step_and_a_save(script: str, tmp_path: Path) -> None:
+    """The README's sum, from the model that the script trains."""
+    flags = training_flags(dry_run(script, folder=tmp_path))
+
+    def number(flag: str) -> int:
+        return int(flags[flags.index(flag) + 1])
+
+    layers, hidden = number("--num-layers"), number("--hidden-size")
+    vocab = number("--pad-vocab-size-to") if "--pad-vocab-size-to" in flags else 50_304
+    vocab = 250_112 if "mt5" in script else vocab
+    parameters = 12 * layers * hidden**2 + 13 * layers * hidden + vocab * hidden
+    bytes_each = 2 + 4 + (2 if "--use-bnb-optimizer" in flags else 8)
+    name = script.removesuffix(".slurm")
+    (row,) = re.findall(rf"^\| `{name}` \| ([\d. |]+) \|$", README, re.MULTILINE)
+    billions, per_parameter, terabytes, save_s, step_s, signal_s = map(float, row.split("|"))
+    assert billions == pytest.approx(parameters / 1e9, rel=2e-3) and per_parameter == bytes_each
+    assert terabytes == pytest.approx(parameters * bytes_each / 1e12, rel=1e-2)
+    assert save_s == pytest.approx(parameters * bytes_each / BYTES_PER_S, rel=1e-2)
+    assert signal_s == -(-(step_s + save_s) // ROUNDED_TO_S) * ROUNDED_TO_S
+    assert f"#SBATCH --signal=B:USR2@{signal_s:.0f} " in (EXAMPLES / script).read_text()
+    assert step_s == 706 or "104B" not in script
+
+
 @pytest.mark.parametrize("script", [name for name in NAMES if name not in ("smoke.slurm",)])
 def test_an_empty_ramp_up_turns_it_off(script: str, tmp_path: Path) -> None:
     flags = training_flags(dry_run(script, folder=tmp_path, RAMPUP_BATCH_SIZE=""))
@@ -140,19 +175,26 @@ def test_an_empty_ramp_up_turns_it_off(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["tr8-104B", "tr11-176B-ml"])
-def test_a_sweep_measures_full_batches(example: str, tmp_path: Path) -> None:
-    """Even if the environment has a ramp-up, and for every method."""
-    methods = set()
-    for task in ("0", "1", "2", "3"):
-        variables = {"EXAMPLE": example, "RAMPUP_BATCH_SIZE": "16 16 1000", "SLURM_ARRAY_TASK_ID": task}
-        flags = training_flags(dry_run("sweep-partition.slurm", folder=tmp_path, **variables))
-        assert "--rampup-batch-size" not in flags and "--save" not in flags
-        assert flags[flags.index("--global-batch-size") + 1] == "2048"
-        methods.add(flags[flags.index("--pp-partition-method") + 1])
-    assert len(methods) == 4
+def test_a_sweep_measures_full_batches(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the environment has a ramp-up; and with every method."""
+    printed = dry_run(SWEEP, "--seed", "7", folder=tmp_path, EXAMPLE=example)
+    ((_, program, *words),) = commands(printed)
+    assert program == str(ROOT / "tools" / "sweep.py")
+    options = build_parser().parse_args(words)
+    assert (options.action, options.steps, options.sbatch_options) == ("run", 12, "--time=01:00:00")
+    (axis,) = options.axes
+    assert axis.flag == "--partition-method" and len(set(axis.values)) == 4
+    monkeypatch.setenv("RAMPUP_BATCH_SIZE", "16 16 1000")
+    script = read_script(Path(options.sbatch), options.base, tmp_path)
+    assert script.processes == {"tr8-104B": 512, "tr11-176B-ml": 384}[example]
+    assert script.flags[-2:] == ["--seed", "7"]
+    given = given_flags(script.flags)
+    assert given["batch.global_batch_size"] == 2048 and "batch.rampup_batch_size" not in given
+    assert "checkpoint.save" not in given and "checkpoint.load" not in given
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("script", NAMES)
+@pytest.mark.parametrize("script", ALL)
 def test_every_script_is_in_the_table_of_the_readme(script: str) -> None:
     assert f"| `{script}` |" in README
 

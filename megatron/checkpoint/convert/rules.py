@@ -228,10 +228,8 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
     state: the fields of `TrainingState`.
     """
     model, parallel = config.model, config.parallel
-    names = (*MEGATRON_MODEL_ARGS, "seq_length", "max_position_embeddings")
     return Namespace(
-        **{name: getattr(model, name) for name in names},
-        make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
+        **{name: getattr(model, name) for name in MEGATRON_MODEL_ARGS},
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         consumed_train_samples=state["consumed_samples"],

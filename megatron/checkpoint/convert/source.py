@@ -22,7 +22,12 @@ from megatron.checkpoint.convert.rules import (
     unused_patterns,
 )
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.deepspeed_files import OptimizerFiles, model_files
+from megatron.checkpoint.formats.deepspeed_files import (
+    SHARDED_WEIGHTS,
+    OptimizerFiles,
+    model_files,
+    sharded_weight_files,
+)
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.integrity.names import check_parameter, is_shape
 from megatron.checkpoint.record import RUN_FILE
@@ -92,6 +97,8 @@ def _native_source(folder: Path, strict: bool, derive_rules: bool) -> Source:
 def _external_source(folder: Path, strict: bool) -> Source:
     """A checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and patterns."""
     paths = model_files(folder)
+    if sharded_weight_files(folder):
+        raise ConfigError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
     if not paths:
         raise ConfigError(
             f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"

@@ -21,6 +21,11 @@ from megatron.files import expect_layout
 # The name of a parameter's fp32 values; its moments have the optimizer's names.
 VALUES = "fp32"
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+_SHARDED_WEIGHTS_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+SHARDED_WEIGHTS = (
+    "another program saved it with ZeRO-3, in shards that this program does not read: convert it with "
+    "DeepSpeed's own ds_to_universal.py"
+)
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 
 
@@ -41,6 +46,15 @@ class _Fragment:
     def kept(self) -> dict[str, Any]:
         """The optimizer's state of the group: moments as long as the partition, and the step."""
         return self.state["base_optimizer_state"]["state"].get(self.group, {})
+
+    def is_moment(self, value: Any) -> bool:
+        """Whether an entry of `kept` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
+        rank without the padding of the partition, and the moments with it."""
+        paddings = self.state.get("group_paddings")
+        known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
+        padding = paddings[self.group] if known else 0
+        lengths = [self.master.numel, *([self.master.numel + padding] if type(padding) is int else [])]
+        return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.numel in lengths
 
     def piece(self, key: str) -> StoredTensor:
         tensor = self.master if key == VALUES else self.kept[key]
@@ -83,12 +97,12 @@ class OptimizerFiles:
     def moments(self, name: str) -> list[str]:
         """The optimizer's names of the moments of a parameter."""
         first = self._fragments[0][name][0]
-        return [key for key, value in first.kept.items() if _is_moment(value, first.master)]
+        return [key for key, value in first.kept.items() if first.is_moment(value)]
 
     def others(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter beside the moments: the step."""
         first = self._fragments[0][name][0]
-        return {key: value for key, value in first.kept.items() if not _is_moment(value, first.master)}
+        return {key: value for key, value in first.kept.items() if not first.is_moment(value)}
 
     def pieces(self, tp_rank: int, name: str, key: str) -> list[StoredTensor]:
         """The consecutive pieces of a TP rank's flat shard.
@@ -117,6 +131,11 @@ def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
     return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
 
 
+def sharded_weight_files(folder: Path) -> list[Path]:
+    """The files of weights that DeepSpeed's ZeRO-3 writes, one per rank. Runs of this program have none."""
+    return [path for path in folder.glob("zero_pp_rank_*") if _SHARDED_WEIGHTS_FILE.fullmatch(path.name)]
+
+
 def model_files(folder: Path) -> list[Path]:
     """The mp_rank files, one per (stage, TP rank) pair, in the order of their ranks."""
     paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
@@ -133,10 +152,6 @@ def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
                 yield name, _Fragment(state, group, address.start, address.numel)
-
-
-def _is_moment(value: Any, master: StoredTensor) -> bool:
-    return isinstance(value, StoredTensor) and value.shape == master.shape
 
 
 def _optimizer_state(path: Path, key: str) -> dict:

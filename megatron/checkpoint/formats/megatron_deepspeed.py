@@ -9,8 +9,15 @@ For L transformer layers (GPTModelPipe in its megatron/model/gpt_model.py):
     word, positions         tied_modules.embed.*                the same
 
 Its list begins with the function `_to_float16` in every precision, so its indices do not depend on fp16 or
-bf16. All other parts of a name are equal. Two kinds of parameters have their rows in another order
-(megatron/model/transformer.py):
+bf16. All other parts of a name are equal. With --no-pipeline-parallel its model is a GPTModel
+(megatron/model/language_model.py), which counts the layers from 0:
+
+    name there                                              name here
+    language_model.embedding.*                              tied_modules.embed.*
+    language_model.encoder.layers.<i>.*                     <i + 3>.*
+    language_model.encoder.final_layernorm.*                <L + 4>.*
+
+Two kinds of parameters have their rows in another order (megatron/model/transformer.py):
 
 - A gated MLP stacks the gate before the values; here the values come first.
 - Since commit 676a482c of 2024 `query_key_value` has the queries of all heads of a tensor-parallel rank, then
@@ -36,6 +43,11 @@ _THEIR_FIRST_LAYER = 2
 _INPUT_NORM = re.compile(r"(0|[1-9]\d{0,5})\.input_layernorm\.weight")
 _INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
 _POSITIONS = f"tied_modules.{TIED_EMBEDDING}.position_embeddings.weight"
+# Of a model without a pipeline.
+_PLAIN_MODEL = "language_model."
+_PLAIN_LAYER = re.compile(r"language_model\.encoder\.layers\.(0|[1-9]\d{0,5})\.(.+)")
+_PLAIN_EMBEDDING = "language_model.embedding."
+_PLAIN_FINAL_NORM = "language_model.encoder.final_layernorm."
 # Arguments of its megatron/arguments.py, with the value that the model here has. Older versions lack some.
 _SUPPORTED = {
     "add_bias_linear": True,
@@ -50,21 +62,30 @@ _NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
 _SUPPORTED_ROTARY = {"rope_theta": 10000, "rotary_percent": 1.0}
 
 
-def has_their_indices(names: Collection[str]) -> bool:
-    """Whether the transformer layers of these parameters begin at index 2."""
-    return min(_transformer_layers(names), default=None) == _THEIR_FIRST_LAYER
+def has_their_names(names: Collection[str]) -> bool:
+    """Whether the transformer layers of these parameters begin at index 2, or they are of a model without a
+    pipeline."""
+    return _is_plain(names) or min(_transformer_layers(names), default=None) == _THEIR_FIRST_LAYER
 
 
 def names_here(names: Collection[str]) -> dict[str, str]:
-    """Parameter name here -> stored name. All names stay as they are without `has_their_indices`."""
-    if not has_their_indices(names):
+    """Parameter name here -> stored name. All names stay as they are without `has_their_names`."""
+    if not has_their_names(names):
         return {name: name for name in names}
+    if _is_plain(names):
+        last = max(int(match[1]) for name in names if (match := _PLAIN_LAYER.fullmatch(name)))
+        return {_plain_name_here(name, last): name for name in names}
     last = max(_transformer_layers(names))
     return {_name_here(name, last): name for name in names}
 
 
-def describe_indices(names: Collection[str]) -> str:
+def describe_names(names: Collection[str]) -> str:
     """What `names_here` changes, for the log."""
+    if _is_plain(names):
+        return (
+            "Its parameters are named as in Microsoft's Megatron-DeepSpeed with --no-pipeline-parallel: "
+            f"language_model.encoder.layers.0 is layer {FIRST_TRANSFORMER_LAYER} here"
+        )
     last = max(_transformer_layers(names))
     first, shift = _THEIR_FIRST_LAYER, FIRST_TRANSFORMER_LAYER - _THEIR_FIRST_LAYER
     return (
@@ -76,7 +97,7 @@ def describe_indices(names: Collection[str]) -> str:
 def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Its arguments, with those of the model that have another name here under that name too."""
     rotary = "rotary" if args.get("use_rotary_position_embeddings") else None
-    positions = "absolute" if _POSITIONS in names else rotary
+    positions = "absolute" if _POSITIONS in names_here(names) else rotary
     gated = "swiglu" if args.get("swiglu") else None
     return {**args, "position_embedding_type": positions, "glu_activation": gated}
 
@@ -105,7 +126,9 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
             f"its GELU is exact (bias_gelu_fusion is {fused}, onnx_safe is {onnx_safe}), expected the tanh "
             "approximation"
         )
-    if any(".lm_head." in name for name in names) and not args.get("untie_embeddings_and_output_weights"):
+    if any(".lm_head." in name or ".output_layer." in name for name in names) and not args.get(
+        "untie_embeddings_and_output_weights"
+    ):
         found.append("its LM head has its own weight, expected that of the word embedding")
     return found
 
@@ -133,6 +156,23 @@ def _interleave_heads(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Ten
         )
     blocks = tensor.reshape(ranks, 3, heads // ranks, -1, *tensor.shape[1:])
     return blocks.transpose(1, 2).reshape(tensor.shape)
+
+
+def _is_plain(names: Collection[str]) -> bool:
+    """Whether all names are those of a model without a pipeline."""
+    layers = any(_PLAIN_LAYER.fullmatch(name) for name in names)
+    return layers and all(name.startswith(_PLAIN_MODEL) for name in names)
+
+
+def _plain_name_here(name: str, last: int) -> str:
+    """last: index of the last transformer layer there. Distinct names stay distinct."""
+    if name.startswith(_PLAIN_EMBEDDING):
+        return f"tied_modules.{TIED_EMBEDDING}.{name.removeprefix(_PLAIN_EMBEDDING)}"
+    if name.startswith(_PLAIN_FINAL_NORM):
+        # A function comes between the last transformer layer and the final norm here.
+        return f"{last + FIRST_TRANSFORMER_LAYER + 2}.{name.removeprefix(_PLAIN_FINAL_NORM)}"
+    match = _PLAIN_LAYER.fullmatch(name)
+    return name if match is None else f"{int(match[1]) + FIRST_TRANSFORMER_LAYER}.{match[2]}"
 
 
 def _transformer_layers(names: Collection[str]) -> list[int]:

@@ -8,7 +8,7 @@
 - BLOOM's of 2022 (0.1): as above, but the word embedding keeps its padding, the copies on TP ranks were
   averaged, and there is no `step.pt`: the optimizer's step is taken to be the iteration.
 
-Microsoft's Megatron-DeepSpeed numbers the layers differently. `UniversalReader` translates its names into
+Microsoft's Megatron-DeepSpeed names the layers differently. `UniversalReader` translates its names into
 those of the pipeline's layer list here, see `megatron_deepspeed`. No reader runs code from a file: see
 `torch_archive`.
 """
@@ -74,7 +74,7 @@ def _open_external(folder: Path) -> Checkpoint:
     position = args.get("position_embedding_type")
     if isinstance(position, (int, str)):
         args["position_embedding_type"] = _POSITIONS.get(position, position)
-    if megatron_deepspeed.has_their_indices(names):
+    if megatron_deepspeed.has_their_names(names):
         args = megatron_deepspeed.arguments_here(args, names)
     iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
     batch = _first_int(args.get("global_batch_size"))
@@ -93,8 +93,8 @@ def _open_external(folder: Path) -> Checkpoint:
     note = _NOT_COMPARED
     if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
         note += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
-    if megatron_deepspeed.has_their_indices(names):
-        note += f". {megatron_deepspeed.describe_indices(names)}"
+    if megatron_deepspeed.has_their_names(names):
+        note += f". {megatron_deepspeed.describe_names(names)}"
     return Checkpoint(folder, state, run, unverified_note=note)
 
 
@@ -117,7 +117,7 @@ def parameter_folders(folder: Path) -> list[str]:
 def _check_variants(checkpoint: Checkpoint) -> None:
     """Raises ConfigError for a model of Microsoft's Megatron-DeepSpeed that no flags of this program make."""
     names = parameter_folders(checkpoint.folder)
-    if not megatron_deepspeed.has_their_indices(names):
+    if not megatron_deepspeed.has_their_names(names):
         return
     if variants := megatron_deepspeed.unsupported(checkpoint.run["args"], names):
         raise ConfigError(
@@ -134,7 +134,8 @@ def _vocabulary_differences(
     if saved is not None:
         return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
     (name,) = (name for name, spec in specs.items() if spec.num_valid_rows is not None)
-    path = checkpoint.folder / PARAMETER_FOLDER / name / "fp32.pt"
+    stored = megatron_deepspeed.names_here(parameter_folders(checkpoint.folder)).get(name, name)
+    path = checkpoint.folder / PARAMETER_FOLDER / stored / "fp32.pt"
     rows = read_global_tensor(path).shape[0] if path.is_file() else vocab_size
     args = checkpoint.run["args"]
     unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
@@ -180,10 +181,10 @@ class UniversalReader(StateReader):
         _check_files(self.checkpoint)
         saved = self.checkpoint.run["args"]
         differences = [
-            f"{name} was {saved[name]}, is {getattr(config.model, name)}"
-            for name in MEGATRON_MODEL_ARGS
+            f"{name} was {saved[name]}, is {value}"
+            for name, value in config.model_settings().items()
             # The other program may not have this argument.
-            if saved.get(name) not in (None, getattr(config.model, name))
+            if name in MEGATRON_MODEL_ARGS and saved.get(name) not in (None, value)
         ]
         return differences + _vocabulary_differences(self.checkpoint, specs, vocab_size)
 
@@ -195,7 +196,7 @@ class UniversalReader(StateReader):
     @cached_property
     def _is_megatron_deepspeed(self) -> bool:
         names = self._stored.values()
-        return self.checkpoint.is_external and megatron_deepspeed.has_their_indices(names)
+        return self.checkpoint.is_external and megatron_deepspeed.has_their_names(names)
 
     @property
     def stored_names(self) -> Collection[str]:

@@ -18,16 +18,20 @@ Files = dict[str, dict[str, Any]]
 READ_THREADS = 4
 
 
-def describe_files(folder: Path) -> Files:
+def no_heartbeat() -> None:
+    """The default for functions that call a heartbeat after each file."""
+
+
+def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -> Files:
     """Size and digest of every file in the folder, and syncs each to the disk. Collective: the ranks share
-    the work, and all get the result."""
+    the work, and all get the result. heartbeat: called after each file."""
     import torch.distributed as dist
 
     # One rank lists: on a shared file system another's listing may be older.
     names: list[Any] = [sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names)
     (names,) = names
-    return _shared(names, lambda name: describe_file(folder / name, to_disk=True))
+    return _shared(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 
 def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
@@ -65,15 +69,17 @@ def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> It
         yield from pool.map(lambda name: file_problem(folder, name, files[name]), files)
 
 
-def first_problem(names: list[str], find_problem: Callable[[str], str | None]) -> str | None:
+def first_problem(
+    names: list[str], find_problem: Callable[[str], str | None], heartbeat: Callable[[], None] = no_heartbeat
+) -> str | None:
     """The first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks share
-    the files, so that each is read once."""
+    the files, so that each is read once. heartbeat: called after each file."""
     import torch.distributed as dist
 
     shared = [names]
     dist.broadcast_object_list(shared)  # another rank's listing of a folder may be older
     (names,) = shared
-    problems = _shared(names, find_problem)
+    problems = _shared(names, find_problem, heartbeat)
     return next((problem for _, problem in sorted(problems.items()) if problem), None)
 
 
@@ -92,7 +98,9 @@ def _digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _shared(names: list[str], describe: Callable[[str], Any]) -> dict[str, Any]:
+def _shared(
+    names: list[str], describe: Callable[[str], Any], heartbeat: Callable[[], None]
+) -> dict[str, Any]:
     """describe(name) of every name, each computed by one rank. An OSError on one rank is raised on all."""
     # Imported only here: tools that inspect checkpoints do not need torch, which takes seconds.
     import torch.distributed as dist
@@ -100,7 +108,10 @@ def _shared(names: list[str], describe: Callable[[str], Any]) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     own: dict[str, Any] | str
     try:
-        own = {name: describe(name) for name in names[rank::size]}
+        own = {}
+        for name in names[rank::size]:
+            own[name] = describe(name)
+            heartbeat()
     except OSError as error:
         own = str(error)
     parts: list[Any] = [None] * size

@@ -144,7 +144,7 @@ def _check_numbers(run: Mapping[str, Any]) -> None:
         numbers = value if isinstance(value, list) else [value]
         if not all(type(number) in (int, float) for number in numbers):
             raise ValueError(f"{name} of its state is not a number")
-    for name in ("iteration", "consumed_samples", "consumed_tokens"):
+    for name in ("iteration", "consumed_samples", "consumed_tokens", "pending_evaluations"):
         if not _is_count(state.get(name, 0)):
             raise ValueError(f"{name} of its state is not a count")
     for name, size in (("vocab_size", run.get("vocab_size", 1)), *_mapping(run, "layout").items()):

@@ -28,6 +28,16 @@ def process_state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def io_bytes() -> int:
+    """Bytes that this process has read and written, files and sockets; 0 if the system does not count
+    them."""
+    try:
+        with open("/proc/self/io") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
+    except OSError:
+        return 0
+
+
 def _process_fields(pid: int) -> list[str]:
     """The fields of /proc/<pid>/stat from the third, the state, on."""
     try:
@@ -35,6 +45,19 @@ def _process_fields(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def started_by_living_launcher(folder: Path) -> bool:
+    """Whether the launcher, or shell, in the name of a folder of `shared_temporary_folder` still runs."""
+    pid, _, rest = folder.name.partition("-")
+    fields = _process_fields(int(pid)) if pid.isdigit() else []
+    return len(fields) > 19 and fields[19] == rest.partition("-")[0]
+
+
+def earlier_folders(folder: Path) -> list[Path]:
+    """The folders of other starts on this node, by processes that this one can see."""
+    suffix = folder.name[folder.name.rindex("-") :]
+    return [path for path in folder.parent.iterdir() if path.name.endswith(suffix) and path != folder]
 
 
 def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:

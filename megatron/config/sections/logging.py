@@ -34,6 +34,10 @@ class LoggingConfig(Section):
     )
     log_batch_size_to_tensorboard: bool = flag(False, help="also log the batch size")
     log_validation_ppl_to_tensorboard: bool = flag(False, help="also log the validation perplexity")
+    log_bubble: bool = flag(
+        False,
+        help="with each log line, print the share of the step in which each pipeline rank is idle",
+    )
     log_path: str | None = flag(
         None, metavar="FILE", help="append the console output to this file, in addition to stdout"
     )

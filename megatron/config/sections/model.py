@@ -14,33 +14,51 @@ from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, NORMALIZATI
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes."""
+    """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
+
+    The arguments of `flag` are the only description of a field: the command line, checkpoints, summaries,
+    profiles of layer times and conversions read them.
+    """
 
     group: ClassVar[str] = "network size"
     changes_model: ClassVar[bool] = True
 
     num_layers: int = flag(
-        megatron_arg=True, help="number of transformer layers", at_least=1, at_most=100_000
+        help="number of transformer layers",
+        at_least=1,
+        at_most=100_000,
+        changes_layer_time=False,
+        megatron_arg=True,
     )
     hidden_size: int = flag(
-        megatron_arg=True, help="hidden size of the transformer", at_least=1, at_most=2**20
+        help="hidden size of the transformer",
+        at_least=1,
+        at_most=2**20,
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     ffn_hidden_size: int = flag(
-        megatron_arg=True,
         derived="4 x hidden size",
         at_least=1,
         at_most=2**24,
         help="hidden size of the MLP; with --glu-activation the size of each half",
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     num_attention_heads: int = flag(
-        megatron_arg=True, help="number of attention heads", at_least=1, at_most=2**16
+        help="number of attention heads",
+        at_least=1,
+        at_most=2**16,
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     kv_channels: int = flag(
-        megatron_arg=True,
         derived="hidden size / heads",
         at_least=1,
         at_most=2**20,
         help="head dimension of the attention",
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     seq_length: int = flag(
         changes_model=False,
@@ -48,25 +66,33 @@ class ModelConfig(Section):
         group="data and dataloader",
         at_least=1,
         at_most=2**24,
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     max_position_embeddings: int = flag(
         derived="--seq-length; required for absolute positions",
         at_least=1,
         at_most=2**24,
         help="number of position embeddings, the longest sequence that absolute positions support",
+        changes_layer_time=False,
+        megatron_arg=True,
     )
     position_embedding_type: str = flag(
         "absolute",
         choices=POSITION_EMBEDDINGS,
-        megatron_arg=True,
         help="type of the position embeddings",
+        changes_layer_time=True,
+        megatron_arg=True,
     )
+    # Layer times depend on the padded size only, which layer_times.py records.
     vocab_size: int | None = flag(
         None,
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
         help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
+        changes_layer_time=False,
+        megatron_arg=False,
     )
     make_vocab_size_divisible_by: int = flag(
         128,
@@ -74,6 +100,8 @@ class ModelConfig(Section):
         at_least=1,
         at_most=2**31 - 1,
         help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
+        changes_layer_time=False,
+        megatron_arg=True,
     )
     pad_vocab_size_to: int | None = flag(
         None,
@@ -81,27 +109,53 @@ class ModelConfig(Section):
         at_least=1,
         at_most=2**31 - 1,
         help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
+        changes_layer_time=False,
+        megatron_arg=False,
     )
-    layernorm_epsilon: float = flag(1e-5, above=0, megatron_arg=True, help="epsilon of the norms")
+    layernorm_epsilon: float = flag(
+        1e-5,
+        above=0,
+        help="epsilon of the norms",
+        changes_layer_time=False,
+        megatron_arg=True,
+    )
     embed_layernorm: bool = flag(
-        False, summary="embedding norm", megatron_arg=True, help="apply a norm to the word embeddings"
+        False,
+        summary="embedding norm",
+        help="apply a norm to the word embeddings",
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     normalization: str = flag(
-        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms of the model"
+        "LayerNorm",
+        choices=NORMALIZATIONS,
+        summary="{}",
+        help="type of all norms of the model",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
-    activation: str = flag("gelu", choices=ACTIVATIONS, summary="{}", help="activation of the MLP")
+    activation: str = flag(
+        "gelu",
+        choices=ACTIVATIONS,
+        summary="{}",
+        help="activation of the MLP",
+        changes_layer_time=True,
+        megatron_arg=False,
+    )
     glu_activation: str | None = flag(
         None,
         choices=GLU_ACTIVATIONS,
         summary="{}",
-        megatron_arg=True,
         help="use a gated MLP with this activation of the gate, instead of --activation",
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False,
         summary="residual after norm",
-        megatron_arg=True,
         help="take the residual connection from the output of the norm instead of its input",
+        changes_layer_time=True,
+        megatron_arg=True,
     )
     init_method_std: float = flag(
         0.02,
@@ -109,6 +163,8 @@ class ModelConfig(Section):
         above=0,
         group="initialization",
         help="standard deviation of the normal distribution that initializes the weights",
+        changes_layer_time=False,
+        megatron_arg=False,
     )
     mup: bool = flag(
         False,
@@ -118,21 +174,40 @@ class ModelConfig(Section):
         "matrices of the transformer layers are initialized with --init-method-std / sqrt(W) and learn at "
         "lr / W; the logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult "
         "/ head dimension",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     mup_base_hidden_size: int = flag(
         1,
         at_least=1,
         group="initialization",
         help="hidden size at which --mup changes neither the initialization nor the learning rates",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     mup_input_mult: float = flag(
-        1.0, above=0, group="initialization", help="multiplier of the embedding output with --mup"
+        1.0,
+        above=0,
+        group="initialization",
+        help="multiplier of the embedding output with --mup",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     mup_output_mult: float = flag(
-        1.0, above=0, group="initialization", help="multiplier of the logits with --mup"
+        1.0,
+        above=0,
+        group="initialization",
+        help="multiplier of the logits with --mup",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     mup_attn_mult: float = flag(
-        1.0, above=0, group="initialization", help="multiplier of the attention scores with --mup"
+        1.0,
+        above=0,
+        group="initialization",
+        help="multiplier of the attention scores with --mup",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     hidden_dropout: float = flag(
         0.1,
@@ -141,6 +216,8 @@ class ModelConfig(Section):
         below=1,
         group="regularization",
         help="dropout probability of the embeddings and of the attention and MLP outputs",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     attention_dropout: float = flag(
         0.1,
@@ -151,6 +228,8 @@ class ModelConfig(Section):
         help="dropout probability of the attention weights. Above 0, fused attention is not used: attention "
         "is slower and its activations grow with the square of the sequence length "
         "(--recompute-granularity selective avoids that memory)",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
 
     @property

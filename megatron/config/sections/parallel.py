@@ -64,8 +64,8 @@ class ParallelConfig(Section):
         600.0,
         above=0,
         metavar="SECONDS",
-        help="how long to wait at the start for all processes to connect to MASTER_ADDR:MASTER_PORT; the "
-        "missing ones are logged every 30 s",
+        help="how long to wait at the start for processes that have not connected to MASTER_ADDR:MASTER_PORT "
+        "and make no progress with their preparation; the missing ones are logged every 30 s",
     )
     world_size: int = flag(
         1, at_least=1, help="number of processes to plan for with --dry-run; set by the launcher in a run"

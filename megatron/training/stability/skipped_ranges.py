@@ -31,4 +31,5 @@ def advance_state(state: TrainingState, last: int, config: Config, batches: Batc
         consumed_samples=samples,
         consumed_tokens=tokens,
         skipped_iterations=state.skipped_iterations + max(last - state.iteration, 0),
+        pending_evaluations=0,
     )

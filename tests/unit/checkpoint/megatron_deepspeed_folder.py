@@ -36,9 +36,14 @@ ASSET_MODELS: dict[str, dict[str, Any]] = {
 """Of the folders in the asset: fields of ModelConfig."""
 
 
-def their_name(name: str, layers: int) -> str:
+def their_name(name: str, layers: int, pipeline: bool = True) -> str:
     """The name there of a parameter of `layers` transformer layers."""
     number, _, rest = name.partition(".")
+    if not pipeline:
+        if not number.isdigit():
+            return f"language_model.{name.replace('tied_modules.embed', 'embedding')}"
+        part = "final_layernorm" if int(number) == layers + 4 else f"layers.{int(number) - 3}"
+        return f"language_model.encoder.{part}.{rest}"
     if not number.isdigit():
         return name
     return f"{layers + 2 if int(number) == layers + 4 else int(number) - 1}.{rest}"
@@ -86,16 +91,18 @@ def write_as_megatron_deepspeed(
     config: Config,
     states: Mapping[str, Mapping[str, torch.Tensor]],
     client_state: Mapping[str, Any] | None = None,
+    pipeline: bool = True,
     **changes: Any,
 ) -> Path:
     """`global_step5_universal` in `folder`, named by `latest_universal`.
 
     states: parameter here -> file ('fp32', 'exp_avg', ...) -> global tensor without padding, 'step' a number.
-    client_state: what the mp_rank file has otherwise. changes: arguments of the run that differ.
+    client_state: what the mp_rank file has otherwise. pipeline: whether it ran without
+    --no-pipeline-parallel. changes: arguments of the run that differ.
     """
     path = folder / f"global_step{STEP}_universal"
     for name, files in states.items():
-        parameter = path / "zero" / their_name(name, config.model.num_layers)
+        parameter = path / "zero" / their_name(name, config.model.num_layers, pipeline)
         parameter.mkdir(parents=True)
         for kind, tensor in files.items():
             if config.model.glu_activation and ".mlp.dense_h_to_4h." in name and tensor.dim():

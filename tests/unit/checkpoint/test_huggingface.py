@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zipfile
 
@@ -11,16 +12,18 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.convert.huggingface.exporter import (
-    family_of,
     format_differences,
     verification,
     write_hugging_face,
 )
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.convert.huggingface.registry import FAMILIES, family_of
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.fields import flag, flag_of
+from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.single_process import GPTModel
 from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -153,8 +156,8 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
         (GPT2, {"glu_activation": "swiglu"}, "--glu-activation swiglu"),
         (GPT2, {"mup": True}, "--mup"),
         (BLOOM, {}, "no --embed-layernorm"),
-        (GPT2, NORM, "--embed-layernorm and --position-embedding-type absolute"),
-        (GPT2, {"kv_channels": 16}, "--kv-channels 16 x 4 heads"),
+        (GPT2, NORM, "--position-embedding-type absolute and --embed-layernorm"),
+        (GPT2, {"kv_channels": 16}, "--kv-channels 16.* GPT-2 needs --kv-channels 8"),
         (BLOOM, NORM | {"ffn_hidden_size": 64}, "--ffn-hidden-size 64"),
         (
             GPT2,
@@ -166,6 +169,41 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
 def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, named):
     with pytest.raises(ConfigError, match=named):
         family_of(config_of(row, model=model).model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_says_something_about_every_field_with_a_derived_default(name):
+    """Their defaults are None in ModelConfig, so no value equals them."""
+    family = FAMILIES.load(name)
+    said = {ours for ours, _ in family.fields} | set(family.our_constants) | set(family.our_derived)
+    unused = POSITION_EMBEDDINGS.unused_settings(family.our_constants["position_embedding_type"])
+    derived = {field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).derived}
+    assert derived <= said | set(unused)
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert said | {ours for ours, _ in family.training_fields} <= fields
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterModelConfig(ModelConfig):
+    """With a field that no family has."""
+
+    new_variant: bool = flag(False, help="a new variant", changes_layer_time=True, megatron_arg=False)
+
+
+@pytest.mark.parametrize("row, model, title", [(BLOOM, NORM, "BLOOM"), (GPT2, {}, "GPT-2")])
+def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title):
+    settings = vars(config_of(row, model=model).model)
+    assert family_of(LaterModelConfig(**settings))[1].title == title
+    with pytest.raises(ConfigError, match=f"with --new-variant cannot .*: {title} needs no --new-variant"):
+        family_of(LaterModelConfig(**settings, new_variant=True))
+
+
+def test_a_model_between_two_families_is_told_what_each_of_them_needs():
+    with pytest.raises(ConfigError) as caught:
+        family_of(config_of(BLOOM).model)
+    assert "BLOOM needs --embed-layernorm; GPT-2 needs --position-embedding-type absolute" in str(
+        caught.value
+    )
 
 
 def test_differences_of_the_exported_model_are_reported():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint
@@ -21,8 +24,9 @@ from megatron.mpu.layout import TPGroup
 from megatron.testing.checkpoints import FINGERPRINT
 from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
 from tests.reference.plain_gpt import plain_gpt_logits
-from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, write_as_megatron_deepspeed
+from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, unpack, write_as_megatron_deepspeed
 from tests.unit.checkpoint.native_folder import random_wholes
+from tools import ds_to_universal
 
 # Of the models that both programs have.
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,10 +66,13 @@ def find(folder: Path, **model: Any):
     return find_checkpoint(config_for(folder, **model), VOCAB, FINGERPRINT)
 
 
+@pytest.mark.parametrize("pipeline", [True, False])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_and_moments_are_read_under_the_names_here(model: str, order: str, tmp_path: Path) -> None:
-    wholes = write(tmp_path, MODELS[model], **ORDERS[order])
+def test_weights_and_moments_are_read_under_the_names_here(
+    model: str, order: str, pipeline: bool, tmp_path: Path
+) -> None:
+    wholes = write(tmp_path, MODELS[model], pipeline=pipeline, **ORDERS[order])
     checkpoint = find(tmp_path, **MODELS[model])
     assert checkpoint.state == TrainingState(STEP, 8 * STEP, 8 * STEP * SEQ)
     reader = UniversalReader(checkpoint)
@@ -108,6 +115,29 @@ def test_the_start_says_how_the_layers_are_numbered(tmp_path: Path) -> None:
     assert "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8" in line
 
 
+def test_the_start_says_that_it_had_no_pipeline(tmp_path: Path) -> None:
+    write(tmp_path, pipeline=False)
+    line = describe_start(find(tmp_path), str(tmp_path))
+    assert "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 here" in line
+
+
+def test_a_vocabulary_of_another_size_is_refused_without_a_pipeline_too(tmp_path: Path) -> None:
+    for pipeline in (True, False):
+        folder = tmp_path / str(pipeline)
+        write(folder, pipeline=pipeline, client_state={"universal_checkpoint_info": {}})
+        with pytest.raises(ConfigError, match=f"the vocabulary had {VOCAB} rows with padding, and has 4096"):
+            find_checkpoint(config_for(folder), 4096, FINGERPRINT)
+
+
+def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -> None:
+    """Names of both kinds could stand for one parameter."""
+    write(tmp_path, pipeline=False)
+    zero = tmp_path / f"global_step{STEP}_universal" / "zero"
+    (zero / "language_model.encoder.layers.0.input_layernorm.bias").rename(zero / "3.input_layernorm.bias")
+    with pytest.raises(ConfigError, match="it lacks .* parameters"):
+        find(tmp_path)
+
+
 @pytest.mark.parametrize(
     "argument, value",
     [
@@ -148,6 +178,54 @@ def test_a_head_of_its_own_is_refused_even_without_arguments(tmp_path: Path) -> 
     (zero / "7.lm_head.weight").mkdir()
     with pytest.raises(ConfigError, match="its LM head has its own weight"):
         find(tmp_path)
+
+
+def test_a_head_of_its_own_is_refused_without_a_pipeline(tmp_path: Path) -> None:
+    write(tmp_path, pipeline=False, untie_embeddings_and_output_weights=None)
+    zero = tmp_path / f"global_step{STEP}_universal" / "zero"
+    (zero / "language_model.output_layer.weight").mkdir()
+    with pytest.raises(ConfigError, match="its LM head has its own weight"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("load, has_latest", [(".", True), (".", False), ("global_step3", True)])
+def test_a_native_folder_given_to_load_names_the_converter(
+    load: str, has_latest: bool, tmp_path: Path
+) -> None:
+    """Files of the program itself. The command of the sentence makes a checkpoint that opens."""
+    unpack(tmp_path)
+    folder = tmp_path / "swiglu"
+    if not has_latest:
+        (folder / "latest").unlink()
+    config = config_of(Row(), checkpoint={"load": str(folder / load)})
+    with pytest.raises(ConfigError) as refused:
+        find_checkpoint(config, VOCAB, FINGERPRINT)
+    command = shlex.split(re.search("'(python tools/.*)',", str(refused.value))[1])
+    ds_to_universal.main(command[2:])
+    assert str(refused.value).endswith(f"then pass --load {folder} --universal_checkpoint")
+    assert find_universal(folder).state.iteration == 3
+
+
+def test_a_native_folder_of_this_program_without_its_record_is_not_taken_for_theirs(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    torch.save({"iteration": 3, "args": None}, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(ConfigError, match="no checkpoint in .* is complete"):
+        find_checkpoint(config_of(Row(), checkpoint={"load": str(tmp_path)}), VOCAB, FINGERPRINT)
+
+
+@pytest.mark.parametrize("tool", ["load", "converter"])
+def test_zero_3_is_refused_by_name(tool: str, tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step3")
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    for kind in ("model", "optim"):
+        torch.save({}, folder / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
+    with pytest.raises(ConfigError, match="saved it with ZeRO-3"):
+        if tool == "load":
+            find_checkpoint(config_of(Row(), checkpoint={"load": str(tmp_path)}), VOCAB, FINGERPRINT)
+        else:
+            open_source(folder)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,17 @@ import dataclasses
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron.cluster import rendezvous
 from megatron.cluster.exit_codes import RunStopped, SharedConfigError
+from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import (
     BatchConfig,
@@ -205,6 +208,55 @@ def test_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT {port} cannot be used"):
             connect_processes(Address(0, 2, "127.0.0.1", port, True, True), config())
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
+def test_another_program_at_the_port_is_named_by_each_rank(answer: bytes, monkeypatch) -> None:
+    """Of a program that says nothing, torch's store would wait without a limit for an answer."""
+    monkeypatch.setattr(rendezvous, "_STORE_TIMEOUT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as program, ThreadPoolExecutor(1) as thread:
+        connections: list[socket.socket] = []
+
+        def serve() -> None:
+            with suppress(OSError):  # the end of the test
+                while True:
+                    connections.append(program.accept()[0])
+                    connections[-1].sendall(answer)
+
+        thread.submit(serve)
+        address = Address(3, 4, "127.0.0.1", program.getsockname()[1], False, True)
+        with pytest.raises(ConfigError, match=f"rank 3: {address} is open, but it is not the store"):
+            connect_processes(address, config())
+        program.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            connection.close()
+
+
+def test_time_is_limited_only_while_nobody_makes_progress(port: int, monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    silence = rendezvous._Silence(store, 600.0)
+    for _ in range(10):
+        now[0] += 599.0
+        assert not silence.is_too_long()
+        store.add(rendezvous.PROGRESS_KEY, 1)
+    assert not silence.is_too_long()  # sees the last progress
+    now[0] += 600.0
+    assert silence.is_too_long()
+
+
+def test_preparing_ranks_are_among_the_missing_ones(port: int, monkeypatch) -> None:
+    lines: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_print", lines.put)
+    env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ThreadPoolExecutor(1) as thread, Preparation(config(), env):
+        first = thread.submit(outcomes, port, [config()], 3, ranks=(0,))
+        while not lines.get(timeout=60).endswith("(rank 1, 2; preparing: rank 2)"):
+            pass
+        others = outcomes(port, [config()] * 2, 3, ranks=(1, 2))
+        assert [*first.result(), *others] == ["hello"] * 3
 
 
 def test_unresolvable_host_is_named(monkeypatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from megatron.config import Config, ConfigError, ModelConfig, parse_args
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
-from megatron.config.fields import changes_model
+from megatron.config.fields import changes_model, flag_of
 from megatron.config.registries import OPTIMIZERS, REGISTRIES, TOKENIZERS
 from megatron.config.registry import Registry
 from megatron.config.sections.model import model_summary
@@ -66,6 +66,24 @@ def test_a_model_field_changes_the_model_unless_it_says_otherwise() -> None:
     assert exempt == {
         *("seq_length", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
         *("init_method_std", "hidden_dropout", "attention_dropout"),
+    }
+
+
+def test_every_model_field_is_classified() -> None:
+    """A new field says what it changes: see `flag`. Nothing else in the program lists the fields."""
+    unclassified = {
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if flag_of(field).changes_layer_time is None or flag_of(field).megatron_arg is None
+    }
+    assert unclassified == set()
+
+
+def test_fields_without_an_effect_on_the_time_of_a_layer() -> None:
+    fields = dataclasses.fields(ModelConfig)
+    assert {field.name for field in fields if not flag_of(field).changes_layer_time} == {
+        *("num_layers", "max_position_embeddings", "layernorm_epsilon", "init_method_std"),
+        *("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),  # the padded size counts
     }
 
 

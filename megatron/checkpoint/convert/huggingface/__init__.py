@@ -1,1 +1,1 @@
-"""BLOOM and GPT-2 from and to Hugging Face transformers."""
+"""Models from and to Hugging Face transformers. registry.py lists the families."""

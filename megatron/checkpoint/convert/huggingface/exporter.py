@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.layout import FAMILIES, Family
+from megatron.checkpoint.convert.huggingface.family import Family
+from megatron.checkpoint.convert.huggingface.registry import family_of
 from megatron.checkpoint.formats.reader import StateReader
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import Config, ConfigError, ModelConfig
-from megatron.config.fields import changes_model, flag_of, option_name
+from megatron.config import Config, ConfigError
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
 
@@ -25,57 +24,6 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 5 * 10**9
 """Size limit of one file of weights, unless a single tensor is larger."""
-
-
-def family_of(model: ModelConfig) -> str:
-    """'bloom' or 'gpt2'; ConfigError, with the flag, for a model that is neither."""
-    alibi = model.position_embedding_type == "alibi"
-    if model.position_embedding_type == "rotary":
-        raise ConfigError(
-            "a model with --position-embedding-type rotary cannot be written for Hugging Face: BLOOM takes "
-            "alibi, GPT-2 absolute"
-        )
-    _check_no_other_variant(model)
-    if alibi != model.embed_layernorm:
-        raise ConfigError(
-            "a model with --position-embedding-type alibi and no --embed-layernorm cannot be written for "
-            "Hugging Face: BLOOM always has that norm"
-            if alibi
-            else "a model with --embed-layernorm and --position-embedding-type absolute cannot be written "
-            "for Hugging Face: GPT-2 has no norm there"
-        )
-    if model.kv_channels * model.num_attention_heads != model.hidden_size:
-        raise ConfigError(
-            f"a model with --kv-channels {model.kv_channels} x {model.num_attention_heads} heads cannot be "
-            f"written for Hugging Face: the heads of BLOOM and GPT-2 divide the hidden size "
-            f"{model.hidden_size} among them"
-        )
-    if alibi and model.ffn_hidden_size != 4 * model.hidden_size:
-        raise ConfigError(
-            f"a model with --ffn-hidden-size {model.ffn_hidden_size} and --position-embedding-type alibi "
-            f"cannot be written for Hugging Face: BLOOM's MLP is 4 x hidden size {model.hidden_size} wide"
-        )
-    if not alibi and model.apply_residual_connection_post_layernorm:
-        raise ConfigError(
-            "a model with --apply-residual-connection-post-layernorm and --position-embedding-type absolute "
-            "cannot be written for Hugging Face: BLOOM has that option, GPT-2 does not"
-        )
-    return "bloom" if alibi else "gpt2"
-
-
-def _check_no_other_variant(model: ModelConfig) -> None:
-    """Raise ConfigError for a setting that changes the model and that BLOOM and GPT-2 do not have."""
-    known = {name for family in FAMILIES.values() for name, _ in family.fields}
-    known |= {name for family in FAMILIES.values() for name in family.our_constants}
-    for field in fields(model):
-        value = getattr(model, field.name)
-        if field.name in known or flag_of(field).derived or not changes_model(ModelConfig, field):
-            continue
-        if value != field.default:
-            raise ConfigError(
-                f"a model with {option_name(field.name)}{'' if value is True else f' {value}'} cannot be "
-                "written for Hugging Face: BLOOM and GPT-2 do not have this variant"
-            )
 
 
 def format_differences(config: Config) -> list[str]:
@@ -106,11 +54,11 @@ def write_hugging_face(
 
     precision: 'fp32', 'fp16' or 'bf16'; None: that of the run. verify: compare the weights with their digests
     if the checkpoint has any. One file of weights at a time is in memory. The folder appears complete and
-    synced, or not at all. Raises ConfigError for a model that cannot be written as BLOOM or GPT-2, for
-    damaged files, and for an `output` that exists.
+    synced, or not at all. Raises ConfigError for a model that no family can express, for damaged
+    files, and for an `output` that exists.
     """
     config = checkpoint.config
-    family = FAMILIES[family_of(config.model)]
+    _, family = family_of(config.model)
     precision = precision or config.precision.name
     their_config = _hugging_face_config(config, checkpoint.vocab_size, checkpoint.eod, precision)
     temporary = output.with_name(output.name + ".tmp")
@@ -140,17 +88,12 @@ def _hugging_face_config(
 ) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    model_type = family_of(config.model)
-    family = FAMILIES[model_type]
-    settings = {
-        theirs: getattr(config.model, ours) for ours, theirs in family.fields + family.training_fields
-    }
-    settings["vocab_size"] = vocab_size
+    model_type, family = family_of(config.model)
+    settings = family.their_settings(config.model) | {"vocab_size": vocab_size}
     # In our data a document starts after the end of another: one token marks both.
     return AutoConfig.for_model(
         model_type,
         **settings,
-        **family.their_constants,
         bos_token_id=eod,
         eos_token_id=eod,
         architectures=[family.architecture],
@@ -180,12 +123,11 @@ def _their_weights(
     reader: StateReader, family: Family, precision: str, verify: bool
 ) -> Iterator[tuple[str, Tensor]]:
     config = reader.checkpoint.config
-    heads = config.model.num_attention_heads
     table = {parameter.ours: parameter for parameter in family.names(config.model.num_layers)}
     read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
     for name, tensor in read(verify=verify):
         parameter = table[name]
-        theirs = parameter.transform.to_theirs(tensor[: reader.specs[name].num_valid_rows], heads)
+        theirs = parameter.transform.to_theirs(tensor[: reader.specs[name].num_valid_rows], config.model)
         converted = theirs.to(PARAMETER_DTYPES[precision])
         if converted.dtype != theirs.dtype and not converted.isfinite().all() and theirs.isfinite().all():
             raise ConfigError(f"--dtype {precision} cannot hold the values of {name}: use bf16 or fp32")

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face BLOOM or GPT-2 into a universal checkpoint at iteration 0, to start training from.
+"""Converts a Hugging Face model into a universal checkpoint at iteration 0, to start training from.
 
 It reads folders as `save_pretrained` and the hub have them: config.json, and the weights in
 `model.safetensors` or `pytorch_model.bin`, or in several files with an index (JSON, whose `weight_map` maps
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.layout import FAMILIES, LM_HEAD, PREFIX, WORD_EMBEDDINGS, Family
+from megatron.checkpoint.convert.huggingface.family import LM_HEAD, WORD_EMBEDDINGS, Family
+from megatron.checkpoint.convert.huggingface.registry import FAMILIES
 from megatron.checkpoint.convert.rules import spec_record
 from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, move_into_place, write_parameter
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
@@ -37,7 +38,7 @@ from megatron.config import (
     PrecisionConfig,
     ScheduleConfig,
 )
-from megatron.config.fields import option_name
+from megatron.config.fields import flag_of, option_name
 from megatron.files import (
     HostileFileError,
     expect_layout,
@@ -59,9 +60,6 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Limit for integers in a config.json: far more than any number of tokens, layers or units.
 _LARGEST_SETTING = 1 << 40
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-# BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
-# say nothing.
-BLOOM_SEQ_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,9 @@ class HuggingFaceModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (our name, global weight) of every parameter, with `rows` word embeddings, in the dtype of
         the files. Each is read when it is used."""
-        for parameter in self.family.names(self.fields["num_layers"]):
-            weight = parameter.transform.to_ours(
-                self.stored[parameter.theirs], self.fields["num_attention_heads"]
-            )
-            yield parameter.ours, weight
+        model = ModelConfig(**self.fields)
+        for parameter in self.family.names(model.num_layers):
+            yield parameter.ours, parameter.transform.to_ours(self.stored[parameter.theirs], model)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -107,7 +103,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
-    """The BLOOM or GPT-2 in `folder`.
+    """The model in `folder`, of a family in `registry.FAMILIES`.
 
     Raises ConfigError for a folder that cannot be read, for a model that cannot be converted, and for weights
     that are missing, unknown or differ in shape from config.json.
@@ -166,7 +162,7 @@ def _all_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Family, dict[str, Any]]:
-    family = FAMILIES[their_config.model_type]
+    family = FAMILIES.load(their_config.model_type)
     for name, expected in family.their_constants.items():
         found = getattr(their_config, name)
         if found != expected:
@@ -174,18 +170,15 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
                 f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
                 "converted"
             )
-    # Where two of their settings are one of ours, the first decides.
-    pairs = (*family.fields, *reversed(family.training_fields))
-    values = {ours: getattr(their_config, theirs, None) for ours, theirs in pairs}
-    fields = {name: value for name, value in values.items() if value is not None}
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if type(fields.get(name)) is not int or fields[name] < 1:
+    fields = family.our_settings(their_config)
+    required = {field.name for field in dataclasses.fields(ModelConfig) if field.default is MISSING}
+    for ours, theirs in family.fields:
+        value = fields.get(ours)
+        if ours in required | {"vocab_size"} and (type(value) is not int or value < 1):
             raise ConfigError(
-                f"{folder} has {dict(family.fields)[name]} = {one_line(fields.get(name))} in its "
-                "config.json: expected a positive number"
+                f"{folder} has {theirs} = {one_line(value)} in its config.json: expected a positive number"
             )
-    fields.setdefault("seq_length", fields.get("max_position_embeddings", BLOOM_SEQ_LENGTH))
-    return family, {**family.our_constants, **fields}
+    return family, fields
 
 
 def _known_weights(
@@ -202,7 +195,7 @@ def _known_weights(
     found: dict[str, Tensor] = {}
     unexpected, heads = [], []
     for name, tensor in stored.items():
-        full_name = name if name.startswith(PREFIX) else PREFIX + name
+        full_name = name if name.startswith(family.prefix) else family.prefix + name
         if full_name in expected:
             found[full_name] = tensor
         elif name == LM_HEAD:
@@ -262,12 +255,13 @@ def _check_shapes(model: HuggingFaceModel) -> None:
     path = model.folder / "config.json"
     with expect_layout(path, "the settings of a model that can be built"):
         try:
-            specs = _specs_without_padding(model.config(DataConfig(), None), model.rows, None)
+            config = model.config(DataConfig(), None)
+            specs = _specs_without_padding(config, model.rows, None)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
     for parameter in model.family.names(model.fields["num_layers"]):
         ours = torch.empty(specs[parameter.ours].global_shape, device="meta")
-        expected = parameter.transform.to_theirs(ours, model.fields["num_attention_heads"]).shape
+        expected = parameter.transform.to_theirs(ours, config.model).shape
         found = model.stored[parameter.theirs].shape
         if found != expected:
             raise ConfigError(
@@ -355,15 +349,14 @@ def _run_record(
 def start_flags(config: Config, output: Path) -> list[str]:
     """Flags of `pretrain_gpt.py` that start from the checkpoint `output`, which `write_universal` made:
     checkpoint, model and tokenizer. Settings with their default are omitted."""
-    model = config.model
-    required = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type"]
-    if model.position_embedding_type == "absolute":
-        required.append("max_position_embeddings")
-    plain = ModelConfig(**{name: getattr(model, name) for name in required})
+    model, chosen = config.model, config.model.chosen_settings()
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    derived = {field.name for field in dataclasses.fields(model) if flag_of(field).derived} - chosen
+    plain = ModelConfig(**{name: value for name, value in values.items() if name not in derived})
     settings = {
-        field.name: getattr(model, field.name)
+        field.name: values[field.name]
         for field in dataclasses.fields(model)
-        if field.name in required or getattr(model, field.name) != getattr(plain, field.name)
+        if values[field.name] != (getattr(plain, field.name) if field.name in derived else field.default)
     }
     settings |= tokenizer_settings(config.data)
     words = ["--load", str(output.parent), "--universal_checkpoint"]

@@ -1,0 +1,52 @@
+"""BLOOM: ALiBi, and a norm after the word embeddings."""
+
+from megatron.checkpoint.convert.huggingface.family import (
+    EMBED,
+    WORD_EMBEDDINGS,
+    Family,
+    Parameter,
+    equal_heads,
+    with_bias,
+)
+
+BLOOM = Family(
+    title="BLOOM",
+    architecture="BloomForCausalLM",
+    fields=(
+        ("num_layers", "n_layer"),
+        ("hidden_size", "hidden_size"),
+        ("num_attention_heads", "n_head"),
+        ("layernorm_epsilon", "layer_norm_epsilon"),
+        ("vocab_size", "vocab_size"),
+        # Not a setting of BloomConfig, but BLOOM's own config.json has it.
+        ("seq_length", "seq_length"),
+        ("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm"),
+    ),
+    training_fields=(
+        ("init_method_std", "initializer_range"),
+        ("hidden_dropout", "hidden_dropout"),
+        ("attention_dropout", "attention_dropout"),
+    ),
+    our_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
+    our_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
+    # BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
+    # say nothing.
+    default_seq_length=2048,
+    # slow_but_exact sums products in slices, to round as one training layout did. Ours does not.
+    their_constants={"tie_word_embeddings": True, "slow_but_exact": False},
+    parameters=(
+        Parameter(WORD_EMBEDDINGS, "transformer.word_embeddings.weight"),
+        *with_bias(f"{EMBED}.word_embeddings.norm", "transformer.word_embeddings_layernorm"),
+        *with_bias("{layer}.input_layernorm", "transformer.h.{block}.input_layernorm"),
+        *with_bias(
+            "{layer}.self_attention.query_key_value",
+            "transformer.h.{block}.self_attention.query_key_value",
+        ),
+        *with_bias("{layer}.self_attention.dense", "transformer.h.{block}.self_attention.dense"),
+        *with_bias("{layer}.post_attention_layernorm", "transformer.h.{block}.post_attention_layernorm"),
+        *with_bias("{layer}.mlp.dense_h_to_4h", "transformer.h.{block}.mlp.dense_h_to_4h"),
+        *with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.dense_4h_to_h"),
+        *with_bias("{final}", "transformer.ln_f"),
+    ),
+    buffers=("transformer.h.{block}.self_attention.scale_mask_softmax.causal_mask",),
+)

@@ -1,0 +1,47 @@
+"""The Hugging Face model families that can be converted, by the `model_type` of their config.json.
+
+A family is one file in families/ and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.convert.huggingface.family import Family, setting
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.registry import Choice, Registry
+
+_FAMILIES = "megatron.checkpoint.convert.huggingface.families"
+
+# Instances of `Family`. A model that several families can express is exported as the first of them.
+FAMILIES = Registry(
+    "Hugging Face model type",
+    {
+        "bloom": Choice("BLOOM", f"{_FAMILIES}.bloom:BLOOM"),
+        "gpt2": Choice("GPT-2", f"{_FAMILIES}.gpt2:GPT2"),
+    },
+)
+
+
+def family_of(model: ModelConfig) -> tuple[str, Family]:
+    """The model type and family that a model is exported as.
+
+    ConfigError for a model that no family can express. It names the settings in which the model differs from
+    the most similar families, and what these need.
+    """
+    families: dict[str, Family] = {name: FAMILIES.load(name) for name in FAMILIES}
+    differences = {name: family.differences(model) for name, family in families.items()}
+    fewest = min(len(needed) for needed in differences.values())
+    nearest = {name: needed for name, needed in differences.items() if len(needed) == fewest}
+    if fewest == 0:
+        name = next(iter(nearest))
+        return name, families[name]
+    fields = dict.fromkeys(field for needed in nearest.values() for field in needed)
+    ours = _joined({field: getattr(model, field) for field in fields})
+    theirs = "; ".join(f"{families[name].title} needs {_joined(needed)}" for name, needed in nearest.items())
+    raise ConfigError(f"a model with {ours} cannot be written for Hugging Face: {theirs}")
+
+
+def _joined(settings: Mapping[str, Any]) -> str:
+    return " and ".join(setting(field, value) for field, value in settings.items())

@@ -1,0 +1,71 @@
+"""Shows the other processes of a run that this one prepares and has not stopped.
+
+Before a process connects (see `rendezvous`), it imports libraries, verifies data, and as rank 0 computes the
+data report and selects the checkpoint. --start-timeout limits the time without progress, not this work. So
+rank 0 starts the store first, and each rank counts its progress there. Work uses the CPU, or reads and
+writes; a process that does neither has stopped. Only Python's start and the import of torch come before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+
+import torch.distributed as dist
+
+from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.local.processes import io_bytes
+from megatron.cluster.rendezvous import PROGRESS_KEY, Address, open_store, preparing_key
+from megatron.config import Config, ConfigError
+
+_INTERVAL_S = 5.0
+# Progress per interval: a share of CPU time, or bytes. The threads of an idle process use less.
+_MIN_CPU_SHARE = 0.02
+_MIN_BYTES = 2**20
+
+
+class Preparation:
+    """Counts the progress of this process in the store, in a thread, until `end` or the end of the block.
+    Does nothing for a single process and for a dry run."""
+
+    def __init__(self, config: Config, env: Mapping[str, str] = os.environ) -> None:
+        self._timeout_s = config.parallel.start_timeout
+        self._interval_s = min(_INTERVAL_S, self._timeout_s / 4)
+        is_run = int(env.get("WORLD_SIZE", "1")) > 1 and not config.training.dry_run
+        self._address = Address.from_environment(env) if is_run else None
+        self._ended = threading.Event()
+        self._store: dist.Store | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Preparation:
+        """Raises ConfigError if this process must start the store and cannot use the port."""
+        if self._address is not None:
+            if self._address.hosts_store:
+                self._store = open_store(self._address, time.monotonic() + self._timeout_s)
+            self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Call it when the process has connected."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        assert self._address is not None
+        # The main thread raises the same errors when it connects.
+        with suppress(ConfigError, RunStopped, dist.DistError):
+            store = self._store or open_store(self._address, time.monotonic() + self._timeout_s)
+            store.set(preparing_key(self._address.rank), "")
+            cpu_s, bytes_ = time.process_time(), io_bytes()
+            while not self._ended.wait(self._interval_s):
+                now_cpu_s, now_bytes = time.process_time(), io_bytes()
+                if now_cpu_s - cpu_s >= _MIN_CPU_SHARE * self._interval_s or now_bytes - bytes_ >= _MIN_BYTES:
+                    store.add(PROGRESS_KEY, 1)
+                    cpu_s, bytes_ = now_cpu_s, now_bytes

@@ -1,0 +1,71 @@
+"""The time that a rank spends in forward and backward passes, and the bubble of a step (--log-bubble)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megatron.mpu.layout import ParallelLayout
+
+
+class PassTimes:
+    """Marks the passes of the current step on the device's time line; on a CPU on the clock."""
+
+    def __init__(self) -> None:
+        self._start: Any = _mark()
+        self._passes: list[tuple[Any, Any]] = []
+
+    def begin_step(self) -> None:
+        """Forgets the passes of the last step."""
+        self._start, self._passes = _mark(), []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """One pass."""
+        start = _mark()
+        yield
+        self._passes.append((start, _mark()))
+
+    def busy_and_span(self) -> tuple[float, float]:
+        """Seconds in passes, and from the start of the step to the end of the last pass. Waits for the
+        device."""
+        if not self._passes:
+            return 0.0, 0.0
+        get_accelerator().synchronize()
+        last = self._passes[-1][1]
+        return sum(_seconds(start, end) for start, end in self._passes), _seconds(self._start, last)
+
+
+def bubble_line(times: PassTimes, layout: ParallelLayout) -> str:
+    """The share of the last step's passes in which each pipeline rank was idle, in percent. Collective.
+
+    The step is taken from its start to the end of the last backward pass of any rank, without the reduction
+    of gradients and the optimizer: what the planner simulates. Of the ranks of a stage the mean is shown.
+    """
+    found: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(found, (layout.pipeline_stage, *times.busy_and_span()))
+    makespan = max(span for _, _, span in found)
+    shares = []
+    for stage in range(layout.pp_size):
+        idle = [1 - busy / makespan for place, busy, _ in found if place == stage and makespan]
+        shares.append(f"{100 * sum(idle) / len(idle):.1f}" if idle else "-")
+    return f"bubble, % of the passes' time per pipeline rank: {' '.join(shares)}"
+
+
+def _mark() -> Any:
+    if get_accelerator().device_name() == "cpu":
+        return time.perf_counter()
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    return start.elapsed_time(end) / 1000

@@ -1,0 +1,155 @@
+"""Runs of a sweep on this machine, one after another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from megatron.sweep.axes import run_words
+from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
+from megatron.sweep.run_log import read_result
+
+# The variables by which a process knows its launcher: the sweep may itself run under one.
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK_REPORTS",
+)
+# torch's launcher ends after its ranks, and the diagnosis of a failure after the launcher.
+_MAX_WAIT_FOR_OUTPUT_S = 100.0
+# torch's launcher kills its ranks 30 s after SIGTERM.
+_MAX_WAIT_FOR_END_S = 45.0
+
+
+def run_sweep(
+    folder: SweepFolder,
+    record: Record,
+    print_fn: Callable[[str], None],
+    *,
+    timeout_s: float | None = None,
+    retry_failed: bool = False,
+) -> None:
+    """Does the runs that have no result. timeout_s: a run that takes longer is ended and counts as a hang."""
+    with folder.lock() as lock, _end_on_sigterm():
+        todo = folder.pending(record, retry_failed)
+        num_tasks = len(list(record.tasks()))
+        if len(todo) < num_tasks:
+            print_fn(f"{num_tasks - len(todo)} of {num_tasks} runs are done, or their row has failed")
+        failed: set[int] = set()
+        for place, (row, repeat) in enumerate(todo, start=1):
+            if row.index in failed:
+                continue
+            print_fn(f"run {place} of {len(todo)}: row {row.index}, repeat {repeat}: {row.label}")
+            result = _run_one(folder, record, row, repeat, lock, timeout_s)
+            folder.write_result(result)
+            if result["status"] == "ok":
+                print_fn(f"  {result['step_s']:.4g} s per step, loss {result['steps'][-1]['loss']}")
+            else:
+                failed.add(row.index)
+                print_fn(f"  {result['status']}: {result['reason']}")
+
+
+def run_command(base: list[str], row: RecordedRow, steps: int) -> list[str]:
+    """The command of a run: torch's launcher, or plain Python for one process."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(row.processes)]
+    program = [str(ROOT / "pretrain_gpt.py"), *run_words(base, row.words, steps)]
+    return [sys.executable, "-u", *(launcher if row.processes > 1 else []), *program]
+
+
+def run_environment(env: dict[str, str]) -> dict[str, str]:
+    """The environment of a run: this one without a launcher's variables."""
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name not in _LAUNCHER and not name.startswith("TORCHELASTIC")
+    }
+    kept.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    return kept
+
+
+def _run_one(
+    folder: SweepFolder, record: Record, row: RecordedRow, repeat: int, lock: int, timeout_s: float | None
+) -> dict[str, Any]:
+    log = folder.result_file(row.index, repeat).with_suffix(".log")
+    started, start = now_text(), time.monotonic()
+    process = subprocess.Popen(
+        run_command(record.base, row, record.steps),
+        env=run_environment(dict(os.environ)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(lock,),
+    )
+    try:
+        timed_out = _wait(process, log, timeout_s)
+    finally:
+        _end(process)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    result = read_result(row, repeat, text, process.returncode, record.steps)
+    if timed_out:
+        result |= {"status": "hang", "reason": f"not finished after {timeout_s:g} s (--timeout)"}
+    times = {"started": started, "seconds": round(time.monotonic() - start, 3), "log": log.name}
+    return {**result, **times, **machine_facts()}
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float | None) -> bool:
+    """Copies the output to the log until the run has ended; returns whether it ran out of time."""
+    assert process.stdout is not None
+    # A pipe and not the file itself: its end shows that the diagnosis of a failure is complete, and the ranks
+    # of a killed sweep end when they print.
+    with open(log, "wb") as file:
+        copier = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
+        copier.start()
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return True
+        finally:
+            if process.poll() is None:
+                _end(process)
+            copier.join(_MAX_WAIT_FOR_OUTPUT_S)
+    return False
+
+
+def _copy(source: IO[bytes], file: IO[bytes]) -> None:
+    for line in source:
+        file.write(line)
+        file.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher, which ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_MAX_WAIT_FOR_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _end_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the current run and then the sweep, as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

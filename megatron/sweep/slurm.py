@@ -1,0 +1,208 @@
+"""Runs of a sweep as an array of Slurm jobs, which run a script of examples/slurm.
+
+`submit` writes the runs of an array into a file and submits the script itself, with SWEEP=FILE in its
+environment. examples/slurm/common.sh then asks this module for the flags of its array task, and hands it the
+exit code at the end:
+
+    python -m megatron.sweep.slurm flags FILE TASK
+    python -m megatron.sweep.slurm record FILE TASK CODE LOG
+
+The second half needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import ConfigError, exit_on_config_error
+from megatron.files import expect_layout, read_json, write_json
+from megatron.sweep.axes import run_words
+from megatron.sweep.folder import Record, SweepFolder, machine_facts, now_text
+from megatron.sweep.run_log import read_result
+
+# Variables of the scripts: full batches from the first step on, and nothing but steps.
+SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS": "0"}
+_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """The command of a script: the flags of pretrain_gpt.py, nodes and processes."""
+
+    flags: list[str]
+    nodes: int
+    processes: int
+
+
+def read_script(script: Path, flags: Sequence[str], folder: Path) -> ScriptCommand:
+    """The last training command that a script of examples/slurm starts with `flags` after its name. Raises
+    ConfigError if the script cannot be run, or has no such command."""
+    if not script.is_file():
+        raise ConfigError(f"--sbatch {script}: the file does not exist; expected a script of examples/slurm")
+    run = subprocess.run(
+        ["bash", str(script), *flags],
+        env={**_environment(folder), "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if run.returncode:
+        error = (run.stderr.strip().splitlines() or ["it prints nothing"])[-1]
+        raise ConfigError(f"DRY_RUN=1 bash {script} fails: {error.removeprefix('error: ')}")
+    lines = re.sub(r" \\\n +", " ", run.stdout).splitlines()
+    commands = [shlex.split(line) for line in lines if "pretrain_gpt.py" in line]
+    if not commands:
+        raise ConfigError(
+            f"DRY_RUN=1 bash {script} prints no command of pretrain_gpt.py: expected a training script"
+        )
+    words = commands[-1]
+    place = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    launcher = words[:place]
+    sizes = [int(launcher[launcher.index(name) + 1]) for name in ("--nnodes", "--nproc_per_node")]
+    return ScriptCommand(words[place + 1 :], nodes=sizes[0], processes=sizes[0] * sizes[1])
+
+
+def submit(
+    folder: SweepFolder,
+    record: Record,
+    nodes: int,
+    flags: Sequence[str],
+    options: Sequence[str],
+    retry_failed: bool,
+) -> str:
+    """Submits the runs that have no result and are not in the queue; returns a sentence.
+
+    nodes: of a job. flags: after the script's name. options: of sbatch. Raises ConfigError if sbatch refuses.
+    """
+    assert record.script is not None
+    queued = _queued(folder)
+    todo = [
+        (row, repeat)
+        for row, repeat in folder.pending(record, retry_failed)
+        if (row.index, repeat) not in queued
+    ]
+    waiting = f"; {len(queued)} are in the queue" if queued else ""
+    if not todo:
+        return f"nothing to submit{waiting}: all other runs are done"
+    arrays = folder.path / "arrays"
+    arrays.mkdir(parents=True, exist_ok=True)
+    file = arrays / f"{len(list(arrays.glob('*.json')))}.json"
+    tasks = [{"row": row.index, "repeat": repeat} for row, repeat in todo]
+    write_json(file, {"folder": str(folder.path.resolve()), "job": None, "tasks": tasks})
+    # One job at a time, so that the rows do not disturb each other.
+    # There is nothing to save: the scripts' ten minutes of warning would stop a short job at its start.
+    words = [
+        "sbatch",
+        "--parsable",
+        "--signal=B:USR2@60",
+        f"--array=0-{len(tasks) - 1}%1",
+        "--job-name=sweep",
+    ]
+    words += [
+        f"--nodes={nodes}",
+        f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out",
+        *options,
+    ]
+    words += [record.script, *flags]
+    try:
+        run = subprocess.run(
+            words,
+            env={**_environment(folder.path), "SWEEP": str(file.resolve())},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        file.unlink()
+        raise ConfigError(
+            "sbatch is not installed here: run without --sbatch, or on a machine of the cluster"
+        ) from None
+    if run.returncode:
+        file.unlink()
+        raise ConfigError(f"sbatch refuses the array: {run.stderr.strip().splitlines()[-1]}")
+    job = run.stdout.strip().partition(";")[0]
+    write_json(file, {**read_json(file), "job": job})
+    return (
+        f"submitted job {job}: an array of {len(tasks)} runs{waiting}; tools/sweep.py report {folder.path} "
+        "shows their results"
+    )
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The environment of a script: without the job that this program may run in."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+    }
+    return {**env, **SCRIPT_VARIABLES, "RUN_DIR": str(folder.resolve() / "runs")}
+
+
+def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
+    """The runs of earlier arrays that wait or run."""
+    queued: set[tuple[int, int]] = set()
+    for file in sorted((folder.path / "arrays").glob("*.json")):
+        array = read_json(file)
+        if array["job"] is None:
+            continue
+        command = ["squeue", "--noheader", "--array", "--format=%K", "--jobs", array["job"]]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        except FileNotFoundError:
+            continue
+        tasks = [array["tasks"][int(word)] for word in run.stdout.split() if word.isdigit()]
+        queued |= {(task["row"], task["repeat"]) for task in tasks}
+    return queued
+
+
+def task_flags(file: Path, task: int) -> list[str]:
+    """The flags that an array task appends to those of its script."""
+    record, row, _ = _task(file, task)
+    return run_words([], record.rows[row].words, record.steps)
+
+
+def record_task(file: Path, task: int, code: int, log: Path) -> None:
+    """Writes the result of an array task. code: the exit code of the run. log: its output."""
+    record, row, repeat = _task(file, task)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    result = read_result(record.rows[row], repeat, text, code, record.steps)
+    facts: Mapping[str, object] = {"started": None, "seconds": None, "log": log.name, "finished": now_text()}
+    _folder(file).write_result({**result, **facts, **machine_facts()})
+
+
+def _task(file: Path, task: int) -> tuple[Record, int, int]:
+    array = read_json(file)
+    with expect_layout(file, "the tasks of an array"):
+        entry = array["tasks"][task]
+        return _folder(file).read(), entry["row"], entry["repeat"]
+
+
+def _folder(file: Path) -> SweepFolder:
+    return SweepFolder(Path(read_json(file)["folder"]))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the commands above."""
+    parser = argparse.ArgumentParser(description="the flags and the result of one task of a sweep's array")
+    parser.add_argument("action", choices=("flags", "record"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("task", type=int)
+    parser.add_argument("code", type=int, nargs="?", default=0)
+    parser.add_argument("log", type=Path, nargs="?")
+    options = parser.parse_args(argv)
+    with exit_on_config_error():
+        if options.action == "flags":
+            print("\n".join(task_flags(options.file, options.task)))
+        else:
+            record_task(options.file, options.task, options.code, options.log)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Processes that are started by hand: one that prepares for longer than --start-timeout, and another program
+at MASTER_PORT."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.testing.ports import free_ports
+from tests.end_to_end.command import ROOT
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+
+TIMEOUT_S = 4.0
+
+
+def start(
+    rank: int, port: int, flags: list[str], script: str = "pretrain_gpt.py", **env: str
+) -> subprocess.Popen:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    # As on two nodes: the first process of each prints that it waits.
+    own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env}
+    return subprocess.Popen(
+        [sys.executable, "-u", script, *MODEL, *ABSOLUTE, *SHORT, *flags],
+        cwd=ROOT,
+        env={**others, **own},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_a_rank_that_prepares_does_not_use_up_the_time_of_the_others(data: list[str], tmp_path: Path) -> None:
+    finish, port = tmp_path / "finish", free_ports(1)[0]
+    flags = [*data, "--start-timeout", str(TIMEOUT_S), "--train-iters", "2"]
+    slow = {"script": "tests/end_to_end/slow_preparation.py", "FINISH_PREPARATION": str(finish)}
+    first = start(0, port, flags, **slow)
+    while first.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    second = start(1, port, flags, **slow)
+    assert second.stderr is not None
+    waited = 0
+    for line in second.stderr:
+        waited += line == f"rank 1 is waiting at 127.0.0.1:{port} for rank 0, which is preparing\n"
+        if waited * 0.5 > 2 * TIMEOUT_S:
+            break
+    finish.touch()
+    outputs = [process.communicate(timeout=300) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert "iteration        2/       2" in outputs[0][0]
+
+
+@pytest.mark.full
+def test_each_rank_names_another_program_at_its_port(data: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as program:
+        port = program.getsockname()[1]
+        rank = start(1, port, data)
+        _, stderr = rank.communicate(timeout=300)
+    assert rank.returncode == 2
+    last = stderr.splitlines()[-1]
+    assert last.startswith(f"error: rank 1: 127.0.0.1:{port} is open, but it is not the store of this run: ")
+
+
+@pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.full)])
+def test_the_launchers_own_error_for_a_port_in_use_is_in_the_docs(launcher: str) -> None:
+    """It binds the port before this program starts, so the program cannot say it better."""
+    with socket.create_server(("", 0)) as program:
+        port = str(program.getsockname()[1])
+        command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node", "2"]
+        run = subprocess.run(
+            [*command, "--master_port", port, "pretrain_gpt.py", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert run.returncode == 1 and run.stdout == ""
+    last = run.stderr.strip().splitlines()[-1]
+    assert f"    {last.replace(port, '29500')}\n" in (ROOT / "docs" / "questions.md").read_text()
