@@ -14,10 +14,10 @@ from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.layer_times import read_layer_times
+from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, layer_table, micro_batches_per_step, plan_stages
 from megatron.sweep.axes import Row, given_flags, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
-from megatron.training.planned_memory import planned_bytes
 
 # Stages x micro-batches of the largest simulated schedule, which takes a second.
 _MAX_SIMULATED = 50_000

@@ -10,10 +10,10 @@ import pytest
 
 from megatron.config import ConfigError, read_command_line
 from megatron.config.config import SECTIONS
+from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import plan_stages
 from megatron.sweep.axes import Axis, make_rows
 from megatron.sweep.resolve import _SAME_LOSSES, ResolvedRow, numbers_digest, resolve_rows
-from megatron.training.planned_memory import planned_bytes
 from tools import sweep
 
 BASE = (
