@@ -38,9 +38,9 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
 
 
 def _mlp_backward_bytes(config: Config) -> float:
-    """`model.mlp`, backward: first the gradients of the second matrix and of its input; with dropout also
-    that of its output (without, it is the gradient that the layer received); with --sequence-parallel this
-    is all-gathered first."""
+    """`model.gpt_model.ParallelMLP`, backward: first the gradients of the second matrix and of its input;
+    with dropout also that of its output (without, it is the gradient that the layer received); with
+    --sequence-parallel this is all-gathered first."""
     model, size = config.model, memory.parameter_bytes(config)
     tensor = config.parallel.tensor_model_parallel_size
     output = memory.residual_values(config) if model.hidden_dropout > 0 else 0
@@ -66,9 +66,9 @@ def _hidden_dropout_bytes(config: Config) -> float:
 
 
 def _attention_forward_bytes(config: Config) -> float:
-    """`model.attention._attend_with_dropout` when the dropout mask is computed: the norm's output, queries,
-    keys and values; of each score softmax, mask, score, softmax in 16 bits, and hashes; the causal mask or
-    the bias of the documents. 0 without dropout: the fused kernel has no temporaries."""
+    """`model.core_attention._attend_with_dropout` when the dropout mask is computed: the norm's output,
+    queries, keys and values; of each score softmax, mask, score, softmax in 16 bits, and hashes; the causal
+    mask or the bias of the documents. 0 without dropout: the fused kernel has no temporaries."""
     model, size = config.model, memory.parameter_bytes(config)
     if model.attention_dropout == 0:
         return 0.0

@@ -36,8 +36,11 @@ class StepCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             self.calls.append(describe_call(func.overloadpacket.__name__, args))
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
-            self.flops += int(flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result))
+        # An in-place variant counts as the plain operation.
+        plain = func.overloadpacket.__name__.removesuffix("_")
+        packet = getattr(torch.ops.aten, plain, func.overloadpacket)
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **(kwargs or {}), out_val=result))
         return result
 
 

@@ -76,6 +76,8 @@ def test_report_records_whether_all_ranks_have_the_error(error, options, expecte
         # The launcher would treat 75 as a failure.
         (ExitStatus.REQUEUE, {"TORCHELASTIC_RUN_ID": "none"}, 0),
         (ExitStatus.INTERRUPTED, {}, 130),
+        # A dry run whose plan does not fit the device.
+        (ExitStatus.CONFIG_ERROR, {}, 2),
         (ExitStatus.INTERRUPTED, {"TORCHELASTIC_RUN_ID": "none"}, 130),
     ],
 )
