@@ -41,6 +41,7 @@ def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
     }
     if not {"training.train_iters", "training.train_samples"} & given:
         defaults["training.train_iters"] = ("--train-iters", "1000")
+        notes.append("no length of the run is given: the days are those of 1,000 iterations")
     for name, flag in defaults.items():
         if name not in given:
             words += flag
