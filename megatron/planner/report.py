@@ -73,9 +73,9 @@ def _ramp_up_lines(config: Config) -> list[str]:
     line = (
         f"           {sum(count for _, count in steps):,} steps at batches of {steps[0][0]} to {steps[-1][0]}"
     )
-    if parallel.pipeline_schedule != "1f1b":
-        return [line]
     ranks = parallel.pipeline_model_parallel_size
+    if ranks == 1 or parallel.pipeline_schedule != "1f1b":
+        return [line]
     first = pipeline_efficiency(steps[0][0] // unit, ranks)
     work = sum(count * (size // unit) for size, count in steps)
     mean = work / sum(count * (size // unit + ranks - 1) for size, count in steps)

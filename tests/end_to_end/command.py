@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,8 +54,10 @@ class Run:
 
     @property
     def rank_exit_codes(self) -> set[int]:
-        """Exit codes of the ranks by the launcher's report."""
-        return {int(code) for code in re.findall(r"exitcode\s*:\s*(-?\d+)", self.stderr)}
+        """Exit codes, by the launcher's report, of the ranks that ended by themselves. The launcher sends
+        SIGTERM to the others as soon as one rank has ended."""
+        codes = {int(code) for code in re.findall(r"exitcode\s*:\s*(-?\d+)", self.stderr)}
+        return codes - {-signal.SIGTERM}
 
 
 def pretrain(
