@@ -49,9 +49,14 @@ function size(bytes) {
   return `${fixed(bytes / 1024 ** power, power ? 2 : 0)} ${units[power]}`;
 }
 
+/** A text as nodes in which no line breaks inside a flag such as --micro-batch-size. */
+function prose(text) {
+  return text.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? element("span", { class: "flag" }, part) : part));
+}
+
 function section(title, note, ...children) {
   const heading = element("h2", {}, title);
-  return element("section", {}, heading, note ? element("p", { class: "note" }, note) : null, ...children);
+  return element("section", {}, heading, note ? element("p", { class: "note" }, ...prose(note)) : null, ...children);
 }
 
 /**
@@ -66,7 +71,8 @@ function sortableTable(columns, rows, options = {}) {
   const body = element("tbody");
   const heads = columns.map((column) => {
     const unit = column.unit ? element("span", { class: "unit" }, ` ${column.unit}`) : null;
-    const button = element("button", { type: "button", on: { click: () => sort(column) } }, column.title, unit);
+    const title = element("span", { class: "title" }, column.title);
+    const button = element("button", { type: "button", on: { click: () => sort(column) } }, title, unit);
     const align = column.number ? "number" : null;
     return element("th", { scope: "col", class: align, "aria-sort": "none" }, button);
   });

@@ -9,7 +9,7 @@ function main() {
     sweep: () => sweepSections(page.data),
   };
   document.getElementById("page").replaceChildren(element("h1", {}, page.title), ...sections[page.kind](),
-    element("section", {}, element("h2", {}, "Command"), element("pre", {}, page.command)));
+    element("section", {}, element("h2", {}, "Command"), element("pre", {}, ...prose(page.command))));
 }
 
 main();

@@ -210,7 +210,7 @@ function whatIfSection(plan) {
     { title: "relative", unit: "%", number: true, value: relative, text: (row) => sign(relative(row)) },
     { title: "fullest rank", unit: "GiB", number: true, value: (row) => row.peak_bytes, text: (row) => gib(row.peak_bytes) },
     { title: "fits", value: answer, node: (row) => element("span", { class: row.fits ? "good" : "bad" }, answer(row)) },
-    { title: "reason", wide: true, value: (row) => row.reason || null, node: (row) => element("span", { class: "note" }, row.reason) },
+    { title: "reason", wide: true, value: (row) => row.reason || null, node: (row) => element("span", { class: "note" }, ...prose(row.reason)) },
   ], plan.what_if, { id: "what-if", label: "what one change would give" }).node);
 }
 
@@ -222,7 +222,7 @@ function layoutsSections(data, isSearch) {
   const choose = (plan) => {
     chosen = plan;
     table.show();
-    below.replaceChildren(element("h2", {}, `${isSearch ? "Layout" : "Step"} ${plan.number}`), element("pre", {}, commandOf(plan)), ...planSections(plan));
+    below.replaceChildren(element("h2", {}, `${isSearch ? "Layout" : "Step"} ${plan.number}`), element("pre", {}, ...prose(commandOf(plan))), ...planSections(plan));
   };
   const button = (plan) => element("button", { class: "plain", type: "button", "aria-pressed": String(plan === chosen),
     "aria-label": `show ${plan.number}`,

@@ -5,7 +5,7 @@ function sweepSections(data) {
   const hosts = sweep.hosts.length ? sweep.hosts : [sweep.host];
   const facts = `${sweep.steps} steps, ${sweep.repeat} repeats, commit ${sweep.commits.join(", ") || sweep.commit || "unknown"}, `
     + `${hosts.join(", ")}, ${sweep.created}`;
-  const remarks = element("ul", {}, ...data.remarks.map((remark) => element("li", {}, remark)));
+  const remarks = element("ul", {}, ...data.remarks.map((remark) => element("li", {}, ...prose(remark))));
   return [element("p", { class: "muted" }, facts), section("Rows", null, sweepTable(data)),
     data.remarks.length ? section("Remarks", null, remarks) : null, ...sweepCharts(data.rows)].filter((part) => part !== null);
 }
@@ -83,7 +83,7 @@ function rowBars(rows, value, withRange) {
       if (typeof amount !== "number") return;
       const top = y + 14 * place;
       image.append(drawn("rect", { x: left, y: top, width: Math.max(x(amount) - left, 0.5), height: 12, style: `fill: var(--${kind})` }),
-        drawn("text", { x: x(amount) + 6, y: top + 10.5 }, seconds(amount)));
+        drawn("text", { x: x(Math.max(amount, (withRange && row[kind].step_s_most) || 0)) + 6, y: top + 10.5 }, seconds(amount)));
       if (withRange && row[kind].repeats > 1) {
         image.append(drawn("line", { class: "whisker", x1: x(row[kind].step_s_least), x2: x(row[kind].step_s_most), y1: top + 6, y2: top + 6 }));
       }
