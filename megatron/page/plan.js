@@ -237,8 +237,8 @@ function layoutsSections(data, isSearch) {
     { title: "fullest rank", unit: "GiB", number: true, value: (plan) => plan.peak_bytes, text: (plan) => gib(plan.peak_bytes) },
     layout("TP", "tensor_parallel"), layout("PP", "pipeline_parallel"), layout("DP", "data_parallel"), layout("ZeRO", "zero_stage"),
     layout("micro-batch", "micro_batch_size"), layout("recompute", "recompute", false), layout("schedule", "schedule", false),
-    layout("partition", "partition_method", false),
     { title: "SP", value: (plan) => (plan.layout.sequence_parallel ? "yes" : "no") },
+    { ...layout("partition", "partition_method", false), wide: true },
   ];
   if (!isSearch) {
     columns.splice(1, 0, { title: "step of the recipe", wide: true, value: (plan) => plan.text },

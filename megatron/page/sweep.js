@@ -43,7 +43,7 @@ function sweepTable(data) {
     memory("planned memory", "predicted"),
     column("planned bubble", "%", "predicted", "bubble", percent),
     column("max/mean", "", "predicted", "max_over_mean", (value) => fixed(value, 3)),
-    { title: "processes", number: true, value: (row) => row.processes },
+    { title: "processes", number: true, value: (row) => row.processes || null },
   ].filter((one) => data.rows.some((row) => one.value(row) !== null && one.value(row) !== undefined));
   return sortableTable(columns, data.rows, { id: "sweep", label: "rows of the sweep" }).node;
 }
@@ -58,13 +58,14 @@ function sweepCharts(rows) {
     ["Memory", "GiB of the fullest pipeline rank", largest],
     ["Bubble", "% of a step", share],
   ];
-  return charts.filter(([, , value]) => known.some((row) => ["measured", "predicted"].some((kind) => row[kind] && value(row[kind]) !== null)))
-    .map(([title, unit, value]) => section(title, unit, legend([["measured", "measured"], ["predicted", "predicted"]]),
-      rowBars(known, value, title === "Time")));
+  return charts.map(([title, unit, value]) => {
+    const kinds = ["measured", "predicted"].filter((kind) => known.some((row) => row[kind] && value(row[kind]) !== null));
+    return kinds.length ? section(title, unit, legend(kinds.map((kind) => [kind, kind])), rowBars(known, kinds, value, title === "Time")) : null;
+  });
 }
 
-function rowBars(rows, value, withRange) {
-  const [left, right, slot] = [330, 1100, 34];
+function rowBars(rows, kinds, value, withRange) {
+  const [left, right, slot] = [330, 1100, 14 * kinds.length + 6];
   const values = rows.flatMap((row) => [row.measured, row.predicted].filter(Boolean).flatMap((one) => [value(one), withRange ? one.step_s_most : null]));
   const most = 1.08 * Math.max(...values.filter((one) => typeof one === "number"), 1e-12);
   const x = (amount) => left + ((right - left - 60) * amount) / most;
@@ -77,8 +78,8 @@ function rowBars(rows, value, withRange) {
   rows.forEach((row, index) => {
     const y = index * slot + 3;
     const name = `${row.row}: ${Object.values(row.settings).join(", ") || "base command"}`;
-    image.append(drawn("text", { x: left - 10, y: y + 18, "text-anchor": "end" }, drawn("title", {}, row.label), name.length > 46 ? `${name.slice(0, 45)}\u2026` : name));
-    ["measured", "predicted"].forEach((kind, place) => {
+    image.append(drawn("text", { x: left - 10, y: y + 4 + 7 * kinds.length, "text-anchor": "end" }, drawn("title", {}, row.label), name.length > 46 ? `${name.slice(0, 45)}\u2026` : name));
+    kinds.forEach((kind, place) => {
       const amount = row[kind] ? value(row[kind]) : null;
       if (typeof amount !== "number") return;
       const top = y + 14 * place;

@@ -1,12 +1,13 @@
 // The pipeline schedule: a lane per rank, a rectangle per pass. It can be zoomed and moved along the time.
 
-const LANE = { left: 58, right: 1100, height: 24, top: 6 };
+const LANE = { left: 58, right: 1100, top: 6 };
 const SHORTEST = 1e-6; // of the whole timeline: the narrowest visible part
 
 /** events: those of the plan; ranks: number of lanes. */
 function timeline(events, ranks) {
   const end = Math.max(...events.map((event) => event.end));
-  const bottom = LANE.top + ranks * LANE.height;
+  const height = ranks > 32 ? 15 : 24; // of a lane
+  const bottom = LANE.top + ranks * height;
   const view = { from: 0, to: end };
   const image = drawn("svg", { class: "timeline", id: "timeline", viewBox: `0 0 ${LANE.right + 8} ${bottom + 26}`,
     tabindex: 0, role: "application", "aria-label": "Timeline of the schedule. Plus and minus zoom, arrows move, 0 shows all." });
@@ -17,24 +18,28 @@ function timeline(events, ranks) {
   function lanes() {
     const names = drawn("g");
     for (let rank = 0; rank < ranks; rank += 1) {
-      const y = LANE.top + rank * LANE.height;
-      names.append(drawn("text", { x: LANE.left - 8, y: y + 16, "text-anchor": "end" }, `rank ${rank}`));
+      const y = LANE.top + rank * height;
+      names.append(drawn("text", { x: LANE.left - 8, y: y + height / 2 + 4, "text-anchor": "end" }, `rank ${rank}`));
     }
     return names;
   }
 
-  function pass(event) {
-    const [left, right] = [Math.max(x(event.start), LANE.left), Math.min(x(event.end), LANE.right)];
-    const width = Math.max(right - left - (right - left > 3 ? 1 : 0), 0.4);
-    const y = LANE.top + event.rank * LANE.height + 2;
-    const second = event.stage >= ranks; // of a rank's two stages the later one is lighter
-    const node = drawn("g", { class: "pass", on: { pointerenter: () => { readout.textContent = words(event); } } },
-      drawn("rect", { x: left, y, width, height: LANE.height - 4, rx: 1,
-        style: `fill: var(--${event.kind}); opacity: ${second ? 0.6 : 1}` }));
-    if (width > 18) {
-      node.append(drawn("text", { class: "inside", x: left + width / 2, y: y + 14, "text-anchor": "middle" }, `${event.micro_batch}`));
+  /** The passes of one kind and one of a rank's stages as one path: a step may have tens of thousands. */
+  function passes(kind, second) {
+    const labels = [];
+    let path = "";
+    for (const event of events) {
+      if (event.end <= view.from || event.start >= view.to || event.kind !== kind || (event.stage >= ranks) !== second) continue;
+      const [left, right] = [Math.max(x(event.start), LANE.left), Math.min(x(event.end), LANE.right)];
+      const width = Math.max(right - left - (right - left > 3 ? 1 : 0), 0.4);
+      const y = LANE.top + event.rank * height + 2;
+      path += `M${left.toFixed(2)} ${y}h${width.toFixed(2)}v${height - 4}h${(-width).toFixed(2)}z`;
+      if (width > 18) {
+        labels.push(drawn("text", { class: "inside", x: left + width / 2, y: y + height / 2 + 2, "text-anchor": "middle" }, `${event.micro_batch}`));
+      }
     }
-    return node;
+    // Of a rank's two stages the later one is lighter.
+    return [drawn("path", { class: `passes ${kind}`, d: path, opacity: second ? 0.6 : null }), ...labels];
   }
 
   function words(event) {
@@ -43,13 +48,13 @@ function timeline(events, ranks) {
   }
 
   function draw() {
-    const visible = events.filter((event) => event.end > view.from && event.start < view.to);
+    const kinds = ["forward", "backward"].flatMap((kind) => [...passes(kind, false), ...passes(kind, true)]);
     const axis = ticks(view.from, view.to, 8);
     const grid = axis.values.flatMap((time) => [
       drawn("line", { class: "grid", x1: x(time), x2: x(time), y1: LANE.top, y2: bottom }),
       drawn("text", { x: x(time), y: bottom + 17, "text-anchor": "middle" }, `${fixed(time, axis.decimals)} s`),
     ]);
-    image.replaceChildren(lanes(), ...grid, ...visible.map(pass));
+    image.replaceChildren(lanes(), ...grid, ...kinds);
     image.dataset.from = view.from;
     image.dataset.to = view.to;
     shown.textContent = `${seconds(view.from)} s to ${seconds(view.to)} s of ${seconds(end)} s`;
@@ -81,6 +86,14 @@ function timeline(events, ranks) {
     return Math.min(Math.max((inside - LANE.left) / (LANE.right - LANE.left), 0), 1);
   }
 
+  /** The pass under the pointer. */
+  function under(event) {
+    const box = image.getBoundingClientRect();
+    const rank = Math.floor(((event.clientY - box.top) * ((LANE.right + 8) / box.width) - LANE.top) / height);
+    const time = view.from + place(event) * (view.to - view.from);
+    return events.find((one) => one.rank === rank && one.start <= time && time < one.end);
+  }
+
   const keys = { "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), ArrowLeft: () => move(-0.2),
     ArrowRight: () => move(0.2), 0: () => show(0, end) };
   image.addEventListener("keydown", (event) => {
@@ -101,7 +114,11 @@ function timeline(events, ranks) {
     image.classList.add("dragged");
   });
   image.addEventListener("pointermove", (event) => {
-    if (held === null) return;
+    if (held === null) {
+      const found = under(event);
+      if (found) readout.textContent = words(found);
+      return;
+    }
     const now = place(event);
     move(held - now);
     held = now;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -58,10 +59,11 @@ def visible_seconds(timeline: WebElement) -> tuple[float, float]:
     return float(first), float(last)
 
 
-def widest_pass(browser: Chrome) -> float:
-    return browser.execute_script(
-        "return Math.max(...[...document.querySelectorAll('.pass rect')].map((r) => r.width.baseVal.value))"
-    )
+def pass_widths(browser: Chrome) -> list[float]:
+    """Of all passes that are drawn: a path of 'M x y h WIDTH v h z' for each kind."""
+    paths = browser.find_elements(By.CSS_SELECTOR, "#timeline path.passes")
+    text = "".join(path.get_attribute("d") or "" for path in paths)
+    return [float(width) for width in re.findall(r"M[\d.]+ [\d.]+h([\d.]+)", text)]
 
 
 def test_the_numbers_of_a_plan_are_shown(show: Show, plan: dict[str, Any]) -> None:
@@ -73,7 +75,7 @@ def test_the_numbers_of_a_plan_are_shown(show: Show, plan: dict[str, Any]) -> No
     assert cells(browser, "stages", "parameters") == [f"{stage['parameters']:,}" for stage in plan["stages"]]
     times = [float(cell) for cell in cells(browser, "stages", "forward")]
     assert times == pytest.approx([stage["forward"] for stage in plan["step"]["stages"]], rel=1e-3)
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".pass")) == len(plan["timeline"])
+    assert len(pass_widths(browser)) == len(plan["timeline"])
     assert cells(browser, "what-if", "change") == [one["change"] for one in plan["what_if"]]
     assert cells(browser, "what-if", "fits") == [
         "refused" if one["fits"] is None else "yes" if one["fits"] else "no" for one in plan["what_if"]
@@ -116,11 +118,11 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
     timeline = browser.find_element(By.ID, "timeline")
     end = max(event["end"] for event in plan["timeline"])
     assert visible_seconds(timeline) == pytest.approx((0, end))
-    width = widest_pass(browser)
+    width = max(pass_widths(browser))
     browser.find_element(By.ID, "zoom-in").click()
     first, last = visible_seconds(timeline)
     assert last - first == pytest.approx(end / 1.5) and first == pytest.approx(end / 6)
-    assert widest_pass(browser) == pytest.approx(1.5 * width, rel=0.05)
+    assert max(pass_widths(browser)) == pytest.approx(1.5 * width, rel=0.05)
     timeline.send_keys("+")
     assert visible_seconds(timeline)[1] - visible_seconds(timeline)[0] == pytest.approx(end / 1.5**2)
 
@@ -129,8 +131,20 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
     after = visible_seconds(timeline)
     assert after[0] < before[0] and after[1] - after[0] == pytest.approx(before[1] - before[0])
 
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
     browser.find_element(By.ID, "zoom-reset").click()
     assert visible_seconds(timeline) == pytest.approx((0, end))
+    # The first pass of the last rank, at its middle; the picture is 1,108 units wide, its lanes are 1,042.
+    scale = timeline.size["width"] / 1108
+    ranks = len(plan["memory"])
+    event = next(event for event in plan["timeline"] if event["rank"] == ranks - 1)
+    right = 58 + 1042 * (event["start"] + event["end"]) / 2 / end - 1108 / 2
+    down = (6 + 24 * ranks - 12) - timeline.size["height"] / scale / 2
+    ActionChains(browser).move_to_element_with_offset(timeline, right * scale, down * scale).perform()
+    read = [note.text for note in browser.find_elements(By.CSS_SELECTOR, ".note") if "pass of" in note.text]
+    expected = f"rank {event['rank']}, stage {event['stage']}: {event['kind']} pass of micro-batch "
+    assert read[0].startswith(f"{expected}{event['micro_batch']}, ")
+
     wheel = ScrollOrigin.from_element(timeline)
     ActionChains(browser).scroll_from_origin(wheel, 0, -100).perform()
     assert visible_seconds(timeline) == pytest.approx((0, end)), "the wheel alone scrolls the page"
