@@ -13,6 +13,7 @@ setup(
     description="GPT pretraining, tensor, pipeline and data parallel: the same numbers on every layout",
     python_requires=">=3.10",  # 3.11 is tested; on 3.10 constraints.txt leaves numpy and matplotlib free
     packages=find_packages(include=["megatron", "megatron.*"]),
+    package_data={"megatron.page": ["*.html", "*.css", "*.js"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8",
@@ -32,6 +33,6 @@ setup(
         "gpu": ["triton; sys_platform == 'linux'"],
         # 8-bit Adam. NVIDIA's apex is not on the package index: install it from its own repository.
         "bitsandbytes": ["bitsandbytes>=0.50"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff"],
+        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "selenium"],
     },
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
 from megatron.config.cli import make_parser
 from megatron.config.tool_parser import ToolParser
+from megatron.page.write import Kind, write_page
 
 RECIPES = ("nodes", "micro-batch")
 
@@ -59,6 +61,7 @@ def build_parser() -> PlanParser:
     parser.add_argument(
         "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"
     )
+    parser.add_argument("--html", metavar="FILE", help="write a page with tables and charts, for a browser")
     return parser
 
 
@@ -91,6 +94,10 @@ def main() -> None:
     if arguments.plot:
         plan_tool.draw(report.plan, arguments.plot)
         print(f"picture    {arguments.plot}")
+    if arguments.html:
+        kind: Kind = "search" if arguments.search else "recipe" if arguments.recipe else "plan"
+        write_page(Path(arguments.html), kind, shlex.join(["tools/plan.py", *sys.argv[1:]]), report.data)
+        print(f"page       {arguments.html}")
 
 
 def _write_json(path: Path, data: dict) -> None:

@@ -32,11 +32,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 from megatron.files import write_atomically, write_json
+from megatron.page.write import write_page
 from megatron.sweep.axes import check_base, make_rows, split_command
 from megatron.sweep.folder import Record, RecordedRow, SweepFolder, new_record
 from megatron.sweep.picture import draw_summary
 from megatron.sweep.summary import summarize
-from megatron.sweep.table import report_csv, report_markdown, report_text
+from megatron.sweep.table import remarks, report_csv, report_markdown, report_text
 
 INTERRUPTED_EXIT_CODE = 130
 
@@ -81,6 +82,9 @@ def build_parser() -> ToolParser:
         "--sbatch-options", metavar="TEXT", default="", help="options of sbatch, such as '--time=01:00:00'"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with tables and charts, for a browser"
+    )
     # Shown in --help only: _SweepParser takes them out.
     parser.add_argument(
         "--vary",
@@ -161,6 +165,10 @@ def run(argv: Sequence[str] | None) -> None:
             summary = json.loads((folder.path / "report.json").read_text())
         if options.json:
             write_json(options.json, summary)
+        if options.html:
+            page = {**summary, "remarks": remarks(summary)}
+            write_page(options.html, "sweep", summary["sweep"]["command"], page)
+            print(f"wrote {options.html}")
     except OSError as error:
         raise ConfigError(f"{error.filename or folder.path} cannot be written: {error.strerror}") from error
 

@@ -22,7 +22,7 @@ FORBIDDEN = {
 LEVELS = (
     ("text_table", "config"),
     ("files",),
-    ("mpu", "pipeline", "tokenizer"),
+    ("mpu", "page", "pipeline", "tokenizer"),
     ("data", "model", "optimizer"),
     ("engine", "planner"),
     ("checkpoint", "cluster"),

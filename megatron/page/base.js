@@ -1,0 +1,135 @@
+// Elements, numbers, sortable tables. All text goes in as text nodes, so no value is read as HTML.
+
+const GIB = 2 ** 30;
+const NONE = "\u2013";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "on") for (const [event, handler] of Object.entries(value)) node.addEventListener(event, handler);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+
+/** An HTML element. Children are nodes or texts; null is left out. attributes.on: event -> handler. */
+function element(name, attributes = {}, ...children) {
+  return fill(document.createElement(name), attributes, children);
+}
+
+/** An SVG element. */
+function drawn(name, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+/** A number with a fixed count of decimals and groups of thousands. Unknown values are a dash. */
+function fixed(value, decimals = 0) {
+  if (value === null || value === undefined) return NONE;
+  if (typeof value !== "number") return String(value); // "nan", "inf"
+  const text = value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+  return /^-[0.]+$/.test(text) ? text.slice(1) : text; // no -0.0
+}
+
+const gib = (bytes, decimals = 2) => (typeof bytes === "number" ? fixed(bytes / GIB, decimals) : fixed(bytes));
+const percent = (share, decimals = 1) => (typeof share === "number" ? fixed(100 * share, decimals) : fixed(share));
+
+/** Four significant digits, without an exponent. */
+function seconds(value) {
+  if (typeof value !== "number") return fixed(value);
+  if (value === 0) return "0";
+  const digits = Math.floor(Math.log10(Math.abs(value))) + 1;
+  return fixed(value, Math.min(Math.max(4 - digits, 0), 6));
+}
+
+/** Bytes in the largest unit that leaves one digit before the point. */
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = 0;
+  while (power < units.length - 1 && bytes >= 1024 ** (power + 1)) power += 1;
+  return `${fixed(bytes / 1024 ** power, power ? 2 : 0)} ${units[power]}`;
+}
+
+/** A text as nodes in which no line breaks inside a flag such as --micro-batch-size. */
+function prose(text) {
+  return text.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? element("span", { class: "flag" }, part) : part));
+}
+
+function section(title, note, ...children) {
+  const heading = element("h2", {}, title);
+  return element("section", {}, heading, note ? element("p", { class: "note" }, ...prose(note)) : null, ...children);
+}
+
+/**
+ * A table whose column heads are buttons that sort it.
+ * A column: title, unit, value(row) to sort by, and for what is shown text(row) or node(row), else the value.
+ * Columns with `number` are right-aligned, those with `wide` break their lines. Unknown values come last in both
+ * directions.
+ */
+function sortableTable(columns, rows, options = {}) {
+  let sorted = null;
+  let direction = 1;
+  const body = element("tbody");
+  const heads = columns.map((column) => {
+    const unit = column.unit ? element("span", { class: "unit" }, ` ${column.unit}`) : null;
+    const title = element("span", { class: "title" }, column.title);
+    const button = element("button", { type: "button", on: { click: () => sort(column) } }, title, unit);
+    const align = column.number ? "number" : null;
+    return element("th", { scope: "col", class: align, "aria-sort": "none" }, button);
+  });
+
+  function sort(column) {
+    direction = sorted === column ? -direction : 1;
+    sorted = column;
+    heads.forEach((head, index) => {
+      const order = direction > 0 ? "ascending" : "descending";
+      head.setAttribute("aria-sort", columns[index] === column ? order : "none");
+    });
+    show();
+  }
+
+  function compare(a, b) {
+    const [x, y] = [sorted.value(a), sorted.value(b)];
+    const [known, other] = sorted.number
+      ? [typeof x === "number", typeof y === "number"]
+      : [x !== null && x !== undefined, y !== null && y !== undefined];
+    if (!known || !other) return Number(other) - Number(known);
+    return direction * (sorted.number ? x - y : String(x).localeCompare(String(y), "en", { numeric: true }));
+  }
+
+  function show() {
+    const ordered = sorted ? [...rows].sort(compare) : rows;
+    body.replaceChildren(...ordered.map((row) => {
+      const kind = (column) => (column.number ? "number" : column.wide ? "wide" : null);
+      const cells = columns.map((column) => element("td", { class: kind(column) }, shown(column, row)));
+      return element("tr", { class: options.isSelected?.(row) ? "selected" : null }, ...cells);
+    }));
+  }
+
+  function shown(column, row) {
+    if (column.node) return column.node(row);
+    if (column.text) return column.text(row);
+    const value = column.value(row);
+    return column.number ? fixed(value) : String(value ?? NONE);
+  }
+
+  show();
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body);
+  return { node: element("div", { class: "scroll", tabindex: 0, id: options.id, role: "region",
+    "aria-label": options.label }, table), show };
+}
+
+/** [[name, colour variable or CSS class of a rule]] */
+function legend(entries) {
+  return element("ul", { class: "legend" }, ...entries.map(([name, colour]) => {
+    const swatch = colour.startsWith("rule")
+      ? element("span", { class: `swatch ${colour}` })
+      : element("span", { class: "swatch", style: `background: var(--${colour})` });
+    return element("li", {}, swatch, name);
+  }));
+}
+
+/** A value in large type with its name and unit. */
+function figure(name, value, unit = "") {
+  return element("div", { class: "figure" }, element("div", { class: "name" }, name),
+    element("div", { class: "value" }, value, unit ? element("span", { class: "unit" }, ` ${unit}`) : null));
+}

@@ -1,0 +1,224 @@
+"""The pages of --html in headless Chromium: they render, sort and zoom, and log no error."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from selenium.webdriver import ActionChains, Chrome
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+from megatron.config import read_command_line
+from megatron.planner.command import with_defaults
+from megatron.planner.plan_tool import plan_report, search_report
+from megatron.sweep.summary import summarize
+from megatron.sweep.table import remarks
+from tests.browser.conftest import Show
+from tests.unit.sweep.made import make_record, make_result, make_row
+
+GIB = 2**30
+MODEL = (
+    "--dry-run --gpu a100-80gb --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 "
+    "--global-batch-size 32 --vocab-size 50257"
+)
+PIPELINE = "--world-size 8 --pipeline-model-parallel-size 4 --zero-stage 1 --micro-batch-size 2"
+HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken = 1">'"&amp;{{data}}"""
+
+
+@pytest.fixture(scope="module", params=["1f1b", "dualpipev"])
+def plan(request: pytest.FixtureRequest) -> dict[str, Any]:
+    words, _ = with_defaults([*MODEL.split(), *PIPELINE.split(), "--pipeline-schedule", request.param])
+    return plan_report(read_command_line(words, {}).config).data
+
+
+def cells(browser: Chrome, table: str, column: str) -> list[str]:
+    """The texts of a column, from above."""
+    return browser.execute_script(
+        "const table = document.getElementById(arguments[0]);"
+        "const titles = [...table.querySelectorAll('th')].map((head) => head.textContent.split(' ')[0]);"
+        "const index = titles.indexOf(arguments[1]);"
+        "return [...table.querySelectorAll('tbody tr')].map((row) => row.cells[index].textContent);",
+        table,
+        column,
+    )
+
+
+def head(browser: Chrome, table: str, column: str) -> WebElement:
+    """The button in the head of a column."""
+    return browser.find_element(By.XPATH, f"//*[@id='{table}']//th/button[starts-with(., '{column}')]")
+
+
+def visible_seconds(timeline: WebElement) -> tuple[float, float]:
+    first, last = timeline.get_attribute("data-from"), timeline.get_attribute("data-to")
+    assert first is not None and last is not None
+    return float(first), float(last)
+
+
+def pass_widths(browser: Chrome) -> list[float]:
+    """Of all passes that are drawn: a path of 'M x y h WIDTH v h z' for each kind."""
+    paths = browser.find_elements(By.CSS_SELECTOR, "#timeline path.passes")
+    text = "".join(path.get_attribute("d") or "" for path in paths)
+    return [float(width) for width in re.findall(r"M[\d.]+ [\d.]+h([\d.]+)", text)]
+
+
+def test_the_numbers_of_a_plan_are_shown(show: Show, plan: dict[str, Any]) -> None:
+    browser = show("plan", plan)
+    text = browser.find_element(By.TAG_NAME, "main").text
+    assert f"{plan['parameters']:,}" in text and f"{plan['step']['tokens_per_second']:,.0f}" in text
+    assert "Fits with" in text and f"{plan['peak_bytes'] / GIB:.2f}" in text
+    assert cells(browser, "memory", "total") == [f"{part['total'] / GIB:.3f}" for part in plan["memory"]]
+    assert cells(browser, "stages", "parameters") == [f"{stage['parameters']:,}" for stage in plan["stages"]]
+    times = [float(cell) for cell in cells(browser, "stages", "forward")]
+    assert times == pytest.approx([stage["forward"] for stage in plan["step"]["stages"]], rel=1e-3)
+    assert len(pass_widths(browser)) == len(plan["timeline"])
+    assert cells(browser, "what-if", "change") == [one["change"] for one in plan["what_if"]]
+    assert cells(browser, "what-if", "fits") == [
+        "refused" if one["fits"] is None else "yes" if one["fits"] else "no" for one in plan["what_if"]
+    ]
+
+
+def test_communication_is_that_of_the_chosen_rank(show: Show, plan: dict[str, Any]) -> None:
+    browser = show("plan", plan)
+    for rank in (1, 3):
+        browser.find_element(By.CSS_SELECTOR, f"#rank option[value='{rank}']").click()
+        expected: dict[str, int] = {}
+        for row in plan["communication"]:
+            if row["rank"] == rank:
+                expected[row["group"]] = expected.get(row["group"], 0) + row["bytes"]
+        shown = zip(cells(browser, "groups", "process"), cells(browser, "groups", "bytes"), strict=True)
+        assert dict(shown) == {group: f"{size:,}" for group, size in expected.items()}
+
+
+def test_a_column_head_sorts_with_mouse_and_keyboard(show: Show, plan: dict[str, Any]) -> None:
+    browser = show("plan", plan)
+    totals = sorted(part["total"] for part in plan["memory"])
+    button = head(browser, "memory", "total")
+    button.click()
+    assert cells(browser, "memory", "total") == [f"{total / GIB:.3f}" for total in totals]
+    button.send_keys(Keys.ENTER)
+    assert cells(browser, "memory", "total") == [f"{total / GIB:.3f}" for total in reversed(totals)]
+    parent = button.find_element(By.XPATH, "..")
+    assert parent.get_attribute("aria-sort") == "descending"
+    # Refused changes have no throughput: they come last in both directions.
+    known = sorted(one["tokens_per_second"] for one in plan["what_if"] if one["tokens_per_second"])
+    refused = ["–"] * (len(plan["what_if"]) - len(known))
+    assert known and refused
+    for order in (known, known[::-1]):
+        head(browser, "what-if", "throughput").click()
+        assert cells(browser, "what-if", "throughput") == [f"{rate:,.0f}" for rate in order] + refused
+
+
+def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) -> None:
+    browser = show("plan", plan)
+    timeline = browser.find_element(By.ID, "timeline")
+    end = max(event["end"] for event in plan["timeline"])
+    assert visible_seconds(timeline) == pytest.approx((0, end))
+    width = max(pass_widths(browser))
+    browser.find_element(By.ID, "zoom-in").click()
+    first, last = visible_seconds(timeline)
+    assert last - first == pytest.approx(end / 1.5) and first == pytest.approx(end / 6)
+    assert max(pass_widths(browser)) == pytest.approx(1.5 * width, rel=0.05)
+    timeline.send_keys("+")
+    assert visible_seconds(timeline)[1] - visible_seconds(timeline)[0] == pytest.approx(end / 1.5**2)
+
+    before = visible_seconds(timeline)
+    ActionChains(browser).drag_and_drop_by_offset(timeline, 200, 0).perform()
+    after = visible_seconds(timeline)
+    assert after[0] < before[0] and after[1] - after[0] == pytest.approx(before[1] - before[0])
+
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
+    browser.find_element(By.ID, "zoom-reset").click()
+    assert visible_seconds(timeline) == pytest.approx((0, end))
+    # The first pass of the last rank, at its middle; the picture is 1,108 units wide, its lanes are 1,042.
+    scale = timeline.size["width"] / 1108
+    ranks = len(plan["memory"])
+    event = next(event for event in plan["timeline"] if event["rank"] == ranks - 1)
+    right = 58 + 1042 * (event["start"] + event["end"]) / 2 / end - 1108 / 2
+    down = (6 + 24 * ranks - 12) - timeline.size["height"] / scale / 2
+    ActionChains(browser).move_to_element_with_offset(timeline, right * scale, down * scale).perform()
+    read = [note.text for note in browser.find_elements(By.CSS_SELECTOR, ".note") if "pass of" in note.text]
+    expected = f"rank {event['rank']}, stage {event['stage']}: {event['kind']} pass of micro-batch "
+    assert read[0].startswith(f"{expected}{event['micro_batch']}, ")
+
+    wheel = ScrollOrigin.from_element(timeline)
+    ActionChains(browser).scroll_from_origin(wheel, 0, -100).perform()
+    assert visible_seconds(timeline) == pytest.approx((0, end)), "the wheel alone scrolls the page"
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
+    ActionChains(browser).key_down(Keys.CONTROL).scroll_from_origin(wheel, 0, -100).key_up(
+        Keys.CONTROL
+    ).perform()
+    first, last = visible_seconds(timeline)
+    assert 0 < first < last < end
+
+
+def test_another_layout_of_a_search_is_shown(show: Show) -> None:
+    words, _ = with_defaults([*MODEL.split(), "--world-size", "4"])
+    found = search_report(read_command_line(words, {}).config, words, top=1).data
+    browser = show("search", found)
+    rates = [one["step"]["tokens_per_second"] for one in found["candidates"]]
+    assert len(rates) > 1
+    assert cells(browser, "layouts", "throughput") == [f"{rate:,.0f}" for rate in rates]
+    browser.find_element(By.XPATH, "//*[@id='layouts']//button[@aria-label='show 2']").click()
+    chosen = browser.find_element(By.ID, "chosen").text
+    assert chosen.startswith("Layout 2\npretrain_gpt.py ") and f"{rates[1]:,.0f}" in chosen
+    assert cells(browser, "memory", "total") == [
+        f"{part['total'] / GIB:.3f}" for part in found["candidates"][1]["memory"]
+    ]
+
+
+def test_a_sweep_shows_what_users_typed_as_text(show: Show) -> None:
+    rows = [
+        make_row(0, HOSTILE),
+        make_row(1, "memory"),
+        make_row(2, "time", processes=None, predicted=None, refused=f"no {HOSTILE}"),
+    ]
+    results = {(row.index, 1): make_result(row, 1, 2.0 - row.index, [3.0, math.nan]) for row in rows[:2]}
+    summary = summarize(make_record(*rows, repeat=1, command=f"tools/sweep.py '{HOSTILE}'"), results)
+    browser = show("sweep", {**summary, "remarks": remarks(summary)})
+    assert cells(browser, "sweep", "--partition-method") == [HOSTILE, "memory", "time"]
+    assert cells(browser, "sweep", "status") == ["ok", "ok", "refused"]
+    assert cells(browser, "sweep", "loss") == ["nan", "nan", "–"]
+    text = browser.find_element(By.TAG_NAME, "main").get_attribute("textContent") or ""
+    assert f"row 2 refused: no {HOSTILE}" in text
+    head(browser, "sweep", "time").click()
+    assert cells(browser, "sweep", "row") == ["1", "0", "2"]
+    assert browser.execute_script("return window.broken") is None
+    assert browser.find_elements(By.TAG_NAME, "img") == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable(show: Show, plan: dict[str, Any], scheme: str) -> None:
+    """Contrast of at least 4.5 between text and ground (WCAG 2.1, 1.4.3)."""
+    browser = show("plan", plan)
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    pairs = (("body", "color", "body"), (".note", "color", "body"), ("h2", "color", "body"))
+    grounds = [style(browser, ground, "background-color") for *_, ground in pairs]
+    colours = [style(browser, node, name) for node, name, _ in pairs]
+    ratios = [contrast(a, b) for a, b in zip(colours, grounds, strict=True)]
+    assert min(ratios) >= 4.5
+    assert (luminance(grounds[0]) > 0.5) == (scheme == "light")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def style(browser: Chrome, node: str, name: str) -> list[int]:
+    """Red, green and blue of the first such element."""
+    script = "return getComputedStyle(document.querySelector(arguments[0])).getPropertyValue(arguments[1])"
+    text = browser.execute_script(script, node, name)
+    return [int(part) for part in text.partition("(")[2].rstrip(")").split(",")[:3]]
+
+
+def luminance(colour: list[int]) -> float:
+    """Relative luminance, WCAG 2.1."""
+    parts = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def contrast(first: list[int], second: list[int]) -> float:
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
