@@ -100,9 +100,9 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     rows = make_rows(options.axes, options.base)
     base, processes = options.base, None
     if options.sbatch:
-        from megatron.sweep.slurm import read_script
+        from megatron.sweep.slurm import read_base_command
 
-        script = read_script(Path(options.sbatch), options.base, options.folder)
+        script = read_base_command(options.sbatch, options.base, options.folder)
         base, processes, options.nodes = script.flags, script.processes, script.nodes
         check_base(base)
         rows = make_rows(options.axes, base)

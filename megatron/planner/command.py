@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from megatron.config import ConfigError
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import option_name
-
-PROGRAM = "pretrain_gpt.py"
-_SCRIPT_TIMEOUT_S = 60
-# Set by Slurm or read by the example scripts: a plan does not depend on the shell that it is made in.
-_JOB_VARIABLES = ("SLURM", "MASTER_", "NNODES", "GPUS_PER_NODE", "RUN_DIR")
+from megatron.planner.script_command import read_script, script_environment
 
 
 def script_flags(script: str) -> list[str]:
-    """The flags of PROGRAM in the last command that `DRY_RUN=1 bash SCRIPT` prints, with --world-size and
-    --node-size of its launcher. ConfigError if it prints none."""
-    path = Path(script).resolve()
-    if not path.is_file():
-        raise ConfigError(f"--script {script}: the file does not exist")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run = subprocess.run(
-                ["bash", str(path)],
-                cwd=folder,
-                env={**env, "DRY_RUN": "1"},
-                capture_output=True,
-                text=True,
-                timeout=_SCRIPT_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"--script {script} has not ended after {_SCRIPT_TIMEOUT_S} s: expected a script that prints "
-                "its command with DRY_RUN=1, as those of examples/slurm"
-            ) from None
-    lines = re.sub(r" \\\n +", " ", run.stdout).splitlines()
-    found = [line for line in lines if PROGRAM in line and not line.lstrip().startswith("#")]
-    if run.returncode or not found:
-        said = (run.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(
-            f"--script {script} prints no command with {PROGRAM} when run with DRY_RUN=1 (exit code "
-            f"{run.returncode}, it said: {said}): expected a script as those of examples/slurm"
-        )
-    words = shlex.split(found[-1])
-    place = next(index for index, word in enumerate(words) if word.endswith(PROGRAM))
-    return [*_launched(words[:place]), *words[place + 1 :]]
-
-
-def _launched(words: Sequence[str]) -> list[str]:
-    """--world-size and --node-size of a torch launcher's words."""
-    numbers = {}
-    for option in ("--nnodes", "--nproc_per_node", "--nproc-per-node"):
-        if option in words:
-            numbers[option.replace("-", "_")] = words[words.index(option) + 1]
-    nodes, per_node = numbers.get("__nnodes", "1"), numbers.get("__nproc_per_node", "1")
-    if not (nodes.isdigit() and per_node.isdigit()):
-        return []
-    return ["--world-size", str(int(nodes) * int(per_node)), "--node-size", per_node]
+    """The flags of a script's training command, with --world-size and --node-size of its launcher."""
+    command = read_script("--script", script, [], script_environment())
+    if command.processes is None:
+        return command.flags
+    world, node = str(command.processes), str(command.processes_per_node)
+    return ["--world-size", world, "--node-size", node, *command.flags]
 
 
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:
@@ -90,6 +41,7 @@ def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
     }
     if not {"training.train_iters", "training.train_samples"} & given:
         defaults["training.train_iters"] = ("--train-iters", "1000")
+        notes.append("no length of the run is given: the days are those of 1,000 iterations")
     for name, flag in defaults.items():
         if name not in given:
             words += flag

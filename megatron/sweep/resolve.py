@@ -16,6 +16,7 @@ from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.layer_times import read_layer_times
 from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, layer_table, micro_batches_per_step, plan_stages
+from megatron.planner.step_time import find_cluster, predict_step
 from megatron.sweep.axes import Row, given_flags, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
 
@@ -34,6 +35,9 @@ _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
         "eval_interval",
         "eval_iters",
         "dry_run",
+        "simulate",
+        "gpu",
+        "device_memory",
         "exit_interval",
         "exit_duration_in_mins",
         "exit_signal",
@@ -160,7 +164,8 @@ def numbers_digest(config: Config) -> str:
 
 
 def predict(config: Config) -> Prediction:
-    """Memory, bubble and step time by the planner. ConfigError for a partition that is not possible."""
+    """Memory and bubble by the planner; with --gpu also the time of a step, and the bubble with its times.
+    ConfigError for a partition that is not possible."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     if times is None and parse_partition_method(config.parallel.partition_method).kind == "profile":
@@ -170,12 +175,14 @@ def predict(config: Config) -> Prediction:
     ranks = [0.0] * config.parallel.pipeline_model_parallel_size
     for stage, flops in enumerate(work):
         ranks[plan.rank_of(stage)] += flops
+    cluster = find_cluster(config)
+    step = None if cluster is None else predict_step(config, plan, vocab.size, cluster)
     return Prediction(
         layers=[plan.layer_range(stage) for stage in range(len(work))],
         memory_bytes=planned_bytes(config, vocab.size, plan),
-        bubble=predicted_bubble(config, work),
+        bubble=predicted_bubble(config, work) if step is None else step.bubble,
         max_over_mean=max(ranks) * len(ranks) / sum(ranks),
-        step_s=predicted_step_s(config, plan, vocab.size),
+        step_s=None if step is None else step.total,
     )
 
 
@@ -200,12 +207,6 @@ def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
         config.parallel.pipeline_schedule, forward, backward, transfer, micro_batches
     )
     return sum(timeline.bubble_shares) / len(timeline.bubble_shares)
-
-
-def predicted_step_s(config: Config, plan: StagePlan, vocab_size: int) -> float | None:
-    """Seconds per step. None: the planner has no model of time yet; this function is the only place to
-    connect one."""
-    return None
 
 
 def prediction_json(prediction: Prediction | None) -> dict[str, Any] | None:

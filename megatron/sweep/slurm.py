@@ -13,16 +13,13 @@ The second half needs no torch.
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.files import expect_layout, read_json, write_json
+from megatron.planner.script_command import ScriptCommand, read_script, script_environment
 from megatron.sweep.axes import run_words
 from megatron.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
@@ -32,41 +29,16 @@ SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS
 _TIMEOUT_S = 120
 
 
-@dataclass(frozen=True)
-class ScriptCommand:
-    """The command of a script: the flags of pretrain_gpt.py, nodes and processes."""
-
-    flags: list[str]
-    nodes: int
-    processes: int
-
-
-def read_script(script: Path, flags: Sequence[str], folder: Path) -> ScriptCommand:
-    """The last training command that a script of examples/slurm starts with `flags` after its name. Raises
-    ConfigError if the script cannot be run, or has no such command."""
-    if not script.is_file():
-        raise ConfigError(f"--sbatch {script}: the file does not exist; expected a script of examples/slurm")
-    run = subprocess.run(
-        ["bash", str(script), *flags],
-        env={**_environment(folder), "DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
-    if run.returncode:
-        error = (run.stderr.strip().splitlines() or ["it prints nothing"])[-1]
-        raise ConfigError(f"DRY_RUN=1 bash {script} fails: {error.removeprefix('error: ')}")
-    lines = re.sub(r" \\\n +", " ", run.stdout).splitlines()
-    commands = [shlex.split(line) for line in lines if "pretrain_gpt.py" in line]
-    if not commands:
+def read_base_command(script: str, flags: Sequence[str], folder: Path) -> ScriptCommand:
+    """The training command that a script of examples/slurm starts with `flags` after its name. ConfigError if
+    it does not print one with torch's launcher."""
+    command = read_script("--sbatch", script, flags, _environment(folder))
+    if command.processes is None:
         raise ConfigError(
-            f"DRY_RUN=1 bash {script} prints no command of pretrain_gpt.py: expected a training script"
+            f"--sbatch {script} prints a command without --nnodes and --nproc_per_node: expected one of "
+            "torch's launcher, as in examples/slurm"
         )
-    words = commands[-1]
-    place = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
-    launcher = words[:place]
-    sizes = [int(launcher[launcher.index(name) + 1]) for name in ("--nnodes", "--nproc_per_node")]
-    return ScriptCommand(words[place + 1 :], nodes=sizes[0], processes=sizes[0] * sizes[1])
+    return command
 
 
 def submit(
@@ -136,13 +108,8 @@ def submit(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The environment of a script: without the job that this program may run in."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("SLURM_") or name == "SLURM_CONF"
-    }
-    return {**env, **SCRIPT_VARIABLES, "RUN_DIR": str(folder.resolve() / "runs")}
+    """The environment of a script: nothing but full steps, and its files in the folder of the sweep."""
+    return {**script_environment(), **SCRIPT_VARIABLES, "RUN_DIR": str(folder.resolve() / "runs")}
 
 
 def _queued(folder: SweepFolder) -> set[tuple[int, int]]:

@@ -31,6 +31,9 @@ class Log:
         self.steps[record.iteration] = (float(record.loss), float(record.grad_norm), record.skipped)
         self.records.append(record)
 
+    def flush(self):
+        """The values are read at once."""
+
     def print(self, text):
         if not text.startswith(("memory", "saved")):
             self.lines.append(text)

@@ -88,8 +88,8 @@ def save_and_lose_the_folder(folder):
         owner = acquire(folder, Owner.of_this_process("n1"), print) if rank_0 else None
         described = manager.describe_files
 
-        def lose_it(path, described=described):
-            files = described(path)
+        def lose_it(path, heartbeat, described=described):
+            files = described(path, heartbeat)
             if rank_0:
                 take_over(folder)
             return files
@@ -102,8 +102,8 @@ def save_and_lose_the_folder(folder):
         if rank_0:
             for file in folder.glob("owner-*"):
                 file.unlink()
-    manager.describe_files = lambda path: {
-        n: f for n, f in described(path).items() if "mp_rank_00_model" not in n
+    manager.describe_files = lambda path, heartbeat: {
+        n: f for n, f in described(path, heartbeat).items() if "mp_rank_00_model" not in n
     }
     outcomes.append(save(manager_of(engine, folder), 9))
     manager.describe_files = described

@@ -103,17 +103,17 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a tokenizer in the model's folder, as on the hub, and 40 rows more than it has tokens."""
+    """With a tokenizer in the model's folder, as on the hub, and 24 rows more than it has tokens."""
     from transformers import GPT2TokenizerFast
 
     theirs, start = tmp_path / "theirs", tmp_path / "start"
-    save_theirs(theirs, kind, max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
+    save_theirs(theirs, kind, max_shard_size="100KB", sizes=(VOCAB_SIZE + 24, 4))
     GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(theirs)
     convert_huggingface.main(
         ["--from-hugging-face", str(theirs), "--output", str(start / "global_step0_universal")]
     )
     printed = capsys.readouterr()
-    assert "40 of 640 rows of the word embeddings" in printed.err
+    assert "24 of 624 rows of the word embeddings" in printed.err
     corpus_flags = data[: data.index("--tokenizer-type")]
     # BLOOM reads any length: its config.json does not say one.
     flags = [*printed_flags(printed.out), "--seq-length", str(LENGTH), *NO_DROPOUT, *SHORT, *corpus_flags]

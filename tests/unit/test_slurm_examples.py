@@ -18,7 +18,7 @@ from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.sweep.axes import given_flags
-from megatron.sweep.slurm import read_script
+from megatron.sweep.slurm import read_base_command
 from tests.end_to_end.command import ROOT
 from tests.unit.config.published_scripts import SCRIPTS
 from tools.sweep import build_parser
@@ -185,7 +185,7 @@ def test_a_sweep_measures_full_batches(example: str, tmp_path: Path, monkeypatch
     (axis,) = options.axes
     assert axis.flag == "--partition-method" and len(set(axis.values)) == 4
     monkeypatch.setenv("RAMPUP_BATCH_SIZE", "16 16 1000")
-    script = read_script(Path(options.sbatch), options.base, tmp_path)
+    script = read_base_command(options.sbatch, options.base, tmp_path)
     assert script.processes == {"tr8-104B": 512, "tr11-176B-ml": 384}[example]
     assert script.flags[-2:] == ["--seed", "7"]
     given = given_flags(script.flags)

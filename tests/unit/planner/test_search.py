@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, parse_args, read_command_line
-from megatron.planner.command import PROGRAM, replaced, run_flags, script_flags, with_defaults
+from megatron.planner.command import replaced, run_flags, script_flags, with_defaults
 from megatron.planner.explain import explain, what_if
 from megatron.planner.plan import make_plan
 from megatron.planner.plan_tool import plan_report, recipe_report, search_report
+from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
 from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
@@ -20,7 +21,8 @@ from megatron.planner.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
+# Without the one that starts tools/sweep.py.
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm") if path.name != "sweep-partition.slurm")
 VOCAB = 50257
 MODEL = (
     "--gpu a100-80gb --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "

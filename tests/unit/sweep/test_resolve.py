@@ -12,6 +12,7 @@ from megatron.config import ConfigError, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import plan_stages
+from megatron.planner.step_time import find_cluster, predict_step
 from megatron.sweep.axes import Axis, make_rows
 from megatron.sweep.resolve import _SAME_LOSSES, ResolvedRow, numbers_digest, resolve_rows
 from tools import sweep
@@ -68,6 +69,20 @@ def test_the_predicted_bubble_is_that_of_1f1b() -> None:
     assert first.prediction.bubble == pytest.approx(3 / 11, rel=0.01)
     assert second.prediction.bubble == pytest.approx(3 / 35, rel=0.02)
     assert first.prediction.max_over_mean == pytest.approx(1, abs=0.01)
+
+
+def test_with_a_gpu_the_step_is_predicted() -> None:
+    base = [*BASE, "--bf16", "--pipeline-model-parallel-size", "2"]
+    (without,) = resolve(base=base)
+    assert without.prediction.step_s is None
+    base += ["--gpu", "a100-80gb"]
+    (found,) = resolve(base=base)
+    config = read_command_line([*base, "--train-iters", "5", "--world-size", "2", "--dry-run"], {}).config
+    cluster = find_cluster(config)
+    assert cluster is not None
+    step = predict_step(config, plan_stages(config, 1000), 1000, cluster)
+    assert (found.prediction.step_s, found.prediction.bubble) == (step.total, step.bubble)
+    assert found.numbers == without.numbers
 
 
 def test_a_partition_that_is_measured_at_the_start_has_no_prediction() -> None:
