@@ -33,6 +33,15 @@ setup(
         "gpu": ["triton; sys_platform == 'linux'"],
         # 8-bit Adam. NVIDIA's apex is not on the package index: install it from its own repository.
         "bitsandbytes": ["bitsandbytes>=0.50"],
-        "dev": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "selenium"],
+        # Tests run the kernels in triton's interpreter and compile them for GPUs; neither needs a GPU.
+        "dev": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "selenium",
+            "triton; sys_platform == 'linux'",
+        ],
     },
 )

@@ -54,7 +54,7 @@ from megatron.mpu.layers import (
 )
 from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
 from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
-from megatron.mpu.random import dropout
+from megatron.mpu.random import dropout, dropout_add
 from megatron.mpu.vector_math import initialize_vector_math
 
 FIRST_TRANSFORMER_LAYER = 3
@@ -233,22 +233,23 @@ class ParallelTransformerLayerPipe(nn.Module):
         hidden, document_ids = split_layer_io(layer_io)
         normed = self.input_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
-        hidden = residual + self._dropout(self.self_attention(normed, document_ids), "self_attention")
+        hidden = self._dropout_add(self.self_attention(normed, document_ids), residual, "self_attention")
         normed = self.post_attention_layernorm(hidden)
         residual = normed if self.residual_after_norm else hidden
-        hidden = residual + self._dropout(self.mlp(normed), "mlp")
+        hidden = self._dropout_add(self.mlp(normed), residual, "mlp")
         return hidden if document_ids is None else (hidden, document_ids)
 
-    def _dropout(self, output: Tensor, block: str) -> Tensor:
+    def _dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         if not self.training or self.dropout_rate == 0:
-            return output
-        return self._drop(output, block)
+            return residual + output
+        return self._drop_and_add(output, residual, block)
 
     @torch.compiler.disable  # the masks are hashed in Python from the layer's index
-    def _drop(self, output: Tensor, block: str) -> Tensor:
+    def _drop_and_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
-        return dropout(
+        return dropout_add(
             output,
+            residual,
             self.dropout_rate,
             self.dropout_rng,
             place,

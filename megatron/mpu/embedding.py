@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.embedding import fused_add_rows
+from megatron.kernels.selection import uses_kernels
+
 # Size of an fp32 work buffer of the backward pass, which allocates two.
 WORK_BYTES = 32 * 2**20
 
@@ -60,6 +63,9 @@ def _add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> Non
     ids' values, so there is no synchronization with the device.
     """
     if not ids.numel():
+        return
+    if uses_kernels(rows) and total.is_contiguous():
+        fused_add_rows(total, ids, rows)
         return
     ids, order = ids.sort(stable=True)
     place = torch.arange(len(ids), device=ids.device)

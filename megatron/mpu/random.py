@@ -23,6 +23,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.dropout import MaskPlace, fused_dropout_add, mask_place
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 
 # Elements of a mask that are computed at a time on a CPU, so that temporaries stay in a core's cache.
@@ -79,9 +81,42 @@ def dropout(
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
+    if (place := _kernel_place(x, batch_dim, shard_dim, tp_group)) is not None:
+        _check_samples(x, dropout_rng, salt, batch_dim % x.dim())
+        return fused_dropout_add(x, None, None, _device_keys(x, dropout_rng, salt), p, place)
     return _Dropout.apply(
         x, keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p)
     )
+
+
+def dropout_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    p: float,
+    dropout_rng: DropoutRNG,
+    salt: str,
+    *,
+    batch_dim: int,
+    shard_dim: int | None = None,
+    tp_group: TPGroup,
+) -> torch.Tensor:
+    """residual + dropout(x), with the arguments of `dropout`. On a GPU one kernel."""
+    if p > 0.0 and (place := _kernel_place(x, batch_dim, shard_dim, tp_group)) is not None:
+        _check_samples(x, dropout_rng, salt, batch_dim % x.dim())
+        return fused_dropout_add(x, None, residual, _device_keys(x, dropout_rng, salt), p, place)
+    return residual + dropout(
+        x, p, dropout_rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, tp_group=tp_group
+    )
+
+
+def _kernel_place(
+    x: torch.Tensor, batch_dim: int, shard_dim: int | None, tp_group: TPGroup
+) -> MaskPlace | None:
+    """Where the kernel finds the mask of `x`; None if PyTorch computes it."""
+    if not uses_kernels(x):
+        return None
+    shard_dim = None if shard_dim is None else shard_dim % x.dim()
+    return mask_place(x.shape, batch_dim % x.dim(), shard_dim, tp_group.rank, tp_group.size)
 
 
 def keep_mask(
@@ -123,11 +158,7 @@ def _row_keys(
 ) -> torch.Tensor:
     """Two int32 keys, [rows, 2], for each row of `x`. A row is the elements along the last dimension."""
     last = x.dim() - 1
-    if batch_dim == last:
-        raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
-    if len(dropout_rng.samples) != x.shape[batch_dim]:
-        in_batch, in_rng = x.shape[batch_dim], len(dropout_rng.samples)
-        raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the RNG {in_rng}")
+    _check_samples(x, dropout_rng, salt, batch_dim)
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(last)):
@@ -138,11 +169,22 @@ def _row_keys(
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
         stride *= x.shape[dim] * (tp_group.size if is_sharded else 1)
-    # A copy from pinned memory is asynchronous.
-    sample_keys = get_accelerator().pin_memory(torch.tensor(dropout_rng.sample_keys(salt), dtype=torch.int64))
-    sample_keys = sample_keys.to(x.device, non_blocking=True)
-    sample_keys = sample_keys.view([-1 if d == batch_dim else 1 for d in range(last)])
+    sample_keys = _device_keys(x, dropout_rng, salt).view([-1 if d == batch_dim else 1 for d in range(last)])
     return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
+
+
+def _check_samples(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> None:
+    if batch_dim == x.dim() - 1:
+        raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
+    if len(dropout_rng.samples) != x.shape[batch_dim]:
+        in_batch, in_rng = x.shape[batch_dim], len(dropout_rng.samples)
+        raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the RNG {in_rng}")
+
+
+def _device_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str) -> torch.Tensor:
+    """The sample keys on the device of `x`. A copy from pinned memory is asynchronous."""
+    keys = get_accelerator().pin_memory(torch.tensor(dropout_rng.sample_keys(salt), dtype=torch.int64))
+    return keys.to(x.device, non_blocking=True)
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:

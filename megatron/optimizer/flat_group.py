@@ -194,17 +194,6 @@ class FlatGroup:
         start, length = self.fragment(parameter) or (0, 0)
         return self.local_gradients[start : start + length]
 
-    def local_grad_norms(self) -> list[Tensor]:
-        """The norm of `local_grad` for each parameter, fp64 scalars."""
-        return [accurate_norm(self.local_grad(parameter)) for parameter in self.parameters]
-
-    def unreduced_grad_norms(self) -> list[Tensor]:
-        """The norm (fp64) of each parameter's gradient as computed on this rank, finite if all elements are.
-
-        Call it before the gradients are reduced over the data-parallel ranks.
-        """
-        return list(self.reduced_grad_norms) if self.shards_gradients else self.local_grad_norms()
-
     def set_master_grad(self, factor: float) -> None:
         """Sets the gradient of the master weights to the partition's gradient times `factor`."""
         if factor != 1.0:

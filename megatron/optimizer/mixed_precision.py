@@ -29,10 +29,12 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
+from megatron.kernels.norms import fused_norms
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.optimizer.eight_bit import new_moment
-from megatron.optimizer.flat_group import FlatGroup, is_host_memory
+from megatron.optimizer.flat_group import FlatGroup, accurate_norm, is_host_memory
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
@@ -218,9 +220,15 @@ class MixedPrecisionOptimizer:
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
         The norms before the reduction are kept, to name the rank of a non-finite gradient."""
-        self._norms_before_reduction = self._stacked(
-            [n for flat in self.flat for n in flat.unreduced_grad_norms()]
-        )
+        if any(flat.shards_gradients for flat in self.flat):
+            self._norms_before_reduction = torch.cat(
+                [
+                    flat.reduced_grad_norms if flat.shards_gradients else self._local_grad_norms([flat])
+                    for flat in self.flat
+                ]
+            )
+        else:
+            self._norms_before_reduction = self._local_grad_norms(self.flat)
         self._reduction.run()
 
     @torch.no_grad()
@@ -293,14 +301,20 @@ class MixedPrecisionOptimizer:
                     stack.enter_context(unit.gathered_params())
             yield
 
-    def _stacked(self, norms: list[Tensor]) -> Tensor:
-        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=self._device())
+    def _local_grad_norms(self, groups: Sequence[FlatGroup]) -> Tensor:
+        """The norm of `FlatGroup.local_grad` for each parameter of the groups, fp64."""
+        gradients = [flat.local_grad(parameter) for flat in groups for parameter in flat.parameters]
+        if not gradients:
+            return torch.zeros(0, dtype=torch.float64, device=self._device())
+        if uses_kernels(gradients[0]):
+            return fused_norms(gradients)
+        return torch.stack([accurate_norm(gradient) for gradient in gradients])
 
     def _global_norm(self) -> float:
         """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks."""
         norms = self._norms_before_reduction
         if self._reduction.exchanges:
-            norms = self._stacked([norm for flat in self.flat for norm in flat.local_grad_norms()])
+            norms = self._local_grad_norms(self.flat)
         squares = norms.square()
         if self._units:
             shard_squares = squares * self._sharded

@@ -1,0 +1,39 @@
+#!/usr/bin/env python3
+"""The Triton kernels as machine code: registers, shared memory and spills for each GPU architecture.
+
+    python benchmarks/kernels.py --compile-only     no GPU needed; half a minute
+
+Registers, stack and spills (bytes of local memory, which should be 0) are per thread, read from the compiled
+code with the cuobjdump and nvdisasm of the triton package. Shared memory is per block, from the compiler's
+metadata. Nothing runs on a GPU.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.testing.compiled_kernels import ARCHITECTURES, compile_variant, variants  # noqa: E402
+from megatron.text_table import format_table  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compile-only", action="store_true", required=True, help="compile, run nothing")
+    parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
+    arguments = parser.parse_args()
+    rows = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
+    for variant in variants():
+        for architecture in arguments.architectures:
+            found = compile_variant(variant, architecture)
+            numbers = (found.registers, found.shared, found.stack, found.spills)
+            rows.append((variant.name, f"sm_{architecture}", *map(str, numbers)))
+    print(format_table(rows))
+
+
+if __name__ == "__main__":
+    main()

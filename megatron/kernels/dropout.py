@@ -1,0 +1,136 @@
+"""Operator `megatron::dropout_add`: hash dropout, fused with bias and residual addition.
+
+The mask is that of `megatron.mpu.random`, bit for bit. It is not stored: the backward pass hashes again. So
+an element costs its reads and its write only: 6 bytes in 16-bit precision with a residual, 4 without.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class MaskPlace:
+    """Where this rank's shard lies in the mask of the full activation.
+
+    The activation is read as [outer, batch, inner, columns]. Row (o, b, i) of the shard is row
+    o * outer_stride + i + first_row of sample b in the full mask; column c is column c + first_column.
+    """
+
+    batch: int
+    inner: int
+    outer_stride: int
+    first_row: int
+    first_column: int
+
+
+def mask_place(
+    shape: torch.Size, batch_dim: int, shard_dim: int | None, rank: int, size: int
+) -> MaskPlace | None:
+    """The place of the shard of TP rank `rank` of `size`. None for a shard that the kernel does not support:
+    its dimension comes after another one on the same side of the batch, the last dimension excepted."""
+    outer, inner = math.prod(shape[:batch_dim]), math.prod(shape[batch_dim + 1 : -1])
+    place = MaskPlace(shape[batch_dim], inner, inner, 0, 0)
+    if shard_dim is None or size == 1:
+        return place
+    if shard_dim == len(shape) - 1:
+        return MaskPlace(shape[batch_dim], inner, inner, 0, rank * shape[-1])
+    if shard_dim == batch_dim + 1:
+        return MaskPlace(shape[batch_dim], inner, inner * size, rank * inner, 0)
+    if shard_dim == 0 and batch_dim > 0:
+        return MaskPlace(shape[batch_dim], inner, inner, rank * outer * inner, 0)
+    return None
+
+
+def fused_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    sample_keys: torch.Tensor,
+    p: float,
+    place: MaskPlace,
+) -> torch.Tensor:
+    """residual + dropout(x + bias), in one launch; without `bias` or `residual` that addition is left out.
+
+    x, residual: [outer..., batch, inner..., columns] of one shape; bias: [columns]. sample_keys: int64
+    [batch], see `DropoutRNG.sample_keys`. Each addition and product is rounded as its PyTorch twin rounds.
+    """
+    return _DropoutAdd.apply(x, bias, residual, sample_keys, p, place)
+
+
+@torch.library.custom_op("megatron::dropout_add", mutates_args=())
+def dropout_add_op(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    sample_keys: torch.Tensor,
+    p: float,
+    place: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The kernel's launch. dtype: of the output; without a residual also of the product, else x's is."""
+    from megatron.kernels.dropout_triton import launch  # triton is optional
+
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    dropped_below = min(round(p * 2**32), 2**32 - 1) - 2**31
+    launch(x, bias, residual, sample_keys, out, MaskPlace(*place), dropped_below, 1.0 / (1.0 - p))
+    return out
+
+
+@dropout_add_op.register_fake
+def _(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    sample_keys: torch.Tensor,
+    p: float,
+    place: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+class _DropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        sample_keys: torch.Tensor,
+        p: float,
+        place: MaskPlace,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(sample_keys)
+        ctx.p, ctx.place, ctx.x_dtype = p, list(astuple(place)), x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        return dropout_add_op(
+            x.contiguous(),
+            bias,
+            None if residual is None else residual.contiguous(),
+            sample_keys,
+            p,
+            ctx.place,
+            dtype,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (sample_keys,) = ctx.saved_tensors
+        grad_x = grad_bias = grad_residual = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            grad_x = dropout_add_op(grad.contiguous(), None, None, sample_keys, ctx.p, ctx.place, ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            assert grad_x is not None
+            grad_bias = grad_x.reshape(-1, grad_x.shape[-1]).sum(0).to(ctx.bias_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_residual = grad.to(ctx.residual_dtype)
+        return grad_x, grad_bias, grad_residual, None, None, None

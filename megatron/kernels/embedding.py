@@ -1,0 +1,31 @@
+"""Operator `megatron::add_rows`: the gradient of an embedding, added to its rows in a fixed order.
+
+The rows of equal ids are summed in fp32 in the order of their positions, and the sum is added once. So the
+result does not depend on the order of threads. Only the rows of the ids are read and written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """total[ids[i]] += rows[i] for all i: a sort of the ids and one launch.
+
+    total: fp32 [embeddings, hidden], contiguous. ids: int64 [tokens]. rows: [tokens, hidden].
+    """
+    ids, order = ids.sort(stable=True)
+    add_rows_op(total, ids, order, rows.contiguous())
+
+
+@torch.library.custom_op("megatron::add_rows", mutates_args=("total",))
+def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
+    """total[ids[i]] += rows[order[i]] for all i; ids ascending."""
+    from megatron.kernels.embedding_triton import launch  # triton is optional
+
+    launch(total, ids, order, rows)
+
+
+@add_rows_op.register_fake
+def _(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
+    return None

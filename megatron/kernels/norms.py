@@ -1,0 +1,73 @@
+"""Norms of many tensors in two launches: squares of chunks, then their sums for each tensor.
+
+Squares are computed and summed in fp64, in an order that depends on the number of elements only. So equal
+tensors have equal norms, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+# Elements of a chunk, which one program of the first kernel sums.
+CHUNK = 4096
+
+
+def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each contiguous fp32 tensor, fp64 [tensors]; not finite if an element is not."""
+    counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
+    return chunk_norms_op(chunk_squares_op(list(tensors)), counts)
+
+
+@torch.library.custom_op("megatron::chunk_squares", mutates_args=())
+def chunk_squares_op(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
+    from megatron.kernels.norms_triton import launch_chunk_squares  # triton is optional
+
+    places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
+    starts, lengths = _chunk_table(places, tensors[0].device)
+    squares = torch.empty(len(starts), dtype=torch.float64, device=starts.device)
+    launch_chunk_squares(starts, lengths, squares)
+    return squares
+
+
+@chunk_squares_op.register_fake
+def _(tensors: list[torch.Tensor]) -> torch.Tensor:
+    chunks = sum(-(-tensor.numel() // CHUNK) for tensor in tensors)
+    return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device)
+
+
+@torch.library.custom_op("megatron::chunk_norms", mutates_args=())
+def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """The square root of the sum of the next counts[i] squares, for each i, fp64."""
+    from megatron.kernels.norms_triton import launch_chunk_norms  # triton is optional
+
+    norms = torch.empty(len(counts), dtype=torch.float64, device=squares.device)
+    launch_chunk_norms(squares, _first_chunks(tuple(counts), squares.device), norms)
+    return norms
+
+
+@chunk_norms_op.register_fake
+def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    return torch.empty(len(counts), dtype=torch.float64, device=squares.device)
+
+
+# The gradients lie in the same buffers at every step, so the tables are copied to the device once.
+@lru_cache(maxsize=4)
+def _chunk_table(
+    places: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Address (int64) and number of elements (int32) of each chunk. places: (address, elements) of each
+    tensor."""
+    offsets = [torch.arange(0, numel, CHUNK, dtype=torch.int64) for _, numel in places]
+    starts = [address + 4 * offset for (address, _), offset in zip(places, offsets, strict=True)]
+    lengths = [(numel - offset).clamp(max=CHUNK) for (_, numel), offset in zip(places, offsets, strict=True)]
+    return torch.cat(starts).to(device), torch.cat(lengths).to(torch.int32).to(device)
+
+
+@lru_cache(maxsize=4)
+def _first_chunks(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 [len(counts) + 1]: the first chunk of each tensor, and the number of chunks."""
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

@@ -1,0 +1,161 @@
+"""Compiles the Triton kernels for GPUs, without one, and reads what they use from the machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90)
+# PyTorch allocates at multiples of 16 bytes and more; triton compiles a variant for such arguments.
+_ALIGNED = [["tt.divisibility", 16]]
+_POINTERS = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with the types of its arguments. constants: values of the `constexpr` arguments; None for a
+    tensor that is left out. unaligned: arguments that are not multiples of 16."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    unaligned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of a thread: registers, and bytes of local memory for spilled registers (`spills`) and for the stack.
+    Of a block: bytes of shared memory, which the launch asks for."""
+
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+
+
+def variants() -> Iterator[Variant]:
+    """What a run launches, of every kernel."""
+    yield from _dropout_variants()
+    yield from _norm_variants()
+    yield from _embedding_variants()
+
+
+def _dropout_variants() -> Iterator[Variant]:
+    from megatron.kernels import dropout_triton as module
+
+    tile = {"BLOCK_ROWS": module.BLOCK_ROWS, "BLOCK_COLUMNS": module.BLOCK_COLUMNS}
+    numbers = dict.fromkeys(
+        "rows columns batch inner outer_stride first_row first_column dropped_below".split(), "i32"
+    )
+    small = ("batch", "dropped_below")
+    for label, x, bias, residual, out in (
+        ("dropout fp32", "fp32", None, None, "fp32"),
+        ("dropout bf16", "bf16", None, None, "bf16"),
+        ("dropout fp16", "fp16", None, None, "fp16"),
+        ("dropout bf16, fp32 gradient", "fp32", None, None, "bf16"),
+        ("dropout + residual bf16", "bf16", None, "bf16", "bf16"),
+        ("dropout + residual fp32", "fp32", None, "fp32", "fp32"),
+        ("dropout + bias + residual bf16", "bf16", "bf16", "bf16", "bf16"),
+        ("dropout + bias + residual, fp32 residual", "bf16", "bf16", "fp32", "fp32"),
+    ):
+        pointers = {"x": x, "bias": bias, "residual": residual, "out": out}
+        absent: dict[str, Any] = {name: None for name, dtype in pointers.items() if dtype is None}
+        types = {name: _POINTERS[dtype] for name, dtype in pointers.items() if dtype is not None}
+        flags = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
+        yield Variant(
+            label,
+            module.dropout_add_kernel,
+            {**types, "sample_keys": "*i64", **numbers, "scale": "fp32"},
+            {**absent, **flags, **tile},
+            module.OPTIONS,
+            (*small, "scale"),
+        )
+
+
+def _norm_variants() -> Iterator[Variant]:
+    from megatron.kernels import norms_triton as module
+
+    yield Variant(
+        "norms: squares of chunks",
+        module.chunk_squares_kernel,
+        {"starts": "*i64", "lengths": "*i32", "squares": "*fp64"},
+        {"CHUNK": module.CHUNK},
+        module.CHUNK_SQUARES_OPTIONS,
+    )
+    yield Variant(
+        "norms: sums of chunks",
+        module.chunk_norms_kernel,
+        {"squares": "*fp64", "first_chunks": "*i32", "norms": "*fp64"},
+        {"BLOCK": module.BLOCK},
+        module.CHUNK_NORMS_OPTIONS,
+    )
+
+
+def _embedding_variants() -> Iterator[Variant]:
+    from megatron.kernels import embedding_triton as module
+
+    for dtype in _POINTERS:
+        yield Variant(
+            f"embedding's gradient {dtype}",
+            module.add_rows_kernel,
+            {
+                "total": "*fp32",
+                "ids": "*i64",
+                "order": "*i64",
+                "rows": _POINTERS[dtype],
+                "tokens": "i32",
+                "width": "i32",
+            },
+            {"BLOCK": module.BLOCK},
+            module.OPTIONS,
+        )
+
+
+def compile_variant(variant: Variant, architecture: int) -> Resources:
+    """Compiles for compute capability `architecture`, 90 for sm_90. Fails in Triton's interpreter mode.
+
+    Registers and stack are those in the machine code, as `cuobjdump --dump-resource-usage` of the triton
+    package prints them. Spills are its LOCAL bytes and, as the assembler may keep spilled registers on the
+    stack, 4 bytes for each local-memory instruction in the disassembly. Shared memory is not in the code: its
+    size is that of the compiler's metadata.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    signature = {name: variant.types.get(name, "constexpr") for name in names}
+    attributes = {
+        (index,): _ALIGNED
+        for index, name in enumerate(names)
+        if name in variant.types and name not in variant.unaligned
+    }
+    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    source = ASTSource(variant.kernel, signature, constants, attributes)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options=dict(variant.options)
+    )
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = _output(folder / "cuobjdump", "--dump-resource-usage", file.name)
+        assembly = _output(folder / "nvdisasm", "-c", file.name)
+    found = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
+    accesses = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
+    return Resources(
+        registers=found["REG"],
+        spills=found["LOCAL"] + 4 * accesses,
+        stack=found["STACK"],
+        shared=compiled.metadata.shared,
+    )
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,52 @@
+"""Every kernel compiles for sm_80 and sm_90 without a GPU, and spills no register."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.command import ROOT
+
+pytest.importorskip("triton")
+
+SPILLING = """
+from dataclasses import replace
+from megatron.testing.compiled_kernels import compile_variant, variants
+variant = next(v for v in variants() if v.name == "dropout + bias + residual bf16")
+free, limited = (compile_variant(replace(variant, options={**variant.options, **extra}), 90)
+                 for extra in ({}, {"maxnreg": 24}))
+print(free.spills, limited.registers, limited.spills)
+"""
+
+
+def run_python(*arguments: str) -> str:
+    """In a process of its own: kernels that were defined for the interpreter cannot be compiled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("architecture", [90, 80])
+def test_no_kernel_spills(architecture: int) -> None:
+    table = run_python("benchmarks/kernels.py", "--compile-only", "--architectures", str(architecture))
+    heading, *rows = (line.split() for line in table.splitlines())
+    assert heading[-2:] == ["stack", "spills"]
+    assert len(rows) == 13
+    for row in rows:
+        registers, _, stack, spills = map(int, row[-4:])
+        assert 0 < registers <= 128, row
+        assert (stack, spills) == (0, 0), row
+
+
+@pytest.mark.full
+def test_spills_are_found() -> None:
+    """With few registers the same kernel spills, and the numbers show it."""
+    free, registers, limited = map(int, run_python("-c", SPILLING).split())
+    assert free == 0
+    assert registers <= 24
+    assert limited > 0

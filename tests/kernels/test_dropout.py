@@ -1,0 +1,116 @@
+"""The dropout kernel against its PyTorch twin, in triton's interpreter: equal bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.kernels.dropout import fused_dropout_add, mask_place
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG, dropout, keep_mask
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SAMPLES = (7, 2**33 + 5, 123_456)
+# Shape and batch_dim: [seq, batch, hidden], [batch, seq, hidden] and [batch, heads, seq, seq]; ragged sizes,
+# and tiles that are exactly full.
+SHAPES = {
+    "hidden": ((3, 3, 515), 1),
+    "full tiles": ((4, 1, 512), 1),
+    "embedding": ((3, 5, 130), 0),
+    "scores": ((2, 2, 3, 9), 0),
+    "one element": ((1, 1, 1), 1),
+}
+
+
+def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
+    """Outputs and gradients of twin and kernel: [output, gradient of x, of bias, of residual]."""
+    tp_group = tp_group or TPGroup()
+    dropout_rng = DropoutRNG(11, SAMPLES[: x.shape[batch_dim]])
+    keys = torch.tensor(dropout_rng.sample_keys("4.mlp"))
+    place = mask_place(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
+    assert place is not None
+
+    def twin(x, bias, residual):
+        x = x if bias is None else x + bias
+        y = dropout(x, p, dropout_rng, "4.mlp", batch_dim=batch_dim, shard_dim=shard_dim, tp_group=tp_group)
+        return y if residual is None else residual + y
+
+    def kernel(x, bias, residual):
+        return fused_dropout_add(x, bias, residual, keys, p, place)
+
+    results = []
+    for function in (twin, kernel):
+        inputs = [None if t is None else t.clone().requires_grad_() for t in (x, bias, residual)]
+        output = function(*inputs)
+        output.backward(
+            torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output.dtype)
+        )
+        results.append([output.detach(), *(None if t is None else t.grad for t in inputs)])
+    return results
+
+
+def assert_equal_bits(results):
+    for expected, found in zip(*results, strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.gate(rows=7)
+@pytest.mark.parametrize(
+    "shape,has_bias,has_residual,dtype", itertools.product(SHAPES, (True, False), (True, False), DTYPES)
+)
+def test_output_and_gradients_are_those_of_the_twin(shape, has_bias, has_residual, dtype):
+    size, batch_dim = SHAPES[shape]
+    torch.manual_seed(3)
+    x = torch.randn(size).to(dtype)
+    bias = torch.randn(size[-1]).to(dtype) if has_bias else None
+    residual = torch.randn(size).to(dtype) if has_residual else None
+    assert_equal_bits(run_both(x, bias, residual, 0.1, batch_dim))
+
+
+def test_with_an_fp32_residual_the_sum_is_fp32_and_the_product_16_bit():
+    torch.manual_seed(4)
+    x, residual = torch.randn(3, 2, 70).bfloat16(), torch.randn(3, 2, 70)
+    assert_equal_bits(run_both(x, None, residual, 0.2, 1))
+
+
+@pytest.mark.parametrize(
+    "shape,batch_dim,shard_dim", [((4, 2, 65), 1, 0), ((2, 4, 3, 9), 0, 1), ((3, 2, 64), 1, -1)]
+)
+def test_shards_have_their_part_of_the_full_mask(shape, batch_dim, shard_dim):
+    """Sequence parallel, attention heads, and the last dimension, on 2 TP ranks."""
+    ones, shard_dim = torch.ones(shape), shard_dim % len(shape)
+    dropout_rng = DropoutRNG(11, SAMPLES[: shape[batch_dim]])
+    keys = torch.tensor(dropout_rng.sample_keys("a"))
+    parts = []
+    for rank, part in enumerate(ones.chunk(2, dim=shard_dim)):
+        place = mask_place(part.shape, batch_dim, shard_dim, rank, 2)
+        parts.append(fused_dropout_add(part, None, None, keys, 0.4, place))
+    mask = keep_mask(ones, 0.4, dropout_rng, "a", batch_dim, None, TPGroup())
+    assert torch.equal(torch.cat(parts, dim=shard_dim) != 0, mask.bool())
+
+
+def test_a_shard_behind_another_dimension_is_refused():
+    assert mask_place(torch.Size((2, 3, 4, 5)), 0, 2, 0, 2) is None
+
+
+def test_a_strided_input_and_dropped_values_that_are_not_finite():
+    x = torch.randn(5, 2, 40).transpose(0, 2)
+    x[0, 0, 0], x[1, 1, 1] = float("nan"), float("inf")
+    expected, found = run_both(x, None, None, 0.5, 1)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_elements():
+    assert fused_dropout_add(
+        torch.ones(0, 2, 8),
+        None,
+        None,
+        torch.tensor([1, 2]),
+        0.5,
+        mask_place(torch.Size((0, 2, 8)), 1, None, 0, 1),
+    ).shape == (0, 2, 8)

@@ -1,0 +1,57 @@
+"""The norm kernels against sums in fp64, in triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.kernels.norms import CHUNK, fused_norms
+from megatron.optimizer.flat_group import accurate_norm
+
+
+def tensors(*sizes):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, generator=generator) * 10.0 ** (index - 3) for index, size in enumerate(sizes)]
+
+
+def test_norms_of_ragged_tensors_are_exact_to_fp64_and_close_to_the_twin():
+    """Views of one flat buffer at odd offsets, as the optimizer's gradients."""
+    sizes = (1, CHUNK - 1, CHUNK, 0, CHUNK + 1, 3 * CHUNK + 17)
+    parts = torch.cat(tensors(*sizes)).split(list(sizes))
+    norms = fused_norms(parts)
+    assert norms.dtype == torch.float64
+    for part, norm in zip(parts, norms, strict=True):
+        assert norm.item() == pytest.approx(math.sqrt(part.double().square().sum().item()), rel=1e-14)
+        assert norm.item() == pytest.approx(accurate_norm(part).item(), rel=1e-7)
+
+
+@pytest.mark.full
+def test_a_tensor_with_more_chunks_than_a_block_of_the_second_kernel():
+    from megatron.kernels.norms_triton import BLOCK
+
+    (values,) = tensors((BLOCK + 3) * CHUNK + 5)
+    assert fused_norms([values]).item() == pytest.approx(values.double().norm().item(), rel=1e-13)
+
+
+def test_a_norm_does_not_depend_on_the_other_tensors_or_on_the_place_in_memory():
+    first, second = tensors(2 * CHUNK + 3, CHUNK)
+    moved = torch.cat([torch.zeros(5), first])[5:]
+    norms = fused_norms([second, moved, second[:0]])
+    assert norms[1].item() == fused_norms([first]).item()
+    assert norms[2].item() == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_bad_element_makes_its_norm_not_finite_and_no_other(bad):
+    good, broken = tensors(CHUNK + 2, CHUNK + 2)
+    broken[CHUNK + 1] = bad
+    assert fused_norms([good, broken]).isfinite().tolist() == [True, False]
+
+
+def test_changed_values_at_the_same_address_are_read_again():
+    (values,) = tensors(100)
+    before = fused_norms([values]).item()
+    values.mul_(2.0)
+    assert fused_norms([values]).item() == pytest.approx(2 * before, rel=1e-15)
