@@ -35,7 +35,8 @@ def _device_uses_kernels(device_type: str) -> bool:
 def reason_against_kernels(device_type: str) -> str | None:
     """Why kernels do not run on the current accelerator of this type; None if they do.
 
-    MEGATRON_KERNELS=pytorch in the environment selects PyTorch on every device. The simulated accelerator runs no kernel and does not need the package.
+    MEGATRON_KERNELS=pytorch in the environment selects PyTorch on every device. The simulated accelerator
+    runs no kernel and does not need the package.
     """
     if os.environ.get("MEGATRON_KERNELS") == "pytorch":
         return "MEGATRON_KERNELS=pytorch is set"
