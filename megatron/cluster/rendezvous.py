@@ -33,6 +33,8 @@ from megatron.config.fields import option_name
 # Time between two lines about missing ranks.
 _REPORT_INTERVAL_S = 30.0
 _POLL_INTERVAL_S = 0.05
+# Between two questions of a rank to rank 0's store, at most: 1,000 ranks then ask 2,000 times per second.
+_MAX_KEY_INTERVAL_S = 0.5
 _CONNECT_TIMEOUT_S = 30.0
 # A name server may start late, but not later than this: then the name is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
@@ -319,11 +321,16 @@ def _verdict_of_rank_0(store: dist.Store, address: Address, timeout_s: float) ->
 
 
 def _is_set(store: dist.Store, key: str) -> bool:
-    """Waits for a key, until the next line about missing ranks is due."""
-    try:
-        store.wait([key], timedelta(seconds=_REPORT_INTERVAL_S))
-    except dist.DistStoreError:  # a timeout; a lost connection is another DistError, here or at the next call
-        return store.check([key])
+    """Waits for a key, until the next line about missing ranks is due.
+
+    It asks again and again: torch prints a warning for each `wait` that ends by its timeout.
+    """
+    until, interval = time.monotonic() + _REPORT_INTERVAL_S, _POLL_INTERVAL_S
+    while not store.check([key]):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(interval)
+        interval = min(2 * interval, _MAX_KEY_INTERVAL_S)
     return True
 
 

@@ -173,6 +173,7 @@ def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:
     own += r"|learning rate: |note: |$"
     own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage|heaviest) | +\d+  +\d+-\d+ "
     own += r"|(split +data set|train|valid|test) +\S"
+    own += r"|planned memory of a device in GiB|\d+ +\d+\.\d{3} "
     own += r"| +[\d,]+ steps at batches of |memory after the first steps|  stage +\d+ \| resident "
     for line in single.stdout.splitlines() + four.stdout.splitlines():
         assert re.match(own, line), line

@@ -229,7 +229,11 @@ RUN_ELSEWHERE = {
     "finetuning.md": "tests/end_to_end/test_finetuning.py",
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
+    "performance.md": "tests/kernels",
+    "schedules.md": "tests/end_to_end/test_branches.py",
     "simulation.md": "tests/end_to_end/test_simulate.py",
+    "sweep.md": "tests/end_to_end/test_sweep.py",
+    "tuning.md": "tests/end_to_end/test_plan.py",
 }
 PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in (*RUN_ELSEWHERE, "LOG.md")]
 # $FLAGS of the pages: a small model of four layers.

@@ -66,6 +66,8 @@ def test_the_host_waits_at_most_once_per_step_and_for_the_exit_code(name):
         for (kind, sync), count in record.syncs.items():
             if any(part in sync.place for part in allowed_per_micro_batch(name)):
                 continue
+            if sync.place.endswith(" flush"):
+                continue  # the last lines of the log, when the run has ended
             function = sync.place.split(" < ")[0].split(" ")[1]
             assert count <= allowed.get(function, 0), f"stage {record.stage}, {kind}: {sync}"
 
