@@ -54,7 +54,7 @@ class Preparation:
         self.end()
 
     def end(self) -> None:
-        """Call it when the process has connected."""
+        """Call it before the process connects: waiting for the others is no progress, but uses the CPU."""
         self._ended.set()
 
     def _run(self) -> None:

@@ -40,7 +40,7 @@ def run(
     """Runs a dry run, a training or an evaluation; returns how it ended.
 
     notes: sentences about the flags, for the start of the log. on_exit: the caller closes it when the run has
-    ended or failed. preparation: has begun; it ends when the processes have connected.
+    ended or failed. preparation: has begun; it ends before the processes connect.
     """
     # Errors in flags and files are found here, before the processes connect.
     vocab = find_vocabulary(config)
@@ -78,8 +78,8 @@ def run(
             folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), print_fn))
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
 
-    rank = processes.init_distributed(config)
     preparation.end()
+    rank = processes.init_distributed(config)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
     watchdog.start(config.training.hang_timeout)
