@@ -10,6 +10,7 @@ from megatron.config.batch import BatchSchedule
 from megatron.config.checkpoint_args import SavedConfig
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
+from megatron.config.fields import setting_option
 from megatron.config.sections.checkpoint import CheckpointConfig
 
 
@@ -65,7 +66,7 @@ def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
     unit, other = ("iters", "samples") if by_iters else ("samples", "iters")
     for name in (f"schedule.lr_wsd_decay_{other}", f"training.train_{other}"):
         if settings.get(name) is not None:
-            option = "--" + name.partition(".")[2].replace("_", "-")
+            option = setting_option(name)
             raise ConfigError(
                 f"{flag}: the run of {saved.source} is counted in {unit}; give "
                 f"{option.removesuffix(other)}{unit}, not {option}"
@@ -103,7 +104,7 @@ def _set(settings: dict[str, Any], name: str, value: Any, reason: str) -> None:
     """Sets a flag; ConfigError if it is given with another value."""
     typed = settings.setdefault(name, value)
     if typed != value:
-        option = "--" + name.partition(".")[2].replace("_", "-")
+        option = setting_option(name)
         raise ConfigError(f"{reason} needs {option} {value}, not {typed}: remove {option}")
 
 

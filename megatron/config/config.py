@@ -43,7 +43,7 @@ RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. dataclasses.replace makes a variant."""
+    """All settings of a run. `with_settings` makes a variant."""
 
     model: ModelConfig
     batch: BatchConfig
@@ -58,6 +58,18 @@ class Config:
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     curriculum: LengthCurriculum | None = None
     """From --deepspeed_config, not from a flag."""
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Config:
+        """This configuration with other values, by 'section.field'. Whether they go together is not checked:
+        see `validate`."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            section, _, field_name = name.partition(".")
+            sections.setdefault(section, {})[field_name] = value
+        return dataclasses.replace(
+            self,
+            **{name: dataclasses.replace(getattr(self, name), **values) for name, values in sections.items()},
+        )
 
     def seq_length_at(self, iteration: int) -> int:
         """Tokens per sample in iteration `iteration`, counted from 1; evaluations use --seq-length."""

@@ -119,6 +119,11 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def setting_option(setting: str) -> str:
+    """The flag of a 'section.field'."""
+    return option_name(setting.partition(".")[2])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """Base of the config sections: checks bounds and choices, then computes derived defaults."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
-from megatron.config.fields import option_name
+from megatron.config.fields import setting_option
 from megatron.planner.script_command import read_script, script_environment
 
 
@@ -58,7 +58,7 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
     """The flags with other values. change: 'section.field' -> value."""
     flags: list[str] = []
     for name, value in change.items():
-        option = option_name(name.partition(".")[2])
+        option = setting_option(name)
         if value is True:
             flags.append(option)
         elif value is not None and value is not False:

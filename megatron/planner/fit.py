@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from megatron.config import Config, ConfigError
@@ -68,9 +67,7 @@ def memory_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[
     """
     found = []
     for flag, changes in _candidates(config):
-        candidate = replace(
-            config, **{name: replace(getattr(config, name), **new) for name, new in changes.items()}
-        )
+        candidate = config.with_settings(changes)
         with suppress(ConfigError):
             validate(candidate)
             size = max(planned_bytes(candidate, vocab_size, plan_stages(candidate, vocab_size)))
@@ -79,30 +76,29 @@ def memory_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[
     return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]
 
 
-def _candidates(config: Config) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """(flag and value, section -> field -> value) of settings that may reduce the memory and keep the
-    model."""
+def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(flag and value, 'section.field' -> value) of settings that may reduce the memory; the model stays."""
     parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
     if micro_batch > 1:
-        yield f"--micro-batch-size {micro_batch // 2}", {"batch": {"micro_batch_size": micro_batch // 2}}
+        yield f"--micro-batch-size {micro_batch // 2}", {"batch.micro_batch_size": micro_batch // 2}
     if not training.recomputes_layers:
-        yield "--checkpoint-activations", {"training": {"checkpoint_activations": True}}
+        yield "--checkpoint-activations", {"training.checkpoint_activations": True}
         if not training.recomputes_attention:
-            yield "--recompute-granularity selective", {"training": {"recompute_granularity": "selective"}}
+            yield "--recompute-granularity selective", {"training.recompute_granularity": "selective"}
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if tensor > 1 and not parallel.sequence_parallel:
-        yield "--sequence-parallel", {"parallel": {"sequence_parallel": True}}
+        yield "--sequence-parallel", {"parallel.sequence_parallel": True}
     for stage in range(parallel.zero_stage + 1, 4 if pipeline == 1 else 2):
-        yield f"--zero-stage {stage}", {"parallel": {"zero_stage": stage}}
+        yield f"--zero-stage {stage}", {"parallel.zero_stage": stage}
     if not parallel.cpu_offload:
-        yield "--cpu-offload", {"parallel": {"cpu_offload": True}}
+        yield "--cpu-offload", {"parallel.cpu_offload": True}
         if not config.optimizer.use_bnb_optimizer:
-            yield "--use-bnb-optimizer", {"optimizer": {"use_bnb_optimizer": True}}
+            yield "--use-bnb-optimizer", {"optimizer.use_bnb_optimizer": True}
     yield (
         f"--tensor-model-parallel-size {2 * tensor}",
-        {"parallel": {"tensor_model_parallel_size": 2 * tensor}},
+        {"parallel.tensor_model_parallel_size": 2 * tensor},
     )
     yield (
         f"--pipeline-model-parallel-size {2 * pipeline}",
-        {"parallel": {"pipeline_model_parallel_size": 2 * pipeline}},
+        {"parallel.pipeline_model_parallel_size": 2 * pipeline},
     )

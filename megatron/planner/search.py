@@ -6,7 +6,6 @@ best of them are planned in full (`megatron.planner.plan`): stages, memory of ea
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -75,15 +74,7 @@ class SearchResult:
 
 def changed(config: Config, change: Change) -> Config:
     """The configuration with other settings, checked; ConfigError if they do not go together."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for name, value in change.items():
-        section, _, field = name.partition(".")
-        by_section.setdefault(section, {})[field] = value
-    sections = {
-        section: dataclasses.replace(getattr(config, section), **fields)
-        for section, fields in by_section.items()
-    }
-    result = dataclasses.replace(config, **sections)
+    result = config.with_settings(change)
     validate(result)
     return result
 
@@ -135,8 +126,8 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
     for change in combinations(config, cluster.network.node_size):
         count += 1
         try:
-            candidate = _quickly_changed(config, change)
-            seconds, size = _estimate(candidate, vocab_size, cluster)
+            # The checks of a whole configuration take longer than the estimate.
+            seconds, size = _estimate(config.with_settings(change), vocab_size, cluster)
         except ConfigError:
             continue
         estimates.append((seconds, size, change))
@@ -162,22 +153,6 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _quickly_changed(config: Config, change: Change) -> Config:
-    """`changed` without the checks of a whole configuration, which take longer than the estimate."""
-    replaced = {
-        section: dataclasses.replace(
-            getattr(config, section),
-            **{
-                name.partition(".")[2]: value
-                for name, value in change.items()
-                if name.startswith(f"{section}.")
-            },
-        )
-        for section in {name.partition(".")[0] for name in change}
-    }
-    return dataclasses.replace(config, **replaced)
 
 
 def evaluate(config: Config, change: Change, vocab_size: int) -> Candidate:

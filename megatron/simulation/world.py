@@ -68,7 +68,7 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
     """The vocabulary and the stages of the run. ConfigError if the stages depend on measured times."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
-    if times is None and needs_profiling(_with(config, training={"dry_run": False})):
+    if times is None and needs_profiling(config.with_settings({"training.dry_run": False})):
         raise ConfigError(
             "--simulate needs the stages, and --partition-method profile measures them on the devices: give "
             "the file of an earlier run as --partition-profile, or another --partition-method"
@@ -92,35 +92,32 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
         return _record(simulated, trainer.engine, layout, count)
 
 
-def _with(config: Config, **changes: dict[str, Any]) -> Config:
-    sections = {
-        name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()
-    }
-    return dataclasses.replace(config, **sections)
-
-
 def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
     """The run's configuration with another number of micro-batches, without what writes or reads files,
     evaluates or logs, and with an exit after `last_iteration`."""
     batch = config.batch
     unit = batch.micro_batch_size * config.parallel.data_parallel_size
-    return _with(
-        config,
-        batch={"global_batch_size": micro_batches * unit, "rampup_batch_size": None},
-        checkpoint={"save": None, "load": None},
-        parallel={"distributed_backend": None},
-        training={
-            "eval_iters": 0,
-            "exit_interval": last_iteration,
-            "exit_duration_in_mins": None,
-            "hang_timeout": 0.0,
-            "kill_switch_path": None,
-            "deepspeed_config": None,
-            "compile": False,
-        },
-        logging={"tensorboard_dir": None, "wandb_project": None, "log_path": None, "log_interval": _NEVER},
-        data={"num_workers": 0},
-        stability={"skip_train_iteration_range": ()},
+    return config.with_settings(
+        {
+            "batch.global_batch_size": micro_batches * unit,
+            "batch.rampup_batch_size": None,
+            "checkpoint.save": None,
+            "checkpoint.load": None,
+            "parallel.distributed_backend": None,
+            "training.eval_iters": 0,
+            "training.exit_interval": last_iteration,
+            "training.exit_duration_in_mins": None,
+            "training.hang_timeout": 0.0,
+            "training.kill_switch_path": None,
+            "training.deepspeed_config": None,
+            "training.compile": False,
+            "logging.tensorboard_dir": None,
+            "logging.wandb_project": None,
+            "logging.log_path": None,
+            "logging.log_interval": _NEVER,
+            "data.num_workers": 0,
+            "stability.skip_train_iteration_range": (),
+        }
     )
 
 

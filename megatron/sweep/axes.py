@@ -15,6 +15,7 @@ from typing import Any
 from megatron.config import ConfigError
 from megatron.config.cli import make_parser
 from megatron.config.deprecated import DEPRECATED_FLAGS
+from megatron.config.fields import setting_option
 
 MAX_ROWS = 1000
 # Flags that decide what a sweep measures. The sweep sets the first ones itself, after the base command.
@@ -90,7 +91,7 @@ def check_base(base: Sequence[str]) -> dict[str, Any]:
     given = given_flags(base)
     for name, reason in _REFUSED.items():
         if name in given:
-            raise ConfigError(f"{_option(name)} in the base command: remove it, {reason}")
+            raise ConfigError(f"{setting_option(name)} in the base command: remove it, {reason}")
     return given
 
 
@@ -164,10 +165,6 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
 
 def _is_switch(action: argparse.Action) -> bool:
     return action.nargs in (0, "?")
-
-
-def _option(name: str) -> str:
-    return "--" + name.partition(".")[2].replace("_", "-")
 
 
 @cache
