@@ -141,6 +141,17 @@ def simulate_schedule(
     return simulate(order, forward, backward, transfer)
 
 
+def mean_bubble(schedule: str, weights: Sequence[float], num_micro_batches: int) -> float:
+    """Mean share of a step in which a rank is idle, if the passes of stage s take times proportional to
+    weights[s], a backward pass twice as long as a forward pass, and messages none."""
+    forward = [weight / 3 for weight in weights]
+    backward = [2 * seconds for seconds in forward]
+    shares = simulate_schedule(
+        schedule, forward, backward, [0.0] * (len(forward) - 1), num_micro_batches
+    ).bubble_shares
+    return sum(shares) / len(shares)
+
+
 def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]) -> None:
     chunks = len(forward)
     if chunks < 1 or len(backward) != chunks or len(transfer) != chunks - 1:

@@ -30,6 +30,19 @@ def reserve_bytes(config: Config, planned: float) -> float:
     return CONTEXT_BYTES + communication + FRAGMENTATION * planned
 
 
+def spare_bytes(config: Config, planned: float) -> float | None:
+    """What a rank with `planned` bytes of tensors leaves of the device of --gpu or --device-memory; negative
+    if it does not fit. None without both."""
+    device = device_memory_bytes(config)
+    return None if device is None else device - planned - reserve_bytes(config, planned)
+
+
+def fits(config: Config, planned: float) -> bool:
+    """Whether a rank with `planned` bytes of tensors fits the device; any does if it is not known."""
+    spare = spare_bytes(config, planned)
+    return spare is None or spare >= 0
+
+
 def verdict(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
     """(whether the plan fits the device of --gpu or --device-memory, a sentence); (True, '') without both."""
     device = device_memory_bytes(config)
@@ -44,11 +57,11 @@ def verdict(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> t
         f"NCCL and the allocator, the device ({name}) has {_gib(device)}"
     )
     spare = device - largest - reserve
-    if spare >= 0:
+    if fits(config, largest):
         return True, f"fits with {_gib(spare)} to spare: {needs}"
-    over = [i for i, size in enumerate(planned) if size + reserve_bytes(config, size) > device]
+    over = [i for i, size in enumerate(planned) if not fits(config, size)]
     flags = ", ".join(
-        f"{flag} ({_gib(size)}{'' if size + reserve_bytes(config, size) > device else ', fits'})"
+        f"{flag} ({_gib(size)}{', fits' if fits(config, size) else ''})"
         for flag, size in memory_flags(config, vocab_size, largest)
     )
     stages = f"stage {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} stages"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron.planner.stages import (
     micro_batches_per_step,
     plan_stages,
 )
-from megatron.planner.step_time import PipelineTime, StepTime, find_cluster, predict_step
+from megatron.planner.step_time import PipelineTime, StepTime, planned_step
 
 _MOST_EVENTS = 4000
 
@@ -127,17 +128,22 @@ class Plan:
 def make_plan(config: Config, vocab_size: int, stages: StagePlan | None = None) -> Plan:
     """The plan of a configuration. ConfigError if its layers cannot be partitioned."""
     stages = stages or plan_stages(config, vocab_size)
-    cluster, device = find_cluster(config), device_memory_bytes(config)
-    step = None if cluster is None else predict_step(config, stages, vocab_size, cluster)
+    memory = plan_memory(config, vocab_size, stages)
+    return assemble_plan(config, vocab_size, stages, memory, planned_step(config, stages, vocab_size))
+
+
+def assemble_plan(
+    config: Config, vocab_size: int, stages: StagePlan, memory: Sequence[StageMemory], step: StepTime | None
+) -> Plan:
+    """The plan of a configuration whose memory and step are known."""
     shown = _shown_micro_batches(config)
-    memory = tuple(plan_memory(config, vocab_size, stages))
     return Plan(
         layout=layout_of(config),
         parameters=stages.total_parameters,
         weight_unit=stages.partition.unit,
         stages=_planned_stages(config, stages),
-        memory=memory,
-        device_bytes=device,
+        memory=tuple(memory),
+        device_bytes=device_memory_bytes(config),
         reserve_bytes=reserve_bytes(config, max(part.total for part in memory)),
         step=step,
         communication=_communication(config, stages, vocab_size),

@@ -19,7 +19,7 @@ from megatron.planner.explain import (
 )
 from megatron.planner.fit import verdict
 from megatron.planner.hardware import GIB
-from megatron.planner.plan import Plan, make_plan
+from megatron.planner.plan import Plan, assemble_plan, make_plan
 from megatron.planner.recipes import RECIPES
 from megatron.planner.report import run_report
 from megatron.planner.search import NO_GPU, Candidate, search
@@ -44,9 +44,8 @@ def plan_report(config: Config) -> Report:
     vocab_size = find_vocabulary(config).size
     stages = plan_stages(config, vocab_size)
     plan = make_plan(config, vocab_size, stages)
-    # The report of a dry run has the step too: here it follows the verdict on the memory.
-    quiet = dataclasses.replace(config, training=dataclasses.replace(config.training, dry_run=False))
-    parts = [run_report(quiet, stages, vocab_size, [], "").replace("\n\n\n", "\n\n")]
+    # Without the step, which follows the verdict on the memory.
+    parts = [run_report(config, stages, vocab_size, [], "", plan.memory)]
     _, sentence = verdict(config, vocab_size, plan.memory)
     lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
     if plan.step is not None:
@@ -72,22 +71,18 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
         search_table(best[: max(top, 10)]),
         *(explain(number, one, result, vocab_size, words) for number, one in enumerate(best[:top], 1)),
     ]
-    plan = make_plan(best[0].config, vocab_size, best[0].stages)
-    plan = dataclasses.replace(plan, what_if=what_if(best[0].config, vocab_size))
+    plans = [_plan_of(one, vocab_size) for one in best]
+    plan = plans[0] = dataclasses.replace(plans[0], what_if=what_if(best[0].config, vocab_size))
     data = {
         "combinations": result.combinations,
         "planned": result.planned,
         "candidates": [
-            {
-                **make_plan(one.config, vocab_size, one.stages).as_dict(),
-                "flags": replaced(words, one.change),
-            }
-            for one in best
+            {**of_layout.as_dict(), "flags": replaced(words, one.change)}
+            for one, of_layout in zip(best, plans, strict=True)
         ],
     }
     assert plan.step is not None
     text.append(f"layout 1, {what_if_table(plan.what_if, plan.step)}")
-    data["candidates"][0]["what_if"] = [dataclasses.asdict(one) for one in plan.what_if]
     return Report("\n\n".join(text), data, plan)
 
 
@@ -105,12 +100,15 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
             f"{number}. {step.text}\n{layout_words(one.config)}\nmemory     {memory}\n"
             f"{time_lines(one.step)}\nflags      {' '.join(flags)}"
         )
-        plan = make_plan(one.config, vocab_size, one.stages)
-        data.append({"text": step.text, "flags": flags, **plan.as_dict()})
+        data.append({"text": step.text, "flags": flags, **_plan_of(one, vocab_size).as_dict()})
     # The first step of the micro-batch recipe is a part of the model on one device.
     whole = [s.candidate for s in steps if s.candidate.config.model == config.model]
     kept = max((one for one in whole if one.fits), key=_rate, default=whole[-1])
-    return Report("\n\n".join(text), {"steps": data}, make_plan(kept.config, vocab_size, kept.stages))
+    return Report("\n\n".join(text), {"steps": data}, _plan_of(kept, vocab_size))
+
+
+def _plan_of(one: Candidate, vocab_size: int) -> Plan:
+    return assemble_plan(one.config, vocab_size, one.stages, one.memory, one.step)
 
 
 def _rate(one: Candidate) -> float:

@@ -7,12 +7,12 @@ from megatron.config import BatchSchedule, Config
 from megatron.config.sections.model import model_summary
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
-from megatron.pipeline.schedule import simulate_schedule
+from megatron.pipeline.schedule import mean_bubble
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.hardware import GIB
-from megatron.planner.stage_memory import plan_memory
-from megatron.planner.stages import StagePlan, layer_table, micro_batches_per_step
-from megatron.planner.step_time import find_cluster, predict_step, time_lines
+from megatron.planner.stage_memory import StageMemory
+from megatron.planner.stages import StagePlan, micro_batches_per_step, stage_flops
+from megatron.planner.step_time import StepTime, time_lines
 from megatron.text_table import format_table
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
@@ -20,17 +20,23 @@ _MAX_SIMULATED = 250_000
 
 
 def run_report(
-    config: Config, plan: StagePlan, vocab_size: int, notes: Sequence[str], learning_rate: str
+    config: Config,
+    plan: StagePlan,
+    vocab_size: int,
+    notes: Sequence[str],
+    learning_rate: str,
+    memory: Sequence[StageMemory],
+    step: StepTime | None = None,
 ) -> str:
     """The text that is printed once at the start. notes: one sentence each. learning_rate: a description of
-    the schedule."""
+    the schedule. memory: by pipeline rank. step: the predicted one, for a dry run."""
     parts = [
         "\n".join(f"note: {note}" for note in notes),
         _model_lines(config, plan, vocab_size),
         _layout_lines(config),
-        "\n".join([stage_map(plan), *_simulated_lines(config, plan), learning_rate]),
-        "planned memory of a device in GiB\n" + memory_table(config, plan, vocab_size),
-        _step_lines(config, plan, vocab_size),
+        "\n".join([stage_map(plan), *_simulated_lines(config, plan), *filter(None, [learning_rate])]),
+        "planned memory of a device in GiB\n" + memory_table(config, plan, vocab_size, memory),
+        "" if step is None else time_lines(step),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -90,8 +96,7 @@ def _pipeline_line(schedule: str, micro_batches: int, ranks: int) -> str:
     stages = 2 * ranks
     if stages * micro_batches > _MAX_SIMULATED:
         return f"pipeline   {schedule}, {micro_batches} micro-batches (too many to simulate the efficiency)"
-    equal = simulate_schedule(schedule, [1] * stages, [2] * stages, [0] * (stages - 1), micro_batches)
-    share = 1 - sum(equal.bubble_shares) / ranks
+    share = 1 - mean_bubble(schedule, [1] * stages, micro_batches)
     return f"pipeline   {schedule}, efficiency {share:.3f} with {micro_batches} micro-batches, simulated"
 
 
@@ -120,16 +125,13 @@ def stage_map(plan: StagePlan) -> str:
     return "\n".join([format_table(rows, left_align=(-1,)), heaviest_line(plan)])
 
 
-def memory_table(config: Config, plan: StagePlan, vocab_size: int) -> str:
+def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Sequence[StageMemory]) -> str:
     """A row per pipeline rank: the parts of `StageMemory` in GiB, and the rank's share of the FLOPs."""
-    table = layer_table(config, vocab_size, plan.names, plan.parameters, None)
-    work = [0.0] * config.parallel.pipeline_model_parallel_size
-    for stage in range(len(plan.bounds) - 1):
-        work[plan.rank_of(stage)] += sum(table.flops[plan.bounds[stage] : plan.bounds[stage + 1]])
+    work = plan.sum_by_rank(stage_flops(config, plan, vocab_size))
     parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")
     rows = [["rank" if plan.is_v_schedule else "stage", *parts, "work"]]
-    for rank, memory in enumerate(plan_memory(config, vocab_size, plan)):
-        sizes = [f"{getattr(memory, part) / GIB:.3f}" for part in parts]
+    for rank, of_rank in enumerate(memory):
+        sizes = [f"{getattr(of_rank, part) / GIB:.3f}" for part in parts]
         rows.append([str(rank), *sizes, f"{100 * work[rank] / sum(work):.1f} %"])
     return format_table(rows)
 
@@ -160,23 +162,12 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
     micro_batches = micro_batches_per_step(config)
     if len(plan.partition.weights) * micro_batches > _MAX_SIMULATED:
         return []
-    # A backward pass takes twice as long as a forward pass.
-    forward = [weight / 3 for weight in plan.partition.weights]
-    backward = [2 * weight for weight in forward]
-    transfer = [0.0] * (len(forward) - 1)
     schedule = config.parallel.pipeline_schedule
-    bubbles = simulate_schedule(schedule, forward, backward, transfer, micro_batches).bubble_shares
-    busy = 1 - sum(bubbles) / len(bubbles)
+    busy = 1 - mean_bubble(schedule, plan.partition.weights, micro_batches)
     return [
         f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
         f"{100 * busy:.1f} % of a step"
     ]
-
-
-def _step_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
-    """The predicted step on the devices of --gpu."""
-    cluster = find_cluster(config) if config.training.dry_run else None
-    return "" if cluster is None else time_lines(predict_step(config, plan, vocab_size, cluster))
 
 
 def _content(plan: StagePlan, stage: int) -> str:

@@ -18,11 +18,11 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner import memory
 from megatron.planner.communication import ALL_REDUCE, DATA, TENSOR, Exchange
-from megatron.planner.fit import reserve_bytes
+from megatron.planner.fit import fits
 from megatron.planner.hardware import device_memory_bytes
 from megatron.planner.stage_memory import StageMemory, plan_memory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
-from megatron.planner.step_time import Cluster, StepTime, find_cluster, predict_step
+from megatron.planner.step_time import Cluster, StepTime, find_cluster, planned_step
 from megatron.planner.work import layer_work, program_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -159,14 +159,12 @@ def evaluate(config: Config, change: Change, vocab_size: int) -> Candidate:
     """The layout with other settings, planned in full. ConfigError if they do not go together."""
     candidate = changed(config, change)
     stages = plan_stages(candidate, vocab_size)
-    cluster, device = find_cluster(candidate), device_memory_bytes(candidate)
-    if cluster is None or device is None:
+    step = planned_step(candidate, stages, vocab_size)
+    if step is None:
         raise ConfigError(NO_GPU)
     parts = tuple(plan_memory(candidate, vocab_size, stages))
-    peak = max(part.total for part in parts)
-    fits = peak + reserve_bytes(candidate, peak) <= device
-    step = predict_step(candidate, stages, vocab_size, cluster)
-    return Candidate(candidate, dict(change), stages, parts, step, fits)
+    fitting = fits(candidate, max(part.total for part in parts))
+    return Candidate(candidate, dict(change), stages, parts, step, fitting)
 
 
 def _evaluate(config: Config, change: Change, vocab_size: int) -> Candidate | None:

@@ -1,5 +1,6 @@
 """The layers of each pipeline stage, computed without parameters in memory and without process groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
@@ -45,14 +46,15 @@ class StagePlan:
         """The pipeline rank that holds the stage."""
         return min(stage, len(self.partition.weights) - 1 - stage) if self.is_v_schedule else stage
 
+    def sum_by_rank(self, values: Sequence[float]) -> list[float]:
+        """The sums over the stages of each pipeline rank. values: one per stage."""
+        if not self.is_v_schedule:
+            return list(values)
+        return [a + b for a, b in zip(values, values[::-1], strict=True)][: len(values) // 2]
+
     def rank_weights(self) -> list[float]:
         """Weight per pipeline rank."""
-        weights = self.partition.weights
-        return (
-            [a + b for a, b in zip(weights, weights[::-1], strict=True)][: len(weights) // 2]
-            if self.is_v_schedule
-            else weights
-        )
+        return self.sum_by_rank(self.partition.weights)
 
     def layer_range(self, stage: int) -> str:
         """The indices of the stage's layers, such as '3-8'; '-' for a stage without layers."""
@@ -98,6 +100,12 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
     _, head = embedding_and_head(names)
     total = sum(unsharded) - unsharded[head]
     return StagePlan(parallel.partition_method, names, parameters, partition, is_v_schedule, total)
+
+
+def stage_flops(config: Config, plan: StagePlan, vocab_size: int) -> list[float]:
+    """FLOPs of a micro-batch per stage, forward and backward, on one rank."""
+    flops_of = layer_table(config, vocab_size, plan.names, plan.parameters, None).flops
+    return [sum(flops_of[first:last]) for first, last in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)]
 
 
 def layer_table(

@@ -124,6 +124,12 @@ def find_cluster(config: Config) -> Cluster | None:
     return Cluster(gpu, FITTED[_SAME_AS.get(kind, kind)], network)
 
 
+def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime | None:
+    """The predicted step on the cluster of --gpu and the network's flags; None without --gpu."""
+    cluster = find_cluster(config)
+    return None if cluster is None else predict_step(config, plan, vocab_size, cluster)
+
+
 def predict_step(
     config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster, program: Program | None = None
 ) -> StepTime:

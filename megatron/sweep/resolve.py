@@ -12,11 +12,11 @@ from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.engine.deepspeed_config import read_deepspeed_config
-from megatron.pipeline.schedule import simulate_schedule
+from megatron.pipeline.schedule import mean_bubble
 from megatron.planner.layer_times import read_layer_times
 from megatron.planner.stage_memory import planned_bytes
-from megatron.planner.stages import StagePlan, layer_table, micro_batches_per_step, plan_stages
-from megatron.planner.step_time import find_cluster, predict_step
+from megatron.planner.stages import micro_batches_per_step, plan_stages, stage_flops
+from megatron.planner.step_time import planned_step
 from megatron.sweep.axes import Row, given_flags, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
 
@@ -172,11 +172,8 @@ def predict(config: Config) -> Prediction:
         return Prediction(note="the partition is measured when the run starts (--partition-method profile)")
     plan = plan_stages(config, vocab.size, times)
     work = stage_flops(config, plan, vocab.size)
-    ranks = [0.0] * config.parallel.pipeline_model_parallel_size
-    for stage, flops in enumerate(work):
-        ranks[plan.rank_of(stage)] += flops
-    cluster = find_cluster(config)
-    step = None if cluster is None else predict_step(config, plan, vocab.size, cluster)
+    ranks = plan.sum_by_rank(work)
+    step = planned_step(config, plan, vocab.size)
     return Prediction(
         layers=[plan.layer_range(stage) for stage in range(len(work))],
         memory_bytes=planned_bytes(config, vocab.size, plan),
@@ -186,27 +183,13 @@ def predict(config: Config) -> Prediction:
     )
 
 
-def stage_flops(config: Config, plan: StagePlan, vocab_size: int) -> list[float]:
-    """FLOPs of a micro-batch per stage, forward and backward, on one rank."""
-    table = layer_table(config, vocab_size, plan.names, plan.parameters, None)
-    return [
-        sum(table.flops[plan.bounds[stage] : plan.bounds[stage + 1]]) for stage in range(len(plan.bounds) - 1)
-    ]
-
-
 def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
-    """Mean idle share of the ranks in a step, simulated with times proportional to FLOPs, a backward pass of
-    two forward passes, and free messages. None for a schedule that is too long to simulate."""
+    """Mean idle share of the ranks in a step, with times proportional to FLOPs. None for a schedule that is
+    too long to simulate."""
     micro_batches = micro_batches_per_step(config)
     if len(work) * micro_batches > _MAX_SIMULATED:
         return None
-    forward = [flops / 3 for flops in work]
-    backward = [2 * flops for flops in forward]
-    transfer = [0.0] * (len(work) - 1)
-    timeline = simulate_schedule(
-        config.parallel.pipeline_schedule, forward, backward, transfer, micro_batches
-    )
-    return sum(timeline.bubble_shares) / len(timeline.bubble_shares)
+    return mean_bubble(config.parallel.pipeline_schedule, work, micro_batches)
 
 
 def prediction_json(prediction: Prediction | None) -> dict[str, Any] | None:

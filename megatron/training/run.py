@@ -16,15 +16,17 @@ from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
-from megatron.config.batch import BatchSchedule
+from megatron.config.batch import BatchSchedule, RunLength
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
+from megatron.optimizer.schedule import schedule_of
 from megatron.planner.fit import verdict
 from megatron.planner.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.planner.report import run_report
 from megatron.planner.stage_memory import plan_memory
-from megatron.planner.stages import plan_stages
-from megatron.tokenizer.vocabulary import find_vocabulary
+from megatron.planner.stages import StagePlan, plan_stages
+from megatron.planner.step_time import planned_step
+from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint
 from megatron.training.logging.output_folders import make_output_folders
@@ -48,20 +50,9 @@ def run(
     plan = None if needs_profiling(config) else plan_stages(config, vocab.size, times)
     batches = BatchSchedule.from_config(config.batch)
     length = run_length(config, batches)
-    lr_schedule = resumed_schedule(None, config)
+    schedule_of(config)  # for its errors: the checkpoint's may replace it
     if config.training.dry_run:
-        fits, sentence = verdict(config, vocab.size, plan_memory(config, vocab.size, plan))
-        if processes.is_main_process():
-            notes = [*notes, *ramp_up_notes(config)]
-            planned_data = planned_data_report(config, length)
-            checkpoint, found = planned_start(config, length, vocab)
-            lr_schedule = resumed_schedule(checkpoint, config)
-            notes += found + start_notes(checkpoint, config, length, batches, lr_schedule)
-            print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
-            print("\n" + planned_data)
-            if sentence:
-                print(f"\nmemory     {sentence}")
-        return ExitStatus.FINISHED if fits else ExitStatus.CONFIG_ERROR
+        return _dry_run(config, notes, vocab, plan, length, batches)
     checkpoint = folder_owner = fingerprint = data_table = None
     if config.parallel.local_rank == 0:
         with announce_errors():
@@ -97,7 +88,8 @@ def run(
     if plan is None:
         times = find_layer_times(config, layout, tp_group, vocab.size, vocab.eod)
         plan = plan_stages(config, vocab.size, times)
-    metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
+    memory = plan_memory(config, vocab.size, plan)
+    metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory))
     metrics.print(f"\n{data_table}")
     on_exit.enter_context(explained_out_of_memory(config, vocab.size, plan, layout.pipeline_stage))
     engine = build_engine(config, layout, tp_group, vocab, plan)
@@ -108,7 +100,7 @@ def run(
     with watchdog.phase(Phase.LOAD):
         state = checkpoints.restore_or_init(checkpoint, metrics.print)
     data = open_data(config, layout, length, vocab)
-    planned = [part.total for part in plan_memory(config, vocab.size, plan)]
+    planned = [part.total for part in memory]
     trainer = Trainer(
         config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, planned
     )
@@ -121,3 +113,28 @@ def run(
     processes.destroy_distributed()
     watchdog.stop()
     return trainer.exit_status
+
+
+def _dry_run(
+    config: Config,
+    notes: list[str],
+    vocab: Vocabulary,
+    plan: StagePlan,
+    length: RunLength,
+    batches: BatchSchedule,
+) -> ExitStatus:
+    """Prints the plan; returns FINISHED, or CONFIG_ERROR if it does not fit the device."""
+    memory = plan_memory(config, vocab.size, plan)
+    fits, sentence = verdict(config, vocab.size, memory)
+    if processes.is_main_process():
+        notes = [*notes, *ramp_up_notes(config)]
+        planned_data = planned_data_report(config, length)
+        checkpoint, found = planned_start(config, length, vocab)
+        lr_schedule = resumed_schedule(checkpoint, config)
+        notes += found + start_notes(checkpoint, config, length, batches, lr_schedule)
+        step = planned_step(config, plan, vocab.size)
+        print(run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step))
+        print("\n" + planned_data)
+        if sentence:
+            print(f"\nmemory     {sentence}")
+    return ExitStatus.FINISHED if fits else ExitStatus.CONFIG_ERROR

@@ -68,7 +68,7 @@ def test_an_overflow_names_the_stages_and_flags_with_their_new_totals():
 
 def test_the_table_has_a_row_per_stage_whose_parts_add_up():
     config, plan, memory = planned()
-    header, *rows = (line.split() for line in memory_table(config, plan, VOCAB).splitlines())
+    header, *rows = (line.split() for line in memory_table(config, plan, VOCAB, memory).splitlines())
     assert header == "stage state activations head temporaries tables total host work".split()
     for row, part in zip(rows, memory, strict=True):
         *parts, total, _ = map(float, row[1:8])
@@ -86,8 +86,8 @@ def test_offloaded_state_is_in_host_memory():
 
 
 def test_a_ramp_up_has_its_steps_and_efficiency():
-    config, plan, _ = planned("--rampup-batch-size 16 16 960")
-    text = run_report(config, plan, VOCAB, [], "")
+    config, plan, memory = planned("--rampup-batch-size 16 16 960")
+    text = run_report(config, plan, VOCAB, [], "", memory)
     # 320 samples at each of 16, 32 and 48: 20, 10 and 7 steps of 2, 4 and 6 micro-batches on 2 stages.
     assert "37 steps at batches of 16 to 48, pipeline efficiency 0.667 in the first step" in text
     assert f"{(20 * 2 + 10 * 4 + 7 * 6) / (20 * 3 + 10 * 5 + 7 * 7):.3f} on average" in text

@@ -13,6 +13,7 @@ from megatron.config.checks.data import check_index_memory
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.planner.report import run_report
+from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
 from tests.unit.config.command_lines import SMALL
 
@@ -21,7 +22,8 @@ HUGE = 10**13
 
 def plan(words: str) -> str:
     config = read_command_line([*SMALL, "--vocab-size", "1000", *words.split()], {}).config
-    return run_report(config, plan_stages(config, config.model.vocab_size or 0), 1000, (), "")
+    stages = plan_stages(config, config.model.vocab_size or 0)
+    return run_report(config, stages, 1000, (), "", plan_memory(config, 1000, stages))
 
 
 @pytest.mark.parametrize(
