@@ -21,8 +21,8 @@ from megatron.config.errors import ConfigError
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
-# Empty ones count as unset.
-_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What torch and its launcher tell a process. Empty ones count as unset.
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The settings of PyTorch's allocator, by its current and former names.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -52,14 +52,12 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
 
 def node_rank_of(env: Mapping[str, str]) -> int | None:
     """The number of this node among those of the run; None if the environment does not contain it."""
-    number = (
-        env.get("GROUP_RANK")
-        if has_torch_launcher(env)
-        else env.get("SLURM_NODEID")
-        if _in_step(env)
-        else None
-    )
-    return int(number) if number and number.isdigit() else None
+    number = ""
+    if has_torch_launcher(env):
+        number = env.get("GROUP_RANK", "")
+    elif _in_step(env):
+        number = env.get("SLURM_NODEID", "")
+    return int(number) if number.isdigit() else None
 
 
 def node_name(env: Mapping[str, str]) -> str:
@@ -89,7 +87,7 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
     """Sets torch's variables in a task of srun, see `torch_variables`. Deletes empty ones."""
-    for name in _TORCH_VARIABLES:
+    for name in TORCH_VARIABLES:
         if env.get(name) == "":
             del env[name]
     env.update(torch_variables(env))

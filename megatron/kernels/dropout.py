@@ -47,6 +47,11 @@ def mask_place(
     return None
 
 
+def drop_threshold(p: float) -> int:
+    """Elements whose hash, as int32, is below this are dropped: a share p of them."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
 def fused_dropout_add(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -77,8 +82,7 @@ def dropout_add_op(
     from megatron.kernels.dropout_triton import launch  # triton is optional
 
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    dropped_below = min(round(p * 2**32), 2**32 - 1) - 2**31
-    launch(x, bias, residual, sample_keys, out, MaskPlace(*place), dropped_below, 1.0 / (1.0 - p))
+    launch(x, bias, residual, sample_keys, out, MaskPlace(*place), drop_threshold(p), 1.0 / (1.0 - p))
     return out
 
 

@@ -23,7 +23,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.dropout import MaskPlace, fused_dropout_add, mask_place
+from megatron.kernels.dropout import drop_threshold, fused_dropout_add, mask_place
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 
@@ -81,9 +81,9 @@ def dropout(
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    if (place := _kernel_place(x, batch_dim, shard_dim, tp_group)) is not None:
-        _check_samples(x, dropout_rng, salt, batch_dim % x.dim())
-        return fused_dropout_add(x, None, None, _device_keys(x, dropout_rng, salt), p, place)
+    fused = _fused_dropout(x, None, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+    if fused is not None:
+        return fused
     return _Dropout.apply(
         x, keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p)
     )
@@ -101,22 +101,34 @@ def dropout_add(
     tp_group: TPGroup,
 ) -> torch.Tensor:
     """residual + dropout(x), with the arguments of `dropout`. On a GPU one kernel."""
-    if p > 0.0 and (place := _kernel_place(x, batch_dim, shard_dim, tp_group)) is not None:
-        _check_samples(x, dropout_rng, salt, batch_dim % x.dim())
-        return fused_dropout_add(x, None, residual, _device_keys(x, dropout_rng, salt), p, place)
+    if 0.0 < p < 1.0:
+        fused = _fused_dropout(x, residual, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        if fused is not None:
+            return fused
     return residual + dropout(
         x, p, dropout_rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, tp_group=tp_group
     )
 
 
-def _kernel_place(
-    x: torch.Tensor, batch_dim: int, shard_dim: int | None, tp_group: TPGroup
-) -> MaskPlace | None:
-    """Where the kernel finds the mask of `x`; None if PyTorch computes it."""
+def _fused_dropout(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    p: float,
+    dropout_rng: DropoutRNG,
+    salt: str,
+    batch_dim: int,
+    shard_dim: int | None,
+    tp_group: TPGroup,
+) -> torch.Tensor | None:
+    """dropout(x), plus the residual if there is one, in one kernel; None if PyTorch computes it."""
     if not uses_kernels(x):
         return None
-    shard_dim = None if shard_dim is None else shard_dim % x.dim()
-    return mask_place(x.shape, batch_dim % x.dim(), shard_dim, tp_group.rank, tp_group.size)
+    batch_dim, shard_dim = batch_dim % x.dim(), None if shard_dim is None else shard_dim % x.dim()
+    place = mask_place(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
+    if place is None:
+        return None
+    _check_samples(x, dropout_rng, salt, batch_dim)
+    return fused_dropout_add(x, None, residual, _device_keys(x, dropout_rng, salt), p, place)
 
 
 def keep_mask(
@@ -136,8 +148,7 @@ def keep_mask(
     columns = torch.arange(offset, offset + x.shape[-1], device=x.device)
     # A bijection on 32 bits: no two columns have the same key.
     column_keys = _mix32(columns).to(torch.int32)
-    dropped_below = min(round(p * 2**32), 2**32 - 1) - 2**31
-
+    dropped_below = drop_threshold(p)
     mask = torch.empty(row_keys.shape[0], x.shape[-1], dtype=torch.int8, device=x.device)
     rows_per_piece = (
         max(_ELEMENTS_PER_PIECE // max(x.shape[-1], 1), 1) if x.device.type == "cpu" else mask.shape[0]

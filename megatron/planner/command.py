@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from megatron.config.cli import make_parser
@@ -66,6 +67,7 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
     return [*_without(words, set(change)), *flags]
 
 
+@cache
 def _options() -> dict[str, str]:
     """Option string -> 'section.field'."""
     parser = make_parser()

@@ -14,20 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from megatron.cluster.launch import TORCH_VARIABLES
+from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.sweep.axes import run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
 
-# The variables by which a process knows its launcher: the sweep may itself run under one.
-_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK_REPORTS",
-)
+# What a launcher tells its processes: the sweep may itself run under one.
+_LAUNCHER = (*TORCH_VARIABLES, FOLDER_VARIABLE)
 # torch's launcher ends after its ranks, and the diagnosis of a failure after the launcher.
 _MAX_WAIT_FOR_OUTPUT_S = 100.0
 # torch's launcher kills its ranks 30 s after SIGTERM.

@@ -52,8 +52,8 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     if config.parallel.tensor_model_parallel_size == 1:
         reason = "with --tensor-model-parallel-size 1"
         yield config.parallel, ("sequence_parallel",), reason
-        reason = "with --tensor-model-parallel-size 1"
         yield training, ("partition_activations",), reason
+        yield stability, ("sync_tp_duplicated_parameters",), reason
     if config.parallel.data_parallel_size == 1:
         reason = "with data-parallel size 1"
         yield config.parallel, ("zero_stage",), reason
@@ -99,9 +99,6 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
         yield stability, names, "without --spike-policy"
     elif stability.spike_policy != "rollback":
         yield stability, ("max_rollbacks",), f"with --spike-policy {stability.spike_policy}"
-    if config.parallel.tensor_model_parallel_size == 1:
-        reason = "with --tensor-model-parallel-size 1"
-        yield stability, ("sync_tp_duplicated_parameters",), reason
     if logging.tensorboard_dir is None:
         yield logging, ("tensorboard_queue_size",), "without --tensorboard-dir"
     if logging.wandb_project is None:

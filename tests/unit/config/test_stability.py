@@ -30,7 +30,7 @@ def test_a_rollback_needs_checkpoints() -> None:
 
 def test_flags_without_effect_are_noted() -> None:
     notes = read_command_line([*SMALL, "--spike-window", "9", "--sync-tp-duplicated-parameters"], {}).notes
-    assert [note.split(":")[0] for note in notes] == [
+    assert {note.split(":")[0] for note in notes} == {
         "--spike-window has no effect without --spike-policy",
         "--sync-tp-duplicated-parameters has no effect with --tensor-model-parallel-size 1",
-    ]
+    }
