@@ -37,6 +37,7 @@ setup(
         "dev": [
             "hypothesis",
             "mypy",
+            "psutil",
             "pytest",
             "pytest-xdist",
             "ruff",

@@ -29,12 +29,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron.cluster.launch import temporary_environment
 
 MAX_WORLD_SIZE = 8
 DEFAULT_TIMEOUT_S = 180.0
 # Seconds that the other ranks have, once one has failed, to fail as well or to finish.
 _GRACE_S = 5.0
+# A worker with more threads after a case is replaced. Hooks of autograd hold an engine with sharded weights
+# (ZeRO-3) for as long as the process lives, with three threads per process group that wake 100 times a second.
+_MAX_IDLE_THREADS = 8
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
@@ -103,6 +108,9 @@ class _Pool:
             self.close()
         else:
             stacks = ""
+            for rank, num_threads in case.idle_threads.items():
+                if num_threads > _MAX_IDLE_THREADS:
+                    self._replace(rank)
         case.raise_if_failed(timeout, stacks)
         return [case.results[rank] for rank in range(world_size)]
 
@@ -113,17 +121,25 @@ class _Pool:
             self._directory = tempfile.mkdtemp(prefix="pool-")
             # One server for all cases: one port, found once. Each case writes under its own prefix.
             self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self._workers) < world_size:
+            self._workers.append(self._start(len(self._workers)))
+
+    def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
         with temporary_environment(_WORKER_ENVIRONMENT):
-            while len(self._workers) < world_size:
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_work, args=(theirs, self._stack_file(len(self._workers))), daemon=False
-                )
-                process.start()
-                theirs.close()
-                self._workers.append((process, ours))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, self._stack_file(rank)), daemon=False)
+            process.start()
+            theirs.close()
+        return process, ours
+
+    def _replace(self, rank: int) -> None:
+        process, connection = self._workers[rank]
+        connection.close()
+        process.kill()
+        process.join()
+        self._workers[rank] = self._start(rank)
 
     def _stack_file(self, rank: int) -> str:
         assert self._directory is not None
@@ -175,6 +191,7 @@ class _Case:
         self._processes = [process for process, _ in workers]
         self._open = set(range(len(workers)))
         self.results: dict[int, Any] = {}
+        self.idle_threads: dict[int, int] = {}
         self.failures: list[tuple[int, str, BaseException | None]] = []
         # Apart from the failures: another rank may report its broken connection before the death is seen.
         self.deaths: list[tuple[int, str, BaseException | None]] = []
@@ -214,6 +231,7 @@ class _Case:
             text, exception = content
             self.failures.append((rank, text, pickle.loads(exception) if exception else None))
         else:
+            self.idle_threads[rank] = content
             self._open.discard(rank)
 
     def raise_if_failed(self, timeout: float, stacks: str) -> None:
@@ -240,7 +258,6 @@ def _work(connection: Connection, stack_file: str) -> None:
     # On CPUs DeepSpeed would compile a kernel, for 30 s, when the first world is made; nothing here uses it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
     # What was imported is never garbage. Without this, each collection looks at 200,000 objects for 0.25 s.
-    gc.collect()
     gc.freeze()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -265,7 +282,7 @@ def _work(connection: Connection, stack_file: str) -> None:
                 _leave_world(state)
                 os.environ.clear()
                 os.environ.update(environment)
-            connection.send(("left", None))
+            connection.send(("left", psutil.Process().num_threads()))
 
 
 def _pickled(error: BaseException) -> bytes | None:
