@@ -78,11 +78,13 @@ class ExitConditions:
 
     def install_handlers(self) -> frozenset[int]:
         """Installs handlers, so that the signals and SIGINT no longer end the process. Returns their numbers.
-        Call it in the main thread."""
-        numbers = frozenset({signal.SIGINT, *(signal.Signals[name] for name in self.signals)})
+        SIGHUP stays ignored where it is, as under nohup. Call it in the main thread."""
+        numbers = {signal.SIGINT, *(signal.Signals[name] for name in self.signals)}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.discard(signal.SIGHUP)
         for number in numbers:
             signal.signal(number, lambda number, _: self._received.append(number))
-        return numbers
+        return frozenset(numbers)
 
     def request(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
         """The reason to stop between two steps: before the first one, or inside an evaluation. Does not
