@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The simulation and the cost model against this machine: memory and time of eight layouts.
 
-    python benchmarks/this_machine.py          about five minutes on two cores
+    python benchmarks/this_machine.py          some minutes on two quiet cores
 
 Each layout of ROWS is run by the program's own engine in 1 to 4 processes on CPUs, one thread each, in fp32.
 
@@ -59,43 +59,43 @@ class Row:
 
 
 ROWS = (
-    Row("1 process", 1, "--num-layers 6 --micro-batch-size 4 --global-batch-size 8", True),
+    Row("1 process", 1, "--num-layers 6 --micro-batch-size 4 --global-batch-size 4", True),
     Row(
         "1 process, recomputed",
         1,
-        "--num-layers 6 --micro-batch-size 8 --global-batch-size 16 --checkpoint-activations",
+        "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
     ),
     Row(
         "DP 2, ZeRO 1",
         2,
-        "--num-layers 6 --micro-batch-size 4 --global-batch-size 16 --zero-stage 1",
+        "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1",
     ),
     Row(
         "TP 2",
         2,
-        "--num-layers 8 --micro-batch-size 4 --global-batch-size 8 --tensor-model-parallel-size 2",
+        "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2",
     ),
     Row(
         "PP 2",
         2,
-        "--num-layers 8 --micro-batch-size 4 --global-batch-size 16 --pipeline-model-parallel-size 2",
+        "--num-layers 8 --micro-batch-size 4 --global-batch-size 8 --pipeline-model-parallel-size 2",
     ),
     Row(
         "PP 4",
         4,
-        "--num-layers 12 --micro-batch-size 2 --global-batch-size 12 --pipeline-model-parallel-size 4",
+        "--num-layers 12 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 4",
         True,
     ),
     Row(
         "PP 2, dualpipev",
         2,
-        "--num-layers 8 --micro-batch-size 2 --global-batch-size 12 --pipeline-model-parallel-size 2 "
+        "--num-layers 8 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 2 "
         "--pipeline-schedule dualpipev",
     ),
     Row(
         "TP 2, PP 2, recomputed",
         4,
-        "--num-layers 12 --micro-batch-size 8 --global-batch-size 32 --tensor-model-parallel-size 2 "
+        "--num-layers 12 --micro-batch-size 4 --global-batch-size 8 --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 2 --checkpoint-activations",
     ),
 )
