@@ -51,9 +51,9 @@ def transformer_layer_flops(config: Config) -> float:
     """
     model, training = config.model, config.training
     tokens = config.batch.micro_batch_size * model.seq_length
-    width = model.num_attention_heads * model.kv_channels
-    matrices = 4 * width + (3 if model.glu_activation else 2) * model.ffn_hidden_size
-    scores = 2 * tokens * model.seq_length * width
+    matrices = 2 * model.query_width + 2 * model.key_width
+    matrices += (3 if model.glu_activation else 2) * model.ffn_hidden_size
+    scores = 2 * tokens * model.seq_length * model.query_width
     forward = 2 * tokens * matrices * model.hidden_size + 2 * scores
     total = _FORWARD_AND_BACKWARD * forward
     if model.attention_dropout == 0 or recomputes_scores(config):
