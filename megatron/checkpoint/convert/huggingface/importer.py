@@ -115,19 +115,8 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     Raises ConfigError for a folder that cannot be read, for a model that cannot be converted, and for weights
     that are missing, unknown or differ in shape from config.json.
     """
-    from transformers import AutoConfig
-
     folder = Path(folder)
-    settings = _check_settings(folder)
-    try:
-        # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
-        their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the type depends on what is missing
-        raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
-        ) from error
-    family, fields = _family_and_fields(their_config, folder)
-    _check_names(folder, settings, family, type(their_config))
+    family, fields = read_settings(folder)
     rows = fields.pop("vocab_size")
     untied = fields.get("untie_embeddings_and_output_weights", False)
     stored = _known_weights(folder, family, _all_weights(folder), fields["num_layers"], untied)
@@ -142,6 +131,24 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     model = HuggingFaceModel(folder, family, fields, rows, precision, stored)
     _check_shapes(model)
     return model
+
+
+def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model that `folder`/config.json describes, and values for ModelConfig, in which
+    vocab_size is the number of word embeddings. ConfigError for a model that cannot be converted."""
+    from transformers import AutoConfig
+
+    settings = _check_settings(folder)
+    try:
+        # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
+        their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the type depends on what is missing
+        raise ConfigError(
+            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
+        ) from error
+    family, fields = _family_and_fields(their_config, folder)
+    _check_names(folder, settings, family, type(their_config))
+    return family, fields
 
 
 def _check_settings(folder: Path) -> dict[str, Any]:
