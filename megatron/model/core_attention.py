@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.layer_context import LayerContext
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.random import dropout
 
 
@@ -45,7 +46,7 @@ class CoreAttention(nn.Module):
             )
         return output.permute(2, 0, 1, 3).reshape(seq, batch, heads * head_dim)
 
-    @torch.compiler.disable  # dropout's masks are hashed in Python
+    @not_compiled  # dropout's masks are hashed in Python
     def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """`_attend_with_dropout`; with `recompute` no tensor of size [seq, seq] is kept for the backward pass
         (selective activation recomputation, arXiv 2205.05198, section 5)."""

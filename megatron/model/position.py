@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
@@ -88,7 +89,7 @@ class AttentionMasks:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
 
-    @torch.compiler.disable  # its cache is filled outside of compiled graphs
+    @not_compiled  # its cache is filled outside of compiled graphs
     def _cached_bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
@@ -161,7 +162,7 @@ class RotaryEmbedding:
             turned = torch.cat((-second, first), dim=-1)
         return heads * cosine + turned * sine
 
-    @torch.compiler.disable  # its cache is filled outside of compiled graphs
+    @not_compiled  # its cache is filled outside of compiled graphs
     def _angles(
         self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
