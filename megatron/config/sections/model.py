@@ -369,6 +369,13 @@ class ModelConfig(Section):
         """Number of key heads and of value heads: that of the query heads, unless they share them."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
+    def heads_divide(self, tp_size: int) -> bool:
+        """Whether the attention heads divide among tensor-parallel ranks: whole groups, or a part of one."""
+        groups = self.query_groups
+        if self.num_attention_heads % tp_size or (groups % tp_size and tp_size % groups):
+            return False
+        return tp_size <= groups or 2 * self.kv_channels * groups % tp_size == 0
+
     @property
     def query_width(self) -> int:
         """Size of all query heads, which is also the size of the attention's output."""

@@ -163,3 +163,14 @@ def test_a_script_without_a_command_is_a_sentence(tmp_path: Path) -> None:
         script_flags(str(script))
     with pytest.raises(ConfigError, match="does not exist"):
         script_flags(str(tmp_path / "absent.slurm"))
+
+
+def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
+    config = parse_args(
+        "--num-layers 4 --hidden-size 96 --num-attention-heads 12 --group-query-attention "
+        "--num-query-groups 4 --seq-length 32 --position-embedding-type rotary --micro-batch-size 1 --global-batch-size 48 --lr 1 "
+        "--train-iters 1 --vocab-size 100 --world-size 12 --ffn-hidden-size 384 --dry-run".split(),
+        {},
+    )
+    sizes = {change["parallel.tensor_model_parallel_size"] for change in combinations(config, 12)}
+    assert sizes == {1, 2, 4}
