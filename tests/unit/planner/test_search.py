@@ -166,11 +166,10 @@ def test_a_script_without_a_command_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
-    config = parse_args(
-        "--num-layers 4 --hidden-size 96 --num-attention-heads 12 --group-query-attention "
-        "--num-query-groups 4 --seq-length 32 --position-embedding-type rotary --micro-batch-size 1 --global-batch-size 48 --lr 1 "
-        "--train-iters 1 --vocab-size 100 --world-size 12 --ffn-hidden-size 384 --dry-run".split(),
-        {},
+    flags = (
+        "--num-layers 4 --hidden-size 96 --ffn-hidden-size 384 --num-attention-heads 12 --seq-length 32 "
+        "--group-query-attention --num-query-groups 4 --position-embedding-type rotary --vocab-size 100 "
+        "--micro-batch-size 1 --global-batch-size 48 --lr 1 --train-iters 1 --world-size 12 --dry-run"
     )
-    sizes = {change["parallel.tensor_model_parallel_size"] for change in combinations(config, 12)}
-    assert sizes == {1, 2, 4}
+    found = combinations(parse_args(flags.split(), {}), 12)
+    assert {change["parallel.tensor_model_parallel_size"] for change in found} == {1, 2, 4}
