@@ -297,11 +297,12 @@ def micro_batches(engine: GPTEngine, step: int) -> Iterator[tuple]:
         )
 
 
-def train(engine: GPTEngine, steps: Iterable[int]) -> list[tuple[float, float]]:
-    """Trains on the numbered steps; returns (loss, grad norm) of each."""
+def train(engine: GPTEngine, steps: Iterable[int], **options: Any) -> list[tuple[float, float]]:
+    """Trains on the numbered steps; returns (loss, grad norm) of each. options: of `GPTEngine.train_step`."""
     history = []
     for step in steps:
-        loss = engine.train_step(micro_batches(engine, step), step * GLOBAL_BATCH, GLOBAL_BATCH, RATE)
+        batch = micro_batches(engine, step)
+        loss = engine.train_step(batch, step * GLOBAL_BATCH, GLOBAL_BATCH, RATE, **options)
         history.append((loss.item(), engine.optimizer.grad_norm))
     return history
 

@@ -60,7 +60,7 @@ def real_step(row: Row):
     train(engine, [0])
     counter = StepCounter()
     with counter:
-        train(engine, [1])
+        train(engine, [1], exit_code_fn=int)
     return counter.calls, counter.flops, sum(p.numel() for p in engine.module.parameters())
 
 
@@ -75,7 +75,4 @@ def test_a_simulated_step_is_the_real_one(row):
     ):
         assert record.parameters == parameters, f"rank {record.rank}"
         assert record.flops == flops, f"rank {record.rank}"
-        # The trainer then agrees with all ranks on whether to exit; the engine alone does not.
-        *of_step, exit_code = record.calls
-        assert exit_code.dtype == "int32" and exit_code.elements == 1
-        assert of_step == calls, f"rank {record.rank}"
+        assert record.calls == calls, f"rank {record.rank}"
