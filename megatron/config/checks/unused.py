@@ -48,6 +48,11 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     if training.gpu is None or not training.dry_run:
         names = ("node_size", "intra_node_gbps", "inter_node_gbps")
         yield config.parallel, names, "without --dry-run and --gpu"
+    if training.dry_run and training.gpu is None:
+        yield config.parallel, ("network_figures",), "with --dry-run and without --gpu"
+    elif not training.dry_run and (training.no_preflight or config.parallel.world_size == 1):
+        reason = "with --no-preflight" if training.no_preflight else "with one process"
+        yield config.parallel, ("network_figures",), reason
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
     if model.glu_activation is not None:
