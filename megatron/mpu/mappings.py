@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.layout import TPGroup
 
 
@@ -25,6 +26,7 @@ def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) 
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 
+@not_compiled  # collectives stay as they are written here
 def gather_from_rank_block(x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
     """All-gather along the last dimension over each block of `block` consecutive ranks: [..., n] per rank ->
     [..., block x n] of this rank's block. Backward: the sum over the block's ranks; each takes its part.

@@ -48,6 +48,16 @@ def history_of(row, changes, compiles):
         ),
         (Row(tp=2, micro_batch=4, recompute=True), {"training": {"partition_activations": True}}),
         (Row(dp=2, micro_batch=2, zero=3), {}),
+        (
+            Row(tp=2, micro_batch=2, recompute=True, positions="rotary"),
+            {
+                "model": {
+                    "group_query_attention": True,
+                    "normalization": "RMSNorm",
+                    "glu_activation": "swiglu",
+                }
+            },
+        ),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import (
+    gather_from_rank_block,
     gather_from_tensor_region,
     scatter_to_tensor_region,
 )
@@ -72,3 +73,23 @@ def test_scatter_keeps_the_own_part_and_joins_the_gradients(size):
     ):
         assert torch.equal(output, xs[0].chunk(size, -1)[rank]) and untouched
         torch.testing.assert_close(grad, torch.cat(upstreams, -1))
+
+
+def gathered_in_blocks(xs, upstreams, block):
+    tp_group = ParallelLayout.create(dist.get_world_size(), dist.get_world_size(), 1, dist.get_rank())
+    group = tp_group.make_tp_group()
+    x = xs[group.rank].clone().requires_grad_()
+    y = gather_from_rank_block(x, group, block)
+    y.backward(upstreams[group.rank])
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("block", [2, 4])
+def test_a_block_of_ranks_gathers_its_parts_and_sums_their_gradients(block):
+    xs, upstreams = parts(3, 2, 5, size=4, seed=1), parts(3, 2, 5 * block, size=4, seed=2)
+    for rank, (y, grad) in enumerate(run_world(4, gathered_in_blocks, xs, upstreams, block)):
+        first = rank // block * block
+        ranks = range(first, first + block)
+        assert torch.equal(y, torch.cat([xs[other] for other in ranks], dim=-1))
+        own = slice((rank - first) * 5, (rank - first + 1) * 5)
+        torch.testing.assert_close(grad, sum(upstreams[other][..., own] for other in ranks))

@@ -75,6 +75,12 @@ def test_code_in_a_hostile_folder_is_not_run_without_asking(
         {"layer_norm_epsilon": "\n\x1b[2J"},
         {"model_type": ["gpt2"]},
         {"model_type": "llama", "num_hidden_layers": 1 << 39},
+        {"model_type": "llama", "num_key_value_heads": 0},
+        {"model_type": "llama", "num_key_value_heads": "x"},
+        {"model_type": "llama", "rope_parameters": {"rope_type": ["yarn"]}},
+        {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": "x"}},
+        {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": -1}},
+        {"model_type": "llama", "rope_parameters": [1]},
         {"activation_function": "\n" * 1000},
     ],
 )

@@ -204,7 +204,10 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
                 f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
                 "converted"
             )
-    fields = family.our_settings(their_config)
+    try:
+        fields = family.our_settings(their_config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     required = {field.name for field in dataclasses.fields(ModelConfig) if field.default is MISSING}
     for ours, theirs in family.fields:
         value = fields.get(ours)

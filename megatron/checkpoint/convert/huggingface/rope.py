@@ -38,9 +38,12 @@ def _to_theirs(model: ModelConfig) -> dict[str, Any]:
 
 
 def _to_ours(their_config: PreTrainedConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = dict(getattr(their_config, "rope_parameters", None) or {})
+    found = getattr(their_config, "rope_parameters", None) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"the model's rope_parameters are {one_line(found)}: expected an object")
+    rope: dict[str, Any] = dict(found)
     kind = rope.pop("rope_type", "default")
-    if kind != "default" and kind not in ROPE_SCALINGS:
+    if not isinstance(kind, str) or (kind != "default" and kind not in ROPE_SCALINGS):
         raise ConfigError(
             f"the model's rope_parameters are of rope_type {one_line(kind)}: expected default, "
             f"{' or '.join(ROPE_SCALINGS)}"
