@@ -6,7 +6,8 @@ kernel has a plain PyTorch twin, which CPUs and GPUs without triton use:
 
     dropout    dropout, bias and residual addition    `mpu.random.dropout_add`
     norms      norms of many tensors                  `optimizer.flat_group.accurate_norm`
+    attention  flash attention with hash dropout      `model.core_attention.CoreAttention`
     embedding  gradient of an embedding               `mpu.embedding._add_rows`
 
-`selection` decides between kernel and twin.
+`selection` decides between kernel and twin, of attention `model.attention_choice`.
 """
