@@ -7,7 +7,7 @@ code that it describes; `tests/simulated` compares the sums with the simulated s
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.mpu.cross_entropy import chunk_sizes
+from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.planner import memory
 from megatron.planner.memory import FP32
 
@@ -105,7 +105,7 @@ def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float,
 
 def head_loss_bytes(config: Config, padded_vocab: int) -> float:
     """The head and the loss at the end of the forward pass, with --loss-implementation fused
-    (`mpu.cross_entropy._LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
+    (`mpu.logit_chunks.LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
     of one chunk of tokens the logits, their softmax in fp32, a part of the weight's gradient, the scaled
     input.
 

@@ -46,6 +46,7 @@ def variants() -> Iterator[Variant]:
     yield from _norm_variants()
     yield from _embedding_variants()
     yield from _attention_variants()
+    yield from _cross_entropy_variants()
 
 
 def _dropout_variants() -> Iterator[Variant]:
@@ -116,6 +117,30 @@ def _embedding_variants() -> Iterator[Variant]:
             },
             {"BLOCK": module.BLOCK},
             module.OPTIONS,
+        )
+
+
+def _cross_entropy_variants() -> Iterator[Variant]:
+    from megatron.kernels import cross_entropy_triton as module
+
+    numbers = {"columns": "i32", "used": "i32", "gradient_scale": "fp32", "z_loss_weight": "fp32"}
+    unaligned = ("used", "gradient_scale", "z_loss_weight")
+    for dtype, logits in _POINTERS.items():
+        yield Variant(
+            f"cross entropy {dtype}",
+            module.logit_statistics_kernel,
+            {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
+            {"WITH_GRADIENT": True, "BLOCK": module.BLOCK},
+            module.OPTIONS,
+            unaligned,
+        )
+        yield Variant(
+            f"cross entropy, gradient {dtype}",
+            module.write_gradient_kernel,
+            {"logits": logits, "targets": "*i64", "largest": "*fp32", "exp_sums": "*fp32", **numbers},
+            {"BLOCK": module.BLOCK},
+            module.OPTIONS,
+            unaligned,
         )
 
 
