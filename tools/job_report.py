@@ -48,6 +48,7 @@ class Start:
 
     log: str
     lines: list[ParsedLine] = field(default_factory=list)
+    from_scratch: bool = False
 
     @property
     def iterations(self) -> list[int]:
@@ -92,9 +93,11 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
         start = Start(name)
         for line in lines:
             parsed = parse_log_line(line)
-            if _START.search(line) and start.lines:  # a requeued job continues the same log
-                run.starts.append(start)
-                start = Start(name)
+            if _START.search(line):
+                if start.lines:  # a requeued job continues the same log
+                    run.starts.append(start)
+                    start = Start(name)
+                start.from_scratch = "initializing from scratch" in line
             if parsed is None:
                 continue
             # The line of an evaluation at the end of training may lack the iteration: it is the last one.
@@ -139,6 +142,9 @@ def report(run: Run) -> str:
         )
     if repeated := run.repeated_iterations():
         lines.append(f"{repeated:,} iterations were repeated after a restart")
+    for before, start in zip(run.starts[:-1], run.starts[1:], strict=True):
+        if start.from_scratch and start.log != before.log:
+            lines.append(f"note: {start.log} begins from scratch: if it is another run, use --compare")
     return "\n".join(lines)
 
 

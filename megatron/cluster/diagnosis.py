@@ -155,7 +155,9 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
     if signals == ["SIGINT"]:
         return Diagnosis(INTERRUPTED_EXIT_CODE, f"interrupted by SIGINT{_progress(reports)}")
     names = ", ".join(signals) or "no signal"
-    return Diagnosis(FAILURE_EXIT_CODE, f"error: all processes were ended by {names}{_progress(reports)}")
+    ended = [report for report in reports if report.get("end") == ExitStatus.SIGNALLED]
+    who = f"{_describe_ranks(ended)} was" if 0 < len(ended) < len(reports) else "all processes were"
+    return Diagnosis(FAILURE_EXIT_CODE, f"error: {who} ended by {names}{_progress(reports)}")
 
 
 def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:

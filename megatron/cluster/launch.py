@@ -23,6 +23,11 @@ FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
 # What torch and its launcher tell a process. Empty ones count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The number of processes that MPI's launcher has started, and the variables with their ranks.
+_MPI_VARIABLES = {
+    "OMPI_COMM_WORLD_SIZE": "$OMPI_COMM_WORLD_RANK and $OMPI_COMM_WORLD_LOCAL_RANK",
+    "PMI_SIZE": "$PMI_RANK and $MPI_LOCALRANKID",
+}
 # The settings of PyTorch's allocator, by its current and former names.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -117,6 +122,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
         _check_torch_variables(env)
         _check_against_slurm(env)
         return {}
+    _check_mpi(env)
     if not _in_step(env) or _number(env, "SLURM_NTASKS") == 1:
         return {}
     return _from_slurm(env, address_of or node_address)
@@ -184,6 +190,20 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
             "--node_rank $SLURM_PROCID, expanded inside srun's task"
         )
     raise ConfigError(f"{started}: make --nnodes and srun's --ntasks equal")
+
+
+def _check_mpi(env: Mapping[str, str]) -> None:
+    """Processes of mpirun without torch's variables: each would train alone, as a run of one process."""
+    tasks = env.get("SLURM_NTASKS", "1") if _in_step(env) else "1"
+    for name, names_of_ranks in _MPI_VARIABLES.items():
+        # srun may set MPI's variables, too: then its own are used.
+        if env.get(name, "1") not in ("1", tasks):
+            raise ConfigError(
+                f"{name} is {env[name]}, and RANK and WORLD_SIZE are not set: MPI's launcher has started "
+                f"processes that do not know each other; set RANK, LOCAL_RANK (to {names_of_ranks}), "
+                f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each of them, or start the program with "
+                "torchrun or srun"
+            )
 
 
 def _check_processes(env: Mapping[str, str], tasks: int) -> None:

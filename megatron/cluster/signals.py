@@ -78,30 +78,37 @@ class ExitConditions:
 
     def install_handlers(self) -> frozenset[int]:
         """Installs handlers, so that the signals and SIGINT no longer end the process. Returns their numbers.
-        Call it in the main thread."""
-        numbers = frozenset({signal.SIGINT, *(signal.Signals[name] for name in self.signals)})
+        SIGHUP stays ignored where it is, as under nohup. Call it in the main thread."""
+        numbers = {signal.SIGINT, *(signal.Signals[name] for name in self.signals)}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.discard(signal.SIGHUP)
         for number in numbers:
             signal.signal(number, lambda number, _: self._received.append(number))
-        return numbers
+        return frozenset(numbers)
 
     def request(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
         """The reason to stop between two steps: before the first one, or inside an evaluation. Does not
         consider --exit-interval. Collective; raises as `reason` does."""
-        return self._exit_reason(self._all_ranks_code(_NONE, device), iteration)
+        return self._exit_reason(all_reduce_max(self.code_of_this_rank(), device), iteration)
 
-    def reason(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
+    def reason(
+        self, iteration: int, device: torch.device | str = "cpu", largest_code: int | None = None
+    ) -> ExitReason | None:
         """The reason to stop after step `iteration`, or None.
 
-        Every rank calls it after every step and gets the same result, by an all-reduce of one number on
-        `device`: a signal may have reached one rank only, and only rank 0 reads the clock and files. Raises
-        RunStopped on every rank if another job has taken over --save, so that nothing can be saved.
+        Every rank calls it after every step and gets the same result: a signal may have reached one rank
+        only, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of all
+        ranks, if the step has exchanged it; None all-reduces it on `device`, and waits for that device.
+        Raises RunStopped on every rank if another job has taken over --save, so that nothing can be saved.
         """
+        if largest_code is None:
+            largest_code = all_reduce_max(self.code_of_this_rank(), device)
         at_interval = bool(self.interval) and iteration % int(self.interval or 1) == 0
-        code = self._all_ranks_code(_INTERVAL if at_interval else _NONE, device)
-        return self._exit_reason(code, iteration)
+        return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
-    def _all_ranks_code(self, code: int, device: torch.device | str) -> int:
-        """The largest of the given code (equal on all ranks) and the codes that the ranks have found."""
+    def code_of_this_rank(self) -> int:
+        """What this rank has found, as a number; the largest of all ranks counts."""
+        code = _NONE
         if _rank() == 0:
             if self.folder_loss() is not None:
                 code = _FOLDER_LOST
@@ -113,7 +120,7 @@ class ExitConditions:
                 code = _DURATION
         if self._received:
             code = max(code, _SIGNAL + self._received[0])
-        return all_reduce_max(code, device)
+        return code
 
     def _minutes(self) -> float:
         return (time.monotonic() - self.report.started_at) / 60

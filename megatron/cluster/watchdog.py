@@ -24,6 +24,7 @@ from megatron.cluster.launch import node_name
 from megatron.cluster.local.diagnosis import conclude
 from megatron.cluster.local.processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
+from megatron.config.sections.training import EXIT_SIGNALS
 
 # After a hang a rank waits this long before it exits, so that the other ranks can report the hang too.
 _GRACE_S = 3.0
@@ -32,12 +33,13 @@ _TICK_S = 1.0
 _ABORT_AFTER_S = 10.0
 # After SIGINT before the training loop, the main thread has this long to end by KeyboardInterrupt.
 _INTERRUPT_S = 5.0
+# A closed terminal sends SIGHUP, and torch's launcher forwards it, even under nohup.
+_ENDING_SIGNALS = frozenset(signal.Signals[name] for name in EXIT_SIGNALS)
 
 
 class Watchdog:
-    """Ends the process if it makes no progress (see `HangDetector`), on SIGTERM or SIGINT that the main
-    thread does not handle, on a second SIGINT, and if another rank of the node failed. Create it in the main
-    thread."""
+    """Ends the process if it makes no progress (see `HangDetector`), on a signal that the main thread does
+    not handle, on a second SIGINT, and if another rank of the node failed. Create it in the main thread."""
 
     def __init__(self, report: RankReport) -> None:
         self.report = report
@@ -52,7 +54,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         # Python's C handler writes the number of each signal there at once.
         signal.set_wakeup_fd(self._awake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        # Without a handler these signals end the process without a report, as SIGKILL does. One that nohup
+        # ignores stays ignored.
+        for number in _ENDING_SIGNALS - {signal.SIGINT}:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, lambda *_: None)
         # A forked process must not write to the pipe of its parent.
         os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         self._thread.start()
@@ -89,7 +95,7 @@ class Watchdog:
             ready, _, _ = select.select([self._wake], [], [], _TICK_S)
             now = time.monotonic()
             for number in os.read(self._wake, 4096) if ready else b"":
-                if number in (signal.SIGTERM, signal.SIGINT):
+                if number in _ENDING_SIGNALS:
                     self._note_signal(number, now)
             if self.report.has_ended:
                 continue  # the main thread ends the process
@@ -116,7 +122,7 @@ class Watchdog:
         ):
             return
         number = self._signals[-1]
-        if number == signal.SIGTERM or now - self._signalled_at > _INTERRUPT_S:
+        if number != signal.SIGINT or now - self._signalled_at > _INTERRUPT_S:
             self._exit(ExitStatus.SIGNALLED, 128 + number, f"ended by {signal.Signals(number).name}")
 
     def _check_other_ranks(self, now: float) -> None:
@@ -124,7 +130,10 @@ class Watchdog:
         share a temporary folder: otherwise the job's script or the launcher ends them."""
         if not self.report.is_temporary:
             return
-        lost = any("end" not in other and not is_running(other["pid"]) for other in self.report.siblings())
+        lost = any(
+            other["end"] == ExitStatus.SIGNALLED if "end" in other else not is_running(other["pid"])
+            for other in self.report.siblings()
+        )
         if not (lost or self.report.another_rank_failed()):
             return
         self._aborting_since = self._aborting_since or now

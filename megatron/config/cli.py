@@ -345,13 +345,16 @@ def _launcher_number(env: Mapping[str, str], name: str) -> int:
 
 def _check_required(settings: dict[str, Any]) -> None:
     missing = [
-        f"{option_name(field.name)} ({flag_of(field).help.split(':')[0]})"
+        (section, f"{option_name(field.name)} ({flag_of(field).help.split(':')[0]})")
         for section, kind in SECTIONS.items()
         for field in dataclasses.fields(kind)
         if field.default is dataclasses.MISSING and f"{section}.{field.name}" not in settings
     ]
     if missing:
-        raise ConfigError(f"missing required flags: {', '.join(missing)}")
+        of_checkpoint = any(section == "model" for section, _ in missing) and "checkpoint.load" in settings
+        hint = "; --use-checkpoint-args takes those of the model from the checkpoint in --load"
+        flags = ", ".join(flag for _, flag in missing)
+        raise ConfigError(f"missing required flags: {flags}{hint if of_checkpoint else ''}")
 
 
 def _section_settings(settings: dict[str, Any], section: str) -> dict[str, Any]:

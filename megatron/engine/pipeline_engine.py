@@ -100,21 +100,23 @@ class GPTEngine(PatchedPipelineEngine):
         seq_length: int | None = None,
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float, float], bool] | None = None,
+        exit_code_fn: Callable[[], int] | None = None,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
         """Trains one step on the global batch after `consumed_samples`; returns the mean loss on the device.
 
         lr: learning rate of the step. seq_length: tokens per sample of `micro_batches`, by default
-        --seq-length. skips_non_finite: see `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the
-        mean loss and the grad norm, equal on all ranks, returns whether to skip the update. heartbeat: called
-        for every micro-batch. Raises NonFiniteError on all ranks, before the update, and ConfigError for a
-        batch size that the layout does not support.
+        --seq-length. skips_non_finite, exit_code_fn: see `MixedPrecisionOptimizer.begin_step`.
+        skip_update_fn: given the mean loss and the grad norm, equal on all ranks, returns whether to skip the
+        update. heartbeat: called for every micro-batch. Raises NonFiniteError on all ranks, before the
+        update, and ConfigError for a batch size that the layout does not support.
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(seq_length or self.run_config.model.seq_length)
         self.optimizer.begin_step(
             skips_non_finite,
             skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
+            exit_code_fn,
         )
         if global_batch_size != self.train_batch_size():
             # A rollback may lead back to a step of the ramp-up that this run did not start with.

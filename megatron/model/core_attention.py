@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.model.attention_choice import Implementation, implementation_for
 from megatron.model.layer_context import LayerContext
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.random import device_sample_keys, dropout
 
 QUERIES_PER_BLOCK = 512
@@ -56,7 +57,7 @@ class CoreAttention(nn.Module):
                 )
         return output.permute(2, 0, 1, 3).reshape(seq, batch, heads * head_dim)
 
-    @torch.compiler.disable  # hashes the salt in Python
+    @not_compiled  # hashes the salt in Python
     def _flash_attention(
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
     ) -> Tensor:
@@ -72,7 +73,7 @@ class CoreAttention(nn.Module):
         )
         return flash_attention(query, key, value, self.scale, mask)
 
-    @torch.compiler.disable  # dropout's masks are hashed in Python
+    @not_compiled  # dropout's masks are hashed in Python
     def _attend_by_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
     ) -> Tensor:
@@ -94,7 +95,7 @@ class CoreAttention(nn.Module):
             outputs.append(checkpoint(attend, *parts, first, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs, dim=2)
 
-    @torch.compiler.disable  # dropout's masks are hashed in Python
+    @not_compiled  # dropout's masks are hashed in Python
     def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """`_attend_with_dropout`; with `recompute` no tensor of size [seq, seq] is kept for the backward pass
         (selective activation recomputation, arXiv 2205.05198, section 5)."""

@@ -46,6 +46,7 @@ from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, split_layer_io
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -244,7 +245,7 @@ class ParallelTransformerLayerPipe(nn.Module):
             return residual + output
         return self._drop_and_add(output, residual, block)
 
-    @torch.compiler.disable  # the masks are hashed in Python from the layer's index
+    @not_compiled  # the masks are hashed in Python from the layer's index
     def _drop_and_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
         return dropout_add(

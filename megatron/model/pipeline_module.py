@@ -30,6 +30,7 @@ from megatron.model.gpt_model import (
 from megatron.model.layer_context import LayerContext, LayerIO
 from megatron.model.loss import CrossEntropy
 from megatron.model.recompute import ActivationCheckpointing
+from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
@@ -98,7 +99,7 @@ class GPTModelPipe(PipelineModule):
         if training.compile:
             for layer in self.modules():
                 if isinstance(layer, ParallelTransformerLayerPipe):
-                    layer.compile(dynamic=False)  # in place: its parameters keep their names
+                    compile_in_place(layer)
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """This rank's transformer layers by layer index, the first part of their parameters' names."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
@@ -126,7 +127,7 @@ class AttentionMasks:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
 
-    @torch.compiler.disable  # its cache is filled outside of compiled graphs
+    @not_compiled  # its cache is filled outside of compiled graphs
     def _cached_bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
@@ -179,7 +180,7 @@ class RotaryEmbedding:
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
 
-    @torch.compiler.disable  # its cache is filled outside of compiled graphs
+    @not_compiled  # its cache is filled outside of compiled graphs
     def _angles(
         self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
@@ -154,7 +155,7 @@ def _column_linear(
 
 
 # Not compiled: the overlap of collectives with matrix products stays as written here.
-@torch.compiler.disable
+@not_compiled
 def _column_linear_over_ranks(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -166,7 +167,7 @@ def _column_linear_over_ranks(
     return function.apply(x, weight, bias, tp_group)
 
 
-@torch.compiler.disable
+@not_compiled
 def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
     """Sum of `y` over the ranks; with sequence_parallel this rank's shard of it. Nothing else may use `y`."""
     return (

@@ -130,6 +130,8 @@ class MixedPrecisionOptimizer:
         # Which gradients were non-finite in the last step, if that step was not skipped for the loss scale.
         self.diagnosis = ""
         self.skipped_by_fn = False
+        # The largest of the ranks' exit codes when the last step computed the grad norm; None if not asked.
+        self.exit_code: int | None = None
         self.begin_step()
         self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
@@ -197,15 +199,18 @@ class MixedPrecisionOptimizer:
         self,
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float], bool] | None = None,
+        exit_code_fn: Callable[[], int] | None = None,
     ) -> None:
         """Sets the options of the next steps.
 
         skips_non_finite: whether a step with a non-finite gradient is skipped; None: only if the loss scale
         can be lowered. skip_update_fn: called with the grad norm before the update; returns, equally on all
-        ranks, whether to skip it.
+        ranks, whether to skip it. exit_code_fn: called after the backward pass; the largest result of all
+        ranks is `exit_code` after the step, read from the device together with the grad norm.
         """
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
+        self._exit_code_fn = exit_code_fn
 
     def register_loss(self, loss: Tensor) -> None:
         """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
@@ -311,7 +316,9 @@ class MixedPrecisionOptimizer:
         return torch.stack([accurate_norm(gradient) for gradient in gradients])
 
     def _global_norm(self) -> float:
-        """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks."""
+        """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks. Sets
+        `exit_code`."""
+        exit_code = self._largest_exit_code()
         norms = self._norms_before_reduction
         if self._reduction.exchanges:
             norms = self._local_grad_norms(self.flat)
@@ -327,8 +334,21 @@ class MixedPrecisionOptimizer:
         if self.groups.dp_size > 1:
             # Each model-parallel group may round differently, but all replicas must clip by the same factor.
             dist.broadcast(square, group=self.groups.data, group_src=0)
-        total = square.item()  # the only synchronization with the device in a step
+        # The only synchronization with the device in a step.
+        total, *codes = torch.stack([square, *exit_code]).tolist()
+        self.exit_code = int(codes[0]) if codes else None
         return math.sqrt(total) if math.isfinite(total) else math.inf
+
+    def _largest_exit_code(self) -> list[Tensor]:
+        """The largest result of `exit_code_fn` over all ranks, an fp64 scalar on the device; empty without
+        that function. Collective."""
+        if self._exit_code_fn is None:
+            return []
+        # Filled on the device: a copy from the host would synchronize with it.
+        code = torch.full((), self._exit_code_fn(), dtype=torch.float64, device=self._device())
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(code, op=dist.ReduceOp.MAX)
+        return [code]
 
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().current_device_name())

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.mpu.compilation import not_compiled
 from megatron.optimizer.flat_group import FlatGroup
 
 
@@ -61,11 +61,11 @@ class ShardedUnit:
             self._free()
 
     # With --compile the layer is compiled; hooks with collectives are not.
-    @torch.compiler.disable
+    @not_compiled
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._gather()
 
-    @torch.compiler.disable
+    @not_compiled
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
         if hidden.requires_grad:

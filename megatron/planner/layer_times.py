@@ -32,6 +32,7 @@ from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerP
 from megatron.model.layer_context import LayerContext
 from megatron.model.loss import CrossEntropy
 from megatron.model.pipeline_module import layer_names
+from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER
@@ -181,7 +182,7 @@ def _build(
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
     if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
-        module.compile(dynamic=False)
+        compile_in_place(module)
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn
     return (lambda layer_io: forward(module, layer_io)) if forward else module

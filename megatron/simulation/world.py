@@ -76,15 +76,20 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
     return vocab, plan_stages(config, vocab.size, times)
 
 
-def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
-    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`)."""
+def simulate_rank(
+    config: Config, rank: int, micro_batches: int | None = None, kernels: bool = False
+) -> StepRecord:
+    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`).
+
+    kernels: count the launches of `megatron.kernels` instead of those of the PyTorch twins.
+    """
     vocab, plan = plan_of(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config, layout.pipeline_stage)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
     neighbours = Neighbours(config, layout, plan.bounds, config.seq_length_at(first + 1))
-    with _simulated_process(neighbours, layout) as (simulated, ranges):
+    with _simulated_process(neighbours, layout, kernels) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: _mark_state(simulated, optimizer)
@@ -149,13 +154,13 @@ class _Ranges:
 
 @contextmanager
 def _simulated_process(
-    neighbours: Neighbours, layout: ParallelLayout
+    neighbours: Neighbours, layout: ParallelLayout, kernels: bool
 ) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
     """Makes this process the rank of `layout` on a simulated device."""
     register_device()
     simulated = SimulatedDevice(neighbours)
     ranges = _Ranges(simulated)
-    set_accelerator(SimulatedAccelerator(simulated, ranges))
+    set_accelerator(SimulatedAccelerator(simulated, ranges, kernels))
     dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", "sim"])
     os.environ.update(
         RANK=str(layout.rank),

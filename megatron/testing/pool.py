@@ -38,7 +38,7 @@ DEFAULT_TIMEOUT_S = 180.0
 # Seconds that the other ranks have, once one has failed, to fail as well or to finish.
 _GRACE_S = 5.0
 # A worker with more threads after a case is replaced. Hooks of autograd hold an engine with sharded weights
-# (ZeRO-3) for as long as the process lives, with three threads per process group that wake 100 times a second.
+# (ZeRO-3) until the process ends, with three threads per process group that wake 100 times per second.
 _MAX_IDLE_THREADS = 8
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

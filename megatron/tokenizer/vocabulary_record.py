@@ -71,7 +71,8 @@ def check_record(prefix: str, option: str, digest: str) -> None:
         raise ConfigError(
             f"{option} {prefix} was tokenized with another vocabulary ({record['tokenizer_type']}, "
             f"{record['vocab_size']} tokens, SHA-256 {record['vocabulary_sha256'][:12]}) than the model's "
-            f"(SHA-256 {digest[:12]}): use the tokenizer files that the data was made with"
+            f"(SHA-256 {digest[:12]}): give the tokenizer files that the data was made with, or, if the "
+            "model is trained already, make the data again with its tokenizer (tools/preprocess_data.py)"
         )
 
 

@@ -45,6 +45,21 @@ def explained_out_of_memory(
         raise OutOfMemory(describe_out_of_memory(error, config, vocab_size, plan, pipeline_rank)) from error
 
 
+@contextmanager
+def early_out_of_memory() -> Iterator[None]:
+    """Raises OutOfMemory for an allocation that fails before the plan is known: when a process starts to use
+    its device, in the preflight, and while layers are timed (--partition-method profile)."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory before the model was built: {_cause(error)}; check that no other process uses "
+            "the device, and reduce --micro-batch-size if --partition-method profile was timing layers"
+        ) from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or in host memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

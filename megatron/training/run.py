@@ -30,7 +30,7 @@ from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint
 from megatron.training.logging.output_folders import make_output_folders
-from megatron.training.out_of_memory import explained_out_of_memory
+from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
 from megatron.training.ramp_up import ramp_up_notes
 from megatron.training.start_notes import planned_start, start_notes
 from megatron.training.trainer import Trainer, make_metrics, run_length
@@ -70,6 +70,7 @@ def run(
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
 
     preparation.end()
+    on_exit.enter_context(early_out_of_memory())
     rank = processes.init_distributed(config)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)

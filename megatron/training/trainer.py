@@ -96,6 +96,8 @@ class Trainer:
     resumable_iteration: int = field(default=0, init=False)
     """The iteration of the run's newest checkpoint; 0 without one."""
     updates: UpdateCount = field(default_factory=UpdateCount, init=False)
+    exit_code: int | None = field(default=None, init=False)
+    """The largest exit code of all ranks, exchanged in the last step; None after an evaluation or a save."""
 
     def __post_init__(self) -> None:
         self.exits = ExitConditions.from_config(
@@ -118,6 +120,7 @@ class Trainer:
         if state.pending_evaluations and self.exit_reason is None:
             state = self._evaluate_interval(state, state.pending_evaluations)
         while state.iteration < self.length.iterations and self.exit_reason is None:
+            self.exit_code = None
             with self.watchdog.phase(Phase.STEP):
                 state = self.advance(state)
                 self.stability.check_invariants(state.iteration)
@@ -127,7 +130,7 @@ class Trainer:
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
-            self.exit_reason = self.exits.reason(state.iteration, self.engine.device)
+            self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
         self._print_exit_reason()
@@ -170,12 +173,14 @@ class Trainer:
                 batch_size,
                 lr,
                 seq_length=seq_length,
+                exit_code_fn=self.exits.code_of_this_rank,
                 heartbeat=self.watchdog.heartbeat,
                 **self.stability.step_options(state),
             )
         except NonFiniteError as error:
             raise self.stability.diagnose(error, progress.iteration) from error
         optimizer = self.engine.optimizer
+        self.exit_code = optimizer.exit_code
         self.updates.add(optimizer.skipped)
         self.metrics.log_step(
             StepRecord(
@@ -210,6 +215,7 @@ class Trainer:
 
     def checkpoint(self, state: TrainingState) -> None:
         """Saves a checkpoint and prints its path."""
+        self.exit_code = None
         started = time.perf_counter()
         try:
             with self.watchdog.phase(Phase.SAVE):
@@ -267,6 +273,7 @@ class Trainer:
         loaders = loaders[max(len(loaders) - count, 0) :] if count is not None else loaders
         if self.config.training.eval_iters == 0:
             return 0
+        self.exit_code = None
         # The checkpoint's iteration may be past the end of this run, where there are no validation samples.
         iteration = min(state.iteration, self.length.iterations)
         first = validation_start(self.config, iteration) if split == "validation" else 0

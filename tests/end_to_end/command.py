@@ -81,14 +81,18 @@ def pretrain(
     return _run([*command, script, *flags], on_line)
 
 
-def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], None] | None) -> Run:
+def environment() -> dict[str, str]:
+    """That of a process on CPU that no launcher has started."""
     launcher_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher_variables}
-    env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    return env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], None] | None) -> Run:
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-        process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **streams)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **streams)
         assert process.stdin is not None and process.stdout is not None
         deadline = threading.Timer(TIMEOUT_S, process.terminate)
         deadline.start()

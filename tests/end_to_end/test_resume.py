@@ -8,13 +8,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from megatron.training.logging.log_lines import parse_log_line
-from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.command import ROOT, Run, environment, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--zero-stage", "1"]
@@ -111,6 +112,27 @@ def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path:
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 75 and (tmp_path / "latest").read_text() == f"global_step{last}"
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
+
+
+def test_a_closed_terminal_ends_a_run_that_has_saved(data: list[str], tmp_path: Path) -> None:
+    """The reader of its output is gone before the signal arrives."""
+    checkpoints, log = tmp_path / "checkpoints", tmp_path / "log"
+    folders = ["--save", str(checkpoints), "--load", str(checkpoints), "--log-path", str(log)]
+    endless = ["--train-samples", "1000000", "--lr-decay-samples", "1000000"]
+    command = [sys.executable, "-u", "pretrain_gpt.py", *MODEL, *ABSOLUTE, *RAMPED, *data, *folders, *endless]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    for line in process.stdout:
+        if (parse_log_line(line.rstrip("\n")) or {}).get("iteration") == 2:
+            break
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 75
+    lines = log.read_text().splitlines()
+    assert any("WARNING: the console cannot be written ([Errno 32] Broken pipe)" in line for line in lines)
+    assert lines[-1].endswith("SIGHUP (--exit-signal)")
+    last = int(lines[-1].split("iteration ")[1].split(":")[0])
+    assert (checkpoints / "latest").read_text() == f"global_step{last}"
 
 
 @pytest.mark.full

@@ -37,11 +37,12 @@ class TrainingConfig(Section):
     )
     exit_duration_in_mins: int | None = flag(None, at_least=1, help="save and exit after this many minutes")
     exit_signal: tuple[str, ...] = flag(
-        ("SIGUSR2", "SIGTERM"),
+        ("SIGUSR2", "SIGTERM", "SIGHUP"),
         nargs="*",
         metavar="SIGNAL",
-        help="save and exit with exit code 75 on these signals; without a value, on none. SIGINT (Ctrl-C) "
-        "saves and exits with 130 unless it is listed here; a second one ends the process at once",
+        help="save and exit with exit code 75 on these signals; without a value, on none. A closed terminal "
+        "sends SIGHUP; nohup ignores it. SIGINT (Ctrl-C) saves and exits with 130 unless it is listed here; "
+        "a second one ends the process at once",
     )
     kill_switch_path: str | None = flag(None, metavar="FILE", help="save and exit when this file exists")
     hang_timeout: float = flag(

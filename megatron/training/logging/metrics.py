@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 import torch
@@ -22,6 +23,7 @@ from megatron.training.logging.log_lines import (
     parse_log_line,
     perplexity,
 )
+from megatron.training.logging.output import Output, Outputs
 from megatron.training.logging.writers import Position, Writer
 
 __all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "parse_log_line"]
@@ -107,7 +109,6 @@ class MetricsLogger:
         self._logging = logging
         self._throughput = throughput
         self._enabled = enabled
-        self._stream = sys.stdout if stream is None else stream
         self._pending: list[tuple[float, StepRecord]] = []
         self._bar: tqdm | None = None
         self._last_loss: float | None = None
@@ -115,8 +116,11 @@ class MetricsLogger:
         self._diverged_steps = 0
         self._may_have_diverged = False
         self._highest_rate = -math.inf
-        self._writers = list(writers) if enabled else []
-        self._log = open(logging.log_path, "a") if enabled and logging.log_path else None
+        self._console = Output("the console", sys.stdout if stream is None else stream)
+        log = None
+        if enabled and logging.log_path:
+            log = Output(f"--log-path {logging.log_path}", open(logging.log_path, "a"))
+        self._outputs = Outputs(self._console, log, writers if enabled else [])
 
     def log_step(self, record: StepRecord) -> None:
         """Records one step; prints and writes the steps since the last line if a line is due."""
@@ -144,14 +148,8 @@ class MetricsLogger:
         """Prints other text, above the progress bar if there is one."""
         if not self._enabled:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
-        if self._log is not None:
-            self._log.write(text + "\n")
-            self._log.flush()
+        above_bar = None if self._bar is None else partial(self._bar.write, file=self._console)
+        self._outputs.print(text, above_bar)
 
     def flush(self) -> None:
         """Prints and writes the steps since the last line."""
@@ -164,12 +162,7 @@ class MetricsLogger:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._outputs.close()
 
     def _flush(self) -> None:
         records = [record for _, record in self._pending]
@@ -178,7 +171,7 @@ class MetricsLogger:
         self._last_loss = summary.lm_loss
         self.print(format_training_line(summary))
         self._warn_of_divergence(records, losses)
-        if self._writers:
+        if self._outputs.has_writers:
             norms = _read([math.nan if r.grad_norm is None else r.grad_norm for r in records])
             for (when, record), loss, norm in zip(self._pending, losses, norms, strict=True):
                 self._write_step(record, loss, norm, when)
@@ -238,13 +231,13 @@ class MetricsLogger:
         )
 
     def _move_bar(self, record: StepRecord) -> None:
-        if not self._stream.isatty():
+        if not self._console.isatty():
             return
         if self._bar is None:
             self._bar = tqdm(
                 total=record.total_iterations,
                 initial=record.iteration - 1,
-                file=self._stream,
+                file=self._console,
                 desc="training",
                 unit="step",
                 dynamic_ncols=True,
@@ -285,12 +278,10 @@ class MetricsLogger:
 
     def _write(self, values: Mapping[str, float], record: StepRecord | ValidationRecord, when: float) -> None:
         place = Position(record.iteration, record.consumed_samples, record.consumed_tokens, when)
-        for writer in self._writers:
-            writer.write(values, place)
+        self._outputs.each_writer(lambda writer: writer.write(values, place))
 
     def _flush_writers(self) -> None:
-        for writer in self._writers:
-            writer.flush()
+        self._outputs.each_writer(lambda writer: writer.flush())
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:

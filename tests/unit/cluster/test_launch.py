@@ -57,6 +57,10 @@ def test_task_of_plain_srun_gets_torch_variables() -> None:
     }
 
 
+def test_srun_with_mpi_variables_uses_those_of_slurm() -> None:
+    assert variables({**TASK, "PMI_SIZE": "4", "PMI_RANK": "3"}) == variables(TASK)
+
+
 def test_given_master_address_and_port_are_kept() -> None:
     found = variables({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
@@ -75,6 +79,8 @@ def test_master_is_a_node_of_the_step() -> None:
         {**LAUNCHERS_TASK, **LAUNCHED},
         {**TASK, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
         {"RANK": "0", "WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {**LAUNCHED, "OMPI_COMM_WORLD_SIZE": "2"},
         # A batch script: variables of a task, and no step.
         {k: v for k, v in TASK.items() if k != "SLURM_STEP_ID"},
         # torchrun for one node in an interactive shell of Slurm.
@@ -117,6 +123,10 @@ def test_single_or_launched_process_needs_no_variables(env: dict[str, str]) -> N
             ["RANK is 0 in srun's task 3", "unset RANK"],
         ),
         ({**TASK, "SLURM_PROCID": "4"}, ["SLURM_PROCID 4", "SLURM_NTASKS 4", "contradict"]),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE is 4", "RANK and WORLD_SIZE are not set"]),
+        ({"PMI_SIZE": "2"}, ["PMI_SIZE is 2", "$PMI_RANK"]),
+        # mpirun in a job of Slurm starts its daemons with srun, one per node.
+        ({**TASK, "SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "8"}, ["OMPI_COMM_WORLD_SIZE is 8"]),
         ({k: v for k, v in TASK.items() if k != "SLURM_LOCALID"}, ["SLURM_LOCALID is missing"]),
         ({k: v for k, v in TASK.items() if k != "SLURM_NTASKS"}, ["SLURM_NTASKS is missing"]),
         ({k: v for k, v in TASK.items() if k != "SLURM_JOB_ID"}, ["SLURM_JOB_ID is missing"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,17 @@ def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tm
     _, stderr = first.communicate("broken\n", timeout=60)
     assert stderr.splitlines()[-1].endswith("ValueError: broken")
     assert second.wait(30) == 1
+    assert not list(tmp_path.glob("megatron-*/*"))
+
+
+@pytest.mark.full
+def test_rank_that_waits_for_another_one_ends_after_its_signal(start: Start, tmp_path: Path) -> None:
+    first, second = start(0), start(1)
+    second.send_signal(signal.SIGHUP)
+    assert (second.wait(60), first.wait(30)) == (129, 1)
+    assert second.stderr is not None
+    (line,) = second.stderr.read().splitlines()
+    assert re.match(r"error: rank 1 on \S+ \(pid \d+\) was ended by SIGHUP, before the first step", line)
     assert not list(tmp_path.glob("megatron-*/*"))
 
 

@@ -11,6 +11,7 @@ from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.signals import ExitConditions, ExitReason, all_reduce_max
 from megatron.config import CheckpointConfig, TrainingConfig
+from megatron.config.sections.training import EXIT_SIGNALS
 
 
 def conditions(started_at=None, folder=None, **training):
@@ -87,7 +88,7 @@ def test_all_reduce_without_process_group_returns_its_argument():
 
 @pytest.fixture
 def restored_handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, EXIT_SIGNALS)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -104,10 +105,26 @@ def test_signal_is_a_reason_after_install_handlers(restored_handlers):
 
 def test_ctrl_c_stops_after_the_step_without_requeue(restored_handlers):
     ends = conditions()
-    assert ends.install_handlers() == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+    assert ends.install_handlers() == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP}
     os.kill(os.getpid(), signal.SIGINT)
     expected = ExitReason("exiting program at iteration 3: SIGINT", ExitStatus.INTERRUPTED)
     assert ends.reason(3) == ends.request(3) == expected
+
+
+def test_nohup_keeps_a_closed_terminal_from_ending_the_run(restored_handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ends = conditions()
+    assert signal.SIGHUP not in ends.install_handlers()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert ends.reason(3) is None
+
+
+def test_a_code_that_the_step_has_exchanged_is_not_exchanged_again(monkeypatch):
+    monkeypatch.delattr("megatron.cluster.signals.all_reduce_max")
+    ends = conditions(exit_interval=3)
+    assert ends.reason(2, largest_code=0) is None
+    assert "--exit-interval 3" in ends.reason(3, largest_code=0).sentence
+    assert "SIGTERM" in ends.reason(3, largest_code=100 + signal.SIGTERM).sentence
 
 
 def test_ctrl_c_requeues_if_it_is_an_exit_signal(restored_handlers):

@@ -114,3 +114,20 @@ def test_sigterm_without_reports_is_printed() -> None:
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=30)
     assert (process.returncode, stderr) == (143, "error: ended by SIGTERM\n")
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_other_signals_before_the_first_step_are_recorded(name: str, tmp_path: Path) -> None:
+    process = start(PROGRAM.format(""), reports=tmp_path)
+    process.send_signal(signal.Signals[name])
+    assert process.wait(30) == 128 + signal.Signals[name]
+    (report,) = read_reports(tmp_path)
+    assert (report["signal"], report["end"]) == (name, "signalled")
+
+
+def test_signal_that_nohup_ignores_does_not_end_the_process(tmp_path: Path) -> None:
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + PROGRAM.format("")
+    process = start(program, "heartbeats", reports=tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 0
+    assert "signal" not in read_reports(tmp_path)[0]

@@ -75,6 +75,14 @@ def test_a_value_of_another_type_is_refused(saved: Config, value: object) -> Non
         read_with(dataclasses.replace(saved, model=model))
 
 
+def test_missing_flags_of_the_model_name_use_checkpoint_args_beside_load() -> None:
+    words = ["--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-3", "--train-iters", "5"]
+    with pytest.raises(ConfigError, match="--num-layers .*; --use-checkpoint-args takes"):
+        parse_args([*words, "--load", "checkpoints", "--finetune", "--save", "tuned"])
+    with pytest.raises(ConfigError, match=r"--seq-length \(sequence length in tokens\)$"):
+        parse_args(words)
+
+
 def test_the_checkpoint_is_that_of_load_or_what_the_run_has_saved_since(tmp_path: Path) -> None:
     config = parse_args(SMALL, {})
     base = write_native(tmp_path / "base", config, random_wholes(config))

@@ -81,6 +81,16 @@ def test_the_table_has_a_row_per_start_and_the_repeated_iterations(tmp_path, cap
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("checkpoint", [Checkpoint(Path("a/global_step5"), TrainingState(5), {}), None])
+def test_log_that_begins_from_scratch_names_compare(checkpoint):
+    logs = [
+        ("a.log", [describe_start(None, None), *lines_of(range(1, 6))]),
+        ("b.log", [describe_start(checkpoint, None), *lines_of(range(1, 6))]),
+    ]
+    text = job_report.report(job_report.read_run(logs))
+    assert ("note: b.log begins from scratch" in text and "--compare" in text) == (checkpoint is None)
+
+
 def test_megatron_lm_logs_give_throughput(tmp_path, capsys):
     log = tmp_path / "main_log.txt"
     log.write_text("\n".join(PEERS_LINE.format(step=step) for step in (10, 20, 30)))

@@ -15,6 +15,7 @@ from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import plan_stages
 from megatron.training.out_of_memory import (
     _fragmentation_hint,
+    early_out_of_memory,
     explained_out_of_memory,
     is_out_of_memory,
 )
@@ -141,3 +142,24 @@ def test_other_errors_pass() -> None:
         explained_out_of_memory(config, VOCAB, plan_stages(config, VOCAB), 0),
     ):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError(NCCL_ERROR),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_out_of_memory_before_the_plan_has_exit_code_2(error: BaseException) -> None:
+    with pytest.raises(OutOfMemory, match="before the model was built") as caught, early_out_of_memory():
+        raise error
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_other_errors_before_the_plan_stay() -> None:
+    with pytest.raises(RuntimeError, match="^NCCL error: connection refused$"), early_out_of_memory():
+        raise RuntimeError("NCCL error: connection refused")

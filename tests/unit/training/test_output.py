@@ -1,0 +1,73 @@
+"""A console, a log file or a writer of curves that fails does not end the run."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron.config import LoggingConfig
+from megatron.training.logging.metrics import MetricsLogger
+from tests.unit.training.test_metrics import THROUGHPUT, record
+
+
+class ClosedTerminal(io.StringIO):
+    """Fails from its second line on, as the terminal of a session that has ended."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue():
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+
+class FullDisk:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write(self, values: object, position: object) -> None:
+        self.calls += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise AssertionError("used after it had failed")
+
+    close = flush
+
+
+def test_a_closed_terminal_is_noted_in_the_log_file(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    console = ClosedTerminal()
+    logger = MetricsLogger(LoggingConfig(log_interval=1, log_path=str(log)), THROUGHPUT, stream=console)
+    for text in ("one", "two", "three"):
+        logger.print(text)
+    logger.close()
+    assert console.getvalue() == "one\n"
+    warning = (
+        "WARNING: the console cannot be written ([Errno 5] Input/output error); the run continues without it"
+    )
+    assert log.read_text().splitlines() == ["one", "two", warning, "three"]
+
+
+def test_a_full_disk_under_the_log_file_is_noted_on_the_console() -> None:
+    console = io.StringIO()
+    logger = MetricsLogger(LoggingConfig(log_interval=1, log_path="/dev/full"), THROUGHPUT, stream=console)
+    logger.print("one")
+    logger.print("two")
+    logger.close()
+    lines = console.getvalue().splitlines()
+    assert (lines[0], *lines[2:]) == ("one", "two")
+    assert lines[1].startswith("WARNING: --log-path /dev/full cannot be written ([Errno 28]")
+
+
+@pytest.mark.parametrize("log_path", [None, "/dev/full"])
+def test_a_writer_that_fails_is_not_used_again(log_path: str | None) -> None:
+    console, writer = io.StringIO(), FullDisk()
+    logging = LoggingConfig(log_interval=1, log_path=log_path)
+    logger = MetricsLogger(logging, THROUGHPUT, stream=console, writers=[writer])
+    logger.log_step(record(1))
+    logger.log_step(record(2))
+    logger.close()
+    assert writer.calls == 1
+    assert console.getvalue().count("FullDisk failed ([Errno 28] No space left on device)") == 1
