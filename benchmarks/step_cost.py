@@ -15,6 +15,7 @@ All other flags are those of pretrain_gpt.py, and replace the preset's.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class Simulated:
     layers: dict[str, LayerCost]
 
 
-def simulate(config: Config, kernels: bool) -> Simulated:
+def simulate(config: Config) -> Simulated:
     """Simulates the step; and for the cost of a layer models with one and with two layers per stage."""
     parallel = config.parallel
     stages = parallel.num_stages
@@ -100,7 +101,7 @@ def simulate(config: Config, kernels: bool) -> Simulated:
     two = config.with_settings({"model.num_layers": 2 * stages, **_BY_LAYERS})
     others = [two.with_settings(settings) for settings in VARIANTS.values()]
     record, single, double, *rest = run_in_processes(
-        simulate_rank, [(each, rank, None, kernels) for each in (config, one, two, *others)]
+        simulate_rank, [(each, rank) for each in (config, one, two, *others)]
     )
     chunks = parallel.schedule.stages_per_rank
     lower, upper, *found = (_forward_cost(each) for each in (single, double, *rest))
@@ -252,9 +253,10 @@ def main() -> None:
         "--kernels", choices=("triton", "pytorch"), default="triton", help="whose launches are counted"
     )
     arguments, flags = parser.parse_known_args()
+    os.environ["MEGATRON_KERNELS"] = arguments.kernels  # read by the simulation and by the plan
     try:
         config = parse_args([*_COMMON.split(), *PRESETS[arguments.preset].split(), *flags], {})
-        simulated = simulate(config, arguments.kernels == "triton")
+        simulated = simulate(config)
     except ConfigError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]

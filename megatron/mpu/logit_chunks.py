@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.kernels.cross_entropy import logit_statistics_op, write_logit_gradient_op
+from megatron.kernels.cross_entropy import (
+    logit_statistics_and_gradient_op,
+    logit_statistics_op,
+    write_logit_gradient_op,
+)
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 
@@ -136,12 +140,12 @@ class LogitChunks:
         self, logits: torch.Tensor, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`_statistics` in one launch, with several ranks in two."""
-        alone, targets = self.tp_group.size == 1, self.kernel_target[chunk]
-        found = logit_statistics_op(
-            logits, targets, self.used, self.gradient_scale, self.z_loss_weight, with_gradient and alone
-        )
-        largest, exp_sum, target_logit = found.unbind()
-        if not alone:
+        targets = self.kernel_target[chunk]
+        if self.tp_group.size == 1 and with_gradient:
+            scale, z_loss_weight = self.gradient_scale, self.z_loss_weight
+            return logit_statistics_and_gradient_op(logits, targets, self.used, scale, z_loss_weight).unbind()
+        largest, exp_sum, target_logit = logit_statistics_op(logits, targets, self.used).unbind()
+        if self.tp_group.size > 1:
             largest, exp_sum, target_logit = self._over_ranks(largest, exp_sum, target_logit)
             if with_gradient:
                 self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)

@@ -35,6 +35,7 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.planner.attention import counts_kernels
 from megatron.planner.layer_times import needs_profiling, read_layer_times
 from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
@@ -76,20 +77,16 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
     return vocab, plan_stages(config, vocab.size, times)
 
 
-def simulate_rank(
-    config: Config, rank: int, micro_batches: int | None = None, kernels: bool = False
-) -> StepRecord:
-    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`).
-
-    kernels: count the launches of `megatron.kernels` instead of those of the PyTorch twins.
-    """
+def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
+    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`), with the
+    Triton kernels if `planner.attention.counts_kernels`."""
     vocab, plan = plan_of(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config, layout.pipeline_stage)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
     neighbours = Neighbours(config, layout, plan.bounds, config.seq_length_at(first + 1))
-    with _simulated_process(neighbours, layout, kernels) as (simulated, ranges):
+    with _simulated_process(neighbours, layout, counts_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: _mark_state(simulated, optimizer)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels.cross_entropy import logit_statistics_op, write_logit_gradient_op
+from megatron.kernels.cross_entropy import (
+    logit_statistics_and_gradient_op,
+    logit_statistics_op,
+    write_logit_gradient_op,
+)
 from megatron.kernels.cross_entropy_triton import BLOCK
 from megatron.mpu import logit_chunks
 from megatron.mpu.cross_entropy import vocab_parallel_linear_cross_entropy
@@ -53,9 +57,9 @@ def test_statistics_and_gradient_are_those_of_the_definition(size, dtype, scale,
     logits, targets, used = logits_of(dtype, size)
     *statistics, gradient = reference(logits, targets, used, scale, z_loss_weight)
     untouched = logits.clone()
-    apart = logit_statistics_op(untouched, targets, used, scale, z_loss_weight, False)
+    apart = logit_statistics_op(untouched, targets, used)
     assert torch.equal(untouched, logits)
-    found = logit_statistics_op(logits, targets, used, scale, z_loss_weight, True)
+    found = logit_statistics_and_gradient_op(logits, targets, used, scale, z_loss_weight)
     assert torch.equal(found, apart)
     for value, expected in zip(found, statistics, strict=True):
         torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=1e-6)
@@ -69,7 +73,7 @@ def test_statistics_and_gradient_are_those_of_the_definition(size, dtype, scale,
 
 def test_a_rank_with_padding_only_has_no_sum():
     logits = torch.full((2, 100), 7.0)
-    largest, exp_sum, target_logit = logit_statistics_op(logits, torch.tensor([-1, -1]), 0, 1.0, 0.0, False)
+    largest, exp_sum, target_logit = logit_statistics_op(logits, torch.tensor([-1, -1]), 0)
     assert exp_sum.tolist() == target_logit.tolist() == [0.0, 0.0]
     assert largest.isfinite().all() and (largest < -1e38).all()
     write_logit_gradient_op(logits, torch.tensor([-1, -1]), torch.ones(2), torch.ones(2), 0, 1.0, 0.0)
@@ -80,7 +84,7 @@ def test_a_rank_with_padding_only_has_no_sum():
 def test_a_logit_that_is_not_finite_makes_its_row_nan(bad):
     logits = torch.zeros(2, 50)
     logits[1, 20] = bad
-    found = logit_statistics_op(logits, torch.tensor([3, 3]), 50, 1.0, 0.0, True)
+    found = logit_statistics_and_gradient_op(logits, torch.tensor([3, 3]), 50, 1.0, 0.0)
     assert (found[0] + found[1].log()).isfinite().tolist() == [True, False]
     assert logits.isfinite().all(dim=1).tolist() == [True, False]
 
