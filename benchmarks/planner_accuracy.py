@@ -36,6 +36,7 @@ from benchmarks.published_rows import (  # noqa: E402
     stage_rows,
     throughput_rows,
 )
+from megatron.config import Config  # noqa: E402
 from megatron.planner.hardware import find_gpu  # noqa: E402
 from megatron.planner.stages import plan_stages  # noqa: E402
 from megatron.planner.step_time import FITTED, Achieved, find_cluster, predict_step  # noqa: E402
@@ -114,6 +115,7 @@ def time_report(rows: Sequence[Row], kind: str) -> str:
         others += [] if used else [error]
     lines = [format_table(table, left_align=(0, 1)), f"without the fitted rows: {_errors(others)}"]
     lines.append(f"order of all rows: Kendall's tau {kendall_tau([(r.seconds, p) for r, p in order]):.2f}")
+    lines.append(_repeats_line(order))
     by_model: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
     for row, predicted in order:
         model, batch = row.config.model, row.config.batch.global_batch_size
@@ -125,6 +127,26 @@ def time_report(rows: Sequence[Row], kind: str) -> str:
                 f"Kendall's tau {kendall_tau(pairs):.2f}"
             )
     return "\n".join(lines)
+
+
+def _repeats_line(order: Sequence[tuple[Row, float]]) -> str:
+    """The order of the different layouts, and what rows of one layout say of the measurements: their spread,
+    and the order that a prediction gives which is exact but for it."""
+    same: dict[Config, list[tuple[float, float]]] = {}
+    for row, predicted in order:
+        same.setdefault(row.config, []).append((row.seconds, predicted))
+    medians = {config: statistics.median(s for s, _ in pairs) for config, pairs in same.items()}
+    repeated = [[s for s, _ in pairs] for pairs in same.values() if len(pairs) > 1]
+    layouts = kendall_tau([(medians[config], pairs[0][1]) for config, pairs in same.items()])
+    line = f"order of the {len(same)} different layouts: Kendall's tau {layouts:.2f}"
+    if not repeated:
+        return line
+    spread = max(max(seconds) / min(seconds) - 1 for seconds in repeated)
+    exact = kendall_tau([(row.seconds, medians[row.config]) for row, _ in order])
+    return (
+        f"{line}; {len(repeated)} of them were measured several times, with up to {100 * spread:.0f} % "
+        f"difference: their medians as predictions have Kendall's tau {exact:.2f} over all rows"
+    )
 
 
 def _errors(errors: Sequence[float]) -> str:

@@ -41,22 +41,7 @@ started=$SECONDS
 
 say "1/6 text: the sources of Python's standard library"
 if [ ! -e "$text" ]; then
-    python - "$text" "$MAX_FILES" <<'PYTHON'
-import hashlib, json, os, pathlib, sys, sysconfig
-
-output, max_files = sys.argv[1], int(sys.argv[2])
-library = pathlib.Path(sysconfig.get_path("stdlib"))
-left_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo", "ensurepip",
-            "site-packages", "dist-packages", "__pycache__"}
-files = [file for file in library.rglob("*.py") if not left_out & set(file.relative_to(library).parts)]
-# Order by a hash: it mixes the packages, so that training and validation data are alike, and is reproducible.
-files.sort(key=lambda file: hashlib.sha256(file.relative_to(library).as_posix().encode()).digest())
-with open(output + ".tmp", "w") as jsonl:
-    for file in files[:max_files]:
-        jsonl.write(json.dumps({"text": file.read_text("utf-8", errors="replace")}) + "\n")
-os.replace(output + ".tmp", output)
-print(f"{output}: {len(files[:max_files])} files, {os.path.getsize(output) / 1e6:.1f} MB")
-PYTHON
+    python examples/stdlib_text.py "$text" "$MAX_FILES"
 fi
 
 say "2/6 tokenizer: a byte-level BPE of $VOCAB_SIZE tokens"

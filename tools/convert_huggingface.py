@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 """Convert a checkpoint to Hugging Face transformers, or a Hugging Face model to a checkpoint.
 
-    python tools/convert_huggingface.py --load checkpoints --output my_model
-    python tools/convert_huggingface.py --from-hugging-face bloom-560m --output start/global_step0_universal
+    python tools/convert_huggingface.py --from checkpoints --to my_model
+    python tools/convert_huggingface.py --from Llama-3.2-1B --to start
 
---load writes config.json, the weights as safetensors, and the tokenizer. A model with ALiBi and
---embed-layernorm becomes a BloomForCausalLM, one with absolute positions a GPT2LMHeadModel; others are
-refused. The checkpoint may be native, of any layout, or a universal one that this repository wrote.
---from-hugging-face writes a universal checkpoint of a BLOOM or GPT-2 model, and prints the flags with which
-pretrain_gpt.py starts from it on any layout. Both directions preserve the logits. See docs/huggingface.md.
+A checkpoint becomes a folder with config.json, the weights as safetensors, and the tokenizer; docs/models.md
+has the model types and the flags that each needs. The checkpoint may be native, of any layout, or a universal
+one that this repository wrote. A model of Hugging Face becomes a universal checkpoint, and the flags are
+printed with which pretrain_gpt.py starts from it on any layout. Both directions preserve the logits. --load
+and --from-hugging-face name the direction, --from finds it. See docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -42,8 +42,14 @@ DIRECTION_FLAGS = {
 def build_parser() -> ToolParser:
     """The command line."""
     parser = ToolParser(__doc__)
-    group = parser.add_argument_group("input (one of two) and output")
+    group = parser.add_argument_group("input (one of three) and output")
     source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--from",
+        dest="source",
+        metavar="FOLDER",
+        help="convert this folder: a checkpoint, or a model of Hugging Face if it has a config.json",
+    )
     source.add_argument(
         "--load",
         metavar="FOLDER",
@@ -53,14 +59,16 @@ def build_parser() -> ToolParser:
     source.add_argument(
         "--from-hugging-face",
         metavar="FOLDER",
-        help="convert this folder with a BLOOM or GPT-2 model to a universal checkpoint; nothing is "
-        "downloaded",
+        help="convert this folder with a Hugging Face model to a universal checkpoint; nothing is downloaded",
     )
     group.add_argument(
+        "--to",
         "--output",
+        dest="output",
         required=True,
         metavar="FOLDER",
-        help="folder to write: for Hugging Face, or CKPT/global_step0_universal for a run with --load CKPT",
+        help="folder to write: for Hugging Face, or CKPT/global_step0_universal for a run with --load CKPT; "
+        "with --from CKPT is enough",
     )
     group = parser.add_argument_group("with --load")
     group.add_argument(
@@ -90,6 +98,18 @@ def build_parser() -> ToolParser:
     )
     add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint, or that in the model's folder)")
     return parser
+
+
+def find_direction(arguments: argparse.Namespace) -> None:
+    """Set the flags of the direction that --from needs."""
+    if arguments.source is None:
+        return
+    if not os.path.isfile(os.path.join(arguments.source, "config.json")):
+        arguments.load = arguments.source
+        return
+    arguments.from_hugging_face = arguments.source
+    if not Path(arguments.output).name.endswith("_universal"):
+        arguments.output = os.path.join(arguments.output, "global_step0_universal")
 
 
 def check_direction(arguments: argparse.Namespace) -> None:
@@ -196,6 +216,7 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
 def run(argv: Sequence[str] | None) -> None:
     """Run the tool. Raises ConfigError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
+    find_direction(arguments)
     check_direction(arguments)
 
     from megatron.cluster.processes import configure_logging

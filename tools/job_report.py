@@ -34,8 +34,8 @@ from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 
 # Printed before training starts: by this repository, and by Megatron.
 _START = re.compile(
-    r"starting from .*, iteration \d+|initializing from scratch|"
-    r"successfully loaded checkpoint .* at iteration \d+"
+    r"starting from .*, iteration (?P<resumed>\d+)|initializing from scratch|"
+    r"successfully loaded checkpoint .* at iteration (?P<loaded>\d+)"
 )
 # Fields that the pictures show below the loss, and their labels.
 _LABELS = {"grad_norm": "grad norm", "learning_rate": "lr", "samples_per_second": "samples / s"}
@@ -44,11 +44,12 @@ _DASHES = ("-", "--", ":", "-.")
 
 @dataclass
 class Start:
-    """The training lines that one start of the program logged, ascending by iteration."""
+    """The training lines that one start of the program logged, ascending by iteration. begin: the iteration
+    of its checkpoint, 0 from scratch, None if the log does not tell."""
 
     log: str
     lines: list[ParsedLine] = field(default_factory=list)
-    from_scratch: bool = False
+    begin: int | None = None
 
     @property
     def iterations(self) -> list[int]:
@@ -81,8 +82,9 @@ class Run:
 
     def repeated_iterations(self) -> int:
         """Logged iterations that ran again after a restart, since they had not been saved."""
-        pairs = zip(self.starts[:-1], self.starts[1:], strict=True)
-        return sum(max(a.iterations[-1] - b.iterations[0] + 1, 0) for a, b in pairs)
+        begins = [s.iterations[0] - 1 if s.begin is None else s.begin for s in self.starts]
+        pairs = zip(self.starts[:-1], begins[1:], strict=True)
+        return sum(max(start.iterations[-1] - begin, 0) for start, begin in pairs)
 
 
 def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
@@ -93,11 +95,11 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
         start = Start(name)
         for line in lines:
             parsed = parse_log_line(line)
-            if _START.search(line):
+            if found := _START.search(line):
                 if start.lines:  # a requeued job continues the same log
                     run.starts.append(start)
                     start = Start(name)
-                start.from_scratch = "initializing from scratch" in line
+                start.begin = int(found["resumed"] or found["loaded"] or 0)
             if parsed is None:
                 continue
             # The line of an evaluation at the end of training may lack the iteration: it is the last one.
@@ -143,7 +145,7 @@ def report(run: Run) -> str:
     if repeated := run.repeated_iterations():
         lines.append(f"{repeated:,} iterations were repeated after a restart")
     for before, start in zip(run.starts[:-1], run.starts[1:], strict=True):
-        if start.from_scratch and start.log != before.log:
+        if start.begin == 0 and start.log != before.log:
             lines.append(f"note: {start.log} begins from scratch: if it is another run, use --compare")
     return "\n".join(lines)
 

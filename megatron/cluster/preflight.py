@@ -1,13 +1,15 @@
 """Preflight: checks that all nodes have the same versions, free memory and files, and times an all-reduce.
 
 Takes seconds, before a run of several processes. Differences are printed as a table that names the nodes. If
-there are none, the log gets one sentence.
+there are none, the log gets one sentence. With --network-figures an all-reduce within each node is timed too,
+and both rates are written to a file that plans can read.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
 import textwrap
 import time
 from collections import Counter
@@ -26,6 +28,7 @@ from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
+from megatron.planner.network_figures import NetworkFigures, write_network_figures
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.
@@ -33,12 +36,14 @@ _MAX_WAIT_FOR_FILE_S = 10.0
 # A GPU with less free memory than this share of the best one is in use by another process.
 _FREE_MEMORY_SHARE = 0.9
 _MESSAGE_BYTES = {"cpu": 2**22, "gpu": 2**27}
+_TIMED_CALLS = 3
 
 
 @dataclass(frozen=True)
 class RankInfo:
     """The facts of one rank. versions: by name. free_share: free share of the device's memory, None on a CPU.
-    folder_problems: see `check_shared_folders`. all_reduce_bytes_per_s: see `_measure_all_reduce`."""
+    folder_problems: see `check_shared_folders`. all_reduce_bytes_per_s: see `_measure_all_reduce`.
+    node_bytes_per_s: the same within the node, None if it was not measured."""
 
     rank: int
     node: str
@@ -47,10 +52,12 @@ class RankInfo:
     free_share: float | None
     folder_problems: Mapping[str, str] = field(default_factory=dict)
     all_reduce_bytes_per_s: float = 0.0
+    node_bytes_per_s: float | None = None
 
 
 def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength) -> list[str]:
-    """Returns one sentence for the log; none with --no-preflight or for a single process.
+    """Returns sentences for the log; none with --no-preflight or for a single process. With --network-figures
+    rank 0 writes that file.
 
     fingerprint: of the data as this rank sees it. Collective, after `init_distributed`. Raises ConfigError on
     every rank, with the table of differences between nodes.
@@ -68,6 +75,7 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
             _folders(config), dist.get_rank(), config.parallel.local_rank == 0, _token(), dist.barrier
         ),
         _measure_all_reduce(),
+        None if config.parallel.network_figures is None else _measure_within_node(),
     )
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, asdict(own))
@@ -76,10 +84,14 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
         raise ConfigError(
             "nodes are inconsistent (--no-preflight starts nevertheless):\n" + differences_table(differences)
         )
+    problems = _write_figures(config, facts)
     samples = length.samples_per_split(config)
     missing = missing_index_files(config.data, config.model.seq_length, config.training.seed, samples)
     seconds = time.monotonic() - started
-    return [f"{describe(facts)}; {len(missing)} index files to build; {seconds:.1f} s (--no-preflight)"]
+    return [
+        f"{describe(facts)}; {len(missing)} index files to build; {seconds:.1f} s (--no-preflight)",
+        *problems,
+    ]
 
 
 def describe(facts: Sequence[RankInfo]) -> str:
@@ -189,22 +201,66 @@ def _free_share() -> float | None:
     return free / total
 
 
-def _measure_all_reduce() -> float:
-    """Bytes per second that each node sends and receives during an all-reduce of one tensor over all ranks.
+def network_figures(facts: Sequence[RankInfo], device: str, backend: str) -> NetworkFigures:
+    """The figures of the slowest node."""
+    nodes = Counter(fact.node for fact in facts)
+    within = [fact.node_bytes_per_s for fact in facts if fact.node_bytes_per_s is not None]
+    between = min(fact.all_reduce_bytes_per_s for fact in facts) if len(nodes) > 1 else None
+    return NetworkFigures(
+        len(nodes), min(nodes.values()), device, backend, min(within) if within else None, between
+    )
+
+
+def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
+    """On rank 0, the file of --network-figures. A sentence if it cannot be written: the run needs no such
+    file."""
+    path = config.parallel.network_figures
+    if path is None or dist.get_rank() != 0:
+        return []
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    try:
+        write_network_figures(path, network_figures(facts, device, dist.get_backend()))
+    except OSError as error:
+        return [f"--network-figures {path} cannot be written ({error.strerror})"]
+    return []
+
+
+def _measure_within_node() -> float | None:
+    """`_measure_all_reduce` within each node, all nodes at once; None on a node with one process.
+    Collective."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, node_name(os.environ))
+    own = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
+    if len(own) == 1:
+        dist.barrier()
+        return None
+    # The other nodes take no part in making the group, which would take longer with every node.
+    group = dist.new_group(own, use_local_synchronization=True)
+    dist.barrier()
+    found = _measure_all_reduce(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+def _measure_all_reduce(group: dist.ProcessGroup | None = None) -> float:
+    """Bytes per second that each node sends and receives during an all-reduce of one tensor over all ranks,
+    the median of some calls; with `group`, that each of its ranks sends and receives.
+
     In a ring of n ranks every rank sends 2 (n - 1) / n of the tensor, and one rank per node sends to the next
-    node. Collective."""
+    node. Collective.
+    """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     kind = "cpu" if accelerator.device_name() == "cpu" else "gpu"
     message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=accelerator.current_device_name())
-    seconds = 0.0
-    for _ in range(2):  # the first one opens the connections
-        dist.barrier()
+    seconds = []
+    for _ in range(1 + _TIMED_CALLS):  # the first one opens the connections
+        dist.barrier(group)
         accelerator.synchronize()
         started = time.perf_counter()
-        dist.all_reduce(message)
+        dist.all_reduce(message, group=group)
         accelerator.synchronize()
-        seconds = time.perf_counter() - started
-    ranks = dist.get_world_size()
-    return 2 * (ranks - 1) / ranks * _MESSAGE_BYTES[kind] / seconds
+        seconds.append(time.perf_counter() - started)
+    ranks = dist.get_world_size(group)
+    return 2 * (ranks - 1) / ranks * _MESSAGE_BYTES[kind] / statistics.median(seconds[1:])

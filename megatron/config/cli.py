@@ -28,6 +28,7 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 # The groups of --help, with Megatron's names and in its order, and 'stability'.
 HELP_GROUPS = (
     "network size",
+    "rotary embeddings",
     "regularization",
     "training",
     "stability",

@@ -34,6 +34,10 @@ REPLACED_FLAGS: dict[str, str] = {
     "--use-distributed-optimizer": "set --zero-stage 1, which shards the optimizer state over the "
     "data-parallel ranks",
     "--swiglu": "set --glu-activation swiglu",
+    "--use-rope-scaling": "set --rope-scaling-type llama3",
+    "--rotary-seq-len-interpolation-factor": "set --rope-scaling-type linear and --rope-scaling-factor",
+    "--num-key-value-heads": "set --group-query-attention and --num-query-groups",
+    "--use-rotary-position-embeddings": "set --position-embedding-type rotary",
 }
 
 DEPRECATED_FLAGS: tuple[DeprecatedFlag, ...] = (

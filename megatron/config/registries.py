@@ -31,7 +31,10 @@ GLU_ACTIVATIONS = Registry(
 # Modules with __init__(hidden_size, epsilon, use_apex), [..., hidden] -> [..., hidden].
 NORMALIZATIONS = Registry(
     "--normalization",
-    {"LayerNorm": Choice("layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm")},
+    {
+        "LayerNorm": Choice("layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm"),
+        "RMSNorm": Choice("RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm"),
+    },
 )
 
 # Instances of megatron.model.position.PositionScheme.
@@ -43,8 +46,47 @@ POSITION_EMBEDDINGS = Registry(
             "megatron.model.position:ABSOLUTE",
             settings=("max_position_embeddings",),
         ),
-        "rotary": Choice("rotary embeddings (RoPE, arXiv:2104.09864)", "megatron.model.position:ROTARY"),
+        "rotary": Choice(
+            "rotary embeddings (RoPE, arXiv:2104.09864)",
+            "megatron.model.position:ROTARY",
+            settings=(
+                "rotary_base",
+                "rotary_percent",
+                "rotary_interleaved",
+                "rope_scaling_type",
+                "rope_scaling_factor",
+                "rope_original_max_position_embeddings",
+                "rope_low_freq_factor",
+                "rope_high_freq_factor",
+                "rope_beta_slow",
+                "rope_beta_fast",
+            ),
+        ),
         "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "megatron.model.position:ALIBI"),
+    },
+)
+
+# Functions (rotary frequencies, ModelConfig) -> scaled frequencies and a multiplier of cosines and sines.
+_SCALING = ("rope_scaling_factor",)
+_ORIGINAL = (*_SCALING, "rope_original_max_position_embeddings")
+ROPE_SCALINGS = Registry(
+    "--rope-scaling-type",
+    {
+        "linear": Choice(
+            "position interpolation (arXiv:2306.15595)",
+            "megatron.model.rope_scaling:linear",
+            settings=_SCALING,
+        ),
+        "llama3": Choice(
+            "by wavelength, as in Llama 3.1 (arXiv:2407.21783)",
+            "megatron.model.rope_scaling:llama3",
+            settings=(*_ORIGINAL, "rope_low_freq_factor", "rope_high_freq_factor"),
+        ),
+        "yarn": Choice(
+            "YaRN (arXiv:2309.00071)",
+            "megatron.model.rope_scaling:yarn",
+            settings=(*_ORIGINAL, "rope_beta_slow", "rope_beta_fast"),
+        ),
     },
 )
 
@@ -222,6 +264,7 @@ REGISTRIES = (
     GLU_ACTIVATIONS,
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
+    ROPE_SCALINGS,
     OPTIMIZERS,
     LR_DECAY_STYLES,
     WSD_DECAY_STYLES,

@@ -1,7 +1,8 @@
 """The GPT model, from token ids to logits. This file has the whole model; read it from top to bottom.
 
-Shapes: b = batch, s = sequence, h = hidden, n = heads, d = head dimension (kv_channels), V = padded
-vocabulary, L = transformer layers. `pipeline_layers` is the model as an ordered list of layers:
+Shapes: b = batch, s = sequence, h = hidden, n = heads, g = groups of heads that share keys and values (g = n
+without --group-query-attention), d = head dimension (kv_channels), V = padded vocabulary, L = transformer
+layers. `pipeline_layers` is the model as an ordered list of layers:
 
     index        layer                                                  output
     0            _to_float16 (function)                                 [b, s]      token ids
@@ -11,22 +12,25 @@ vocabulary, L = transformer layers. `pipeline_layers` is the model as an ordered
                      x = x + dropout(attention(norm(x)))                ParallelSelfAttention
                      x = x + dropout(mlp(norm(x)))                      ParallelMLP
     L+3          to_batch_first (function)                              [b, s, h]
-    L+4          MixedFusedLayerNorm, the final norm                    [b, s, h]
+    L+4          MixedFusedLayerNorm or RMSNorm, the final norm         [b, s, h]
     L+5          EmbeddingPipe again, as LM head: x @ word weight.T     [b, s, V]
+                 or LMHeadPipe, which has a weight of its own
     L+6          float16_to_fp32 (function), with fp16 and bf16         [b, s, V]
     loss         CrossEntropy (loss.py)                                 scalar
 
 The list and its indices are fixed: checkpoints name parameters by a layer's index (BLOOM's public checkpoints
-use the same indices). Layers 1 and L+5 share the word embedding, under the key 'embed'. If layers need
-document boundaries, layers 1 to L+2 pass a pair (hidden, document_ids) instead of hidden: see `LayerIO`.
+use the same indices). Layers 1 and L+5 share the word embedding, under the key 'embed', unless
+--untie-embeddings-and-output-weights is given. If layers need document boundaries, layers 1 to L+2 pass a
+pair (hidden, document_ids) instead of hidden: see `LayerIO`.
 
 A first reading can leave parallelism out. On one process `ColumnParallelLinear` and `RowParallelLinear` are
 `nn.Linear`, `VocabParallelEmbedding` is `nn.Embedding`, and scatter and gather are the identity.
 
 What tensor parallelism changes (TP > 1; Megatron, arXiv 1909.08053, section 3): each rank computes n / TP
-whole heads, 4h / TP columns of the MLP, V / TP rows of the word embedding and the same columns of the logits.
-The second matrix product of attention and MLP sums over the ranks. Hidden states are replicated over the
-ranks; with --sequence-parallel each rank has [s / TP, b, h] of them from layer 2 to L+2 (arXiv 2205.05198).
+whole heads with the keys and values of their g / TP groups (of a part of one group if g < TP), 4h / TP
+columns of the MLP, V / TP rows of the word embedding and the same columns of the logits. The second matrix
+product of attention and MLP sums over the ranks. Hidden states are replicated over the ranks; with
+--sequence-parallel each rank has [s / TP, b, h] of them from layer 2 to L+2 (arXiv 2205.05198).
 The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
 
 The parts beside this file: core_attention.py (scores, softmax, dropout), position.py (learned, rotary, ALiBi,
@@ -53,7 +57,11 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
+from megatron.mpu.mappings import (
+    gather_from_rank_block,
+    gather_from_tensor_region,
+    scatter_to_tensor_region,
+)
 from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
 from megatron.mpu.random import dropout, dropout_add
 from megatron.mpu.vector_math import initialize_vector_math
@@ -82,7 +90,11 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
     layers += [
         _to_batch_first(context),
         LayerSpec(norm_class(config), *norm_arguments(config)),
-        TiedLayerSpec(TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied),
+        LayerSpec(LMHeadPipe, context, vocab_size, padded)
+        if model.untie_embeddings_and_output_weights
+        else TiedLayerSpec(
+            TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied
+        ),
     ]
     if config.precision.name != "fp32":
         layers.append(float16_to_fp32)
@@ -120,6 +132,7 @@ class EmbeddingPipe(nn.Module):
             num_valid_rows=vocab_size,
             init_std=model.init_method_std,
         )
+        self.tp_group = context.tp_group
         self.logits_multiplier = model.logits_multiplier
         if is_head:
             return
@@ -137,7 +150,6 @@ class EmbeddingPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
-        self.tp_group = context.tp_group
         self.dropout_rng = context.dropout_rng
 
     def forward(self, tokens: Tensor) -> LayerIO:
@@ -168,9 +180,10 @@ class EmbeddingPipe(nn.Module):
             )
         return (hidden, document_ids) if self.passes_document_ids else hidden
 
-    def apply_logits_multiplier(self, hidden: Tensor) -> Tensor:
-        """The head's input times the muP factor of the logits: cheaper than scaling the logits."""
-        return hidden if self.logits_multiplier == 1.0 else hidden * self.logits_multiplier
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the LM head."""
+        return self.word_embeddings.weight
 
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
@@ -261,48 +274,75 @@ class ParallelTransformerLayerPipe(nn.Module):
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal multi-head self-attention: [seq, batch, hidden] -> [seq, batch, hidden].
+    """Causal self-attention: [seq, batch, hidden] -> [seq, batch, hidden].
 
-    The rows of the fused projection are ordered (heads, 3, head_dim). So a contiguous slice of rows is a set
-    of whole heads, and the same full weight serves every tensor-parallel degree.
+    The rows of the fused projection are ordered (groups, heads per group + 2, head_dim): for each group its
+    query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). A
+    contiguous slice of rows is a set of whole groups, so the same full weight serves every tensor-parallel
+    degree.
+
+    With fewer groups than ranks each block of TP / groups consecutive ranks computes one group. A rank
+    projects its part of the group's rows; the block gathers the parts, and each rank keeps its own query
+    heads and the key and value head. The backward pass sums their gradients over the block. No parameter is
+    replicated.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         super().__init__()
-        model = context.config.model
-        self.heads = model.num_attention_heads // context.tp_group.size
+        model, ranks = context.config.model, context.tp_group.size
+        self.heads = model.num_attention_heads // ranks
+        self.groups = max(model.query_groups // ranks, 1)
+        self.ranks_per_group = max(ranks // model.query_groups, 1)
         self.head_dim = model.kv_channels
-        width = model.num_attention_heads * model.kv_channels
+        self.tp_group = context.tp_group
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
-            3 * width,
+            model.query_width + 2 * model.key_width,
             context.tp_group,
             init_std=model.matrix_init_std,
             lr_mult=model.matrix_lr_mult,
+            bias=model.qkv_bias,
             sequence_parallel=context.sequence_parallel,
         )
         self.rotary = context.rotary
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(
-            width,
+            model.query_width,
             model.hidden_size,
             context.tp_group,
             init_std=model.output_init_std,
             lr_mult=model.matrix_lr_mult,
+            bias=not model.disable_bias_linear,
             sequence_parallel=context.sequence_parallel,
         )
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], document_ids [batch, seq] or None -> [seq, batch, hidden]."""
-        projected = self.query_key_value(hidden)
-        seq, batch, _ = projected.shape
-        projected = projected.view(seq, batch, self.heads, 3, self.head_dim)
-        query, key, value = projected.unbind(dim=3)
+        query, key, value = self._project(hidden)
         if self.rotary is not None:
             positions = positions_within_documents(document_ids) if self.reset_position_ids else None
             query, key = self.rotary.rotate(query, key, positions)
+        if self.groups < self.heads:  # each query head gets a copy of its group's key and value
+            key, value = (x.repeat_interleave(self.heads // self.groups, dim=2) for x in (key, value))
         return self.dense(self.core_attention(query, key, value, document_ids))
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [seq, batch, heads / TP, head_dim]; key and value of this rank's groups."""
+        projected = self.query_key_value(hidden)
+        if self.ranks_per_group > 1:
+            projected = self._rows_of_own_heads(
+                gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
+            )
+        projected = projected.unflatten(-1, (self.groups, -1, self.head_dim))
+        query, key, value = projected.split((self.heads // self.groups, 1, 1), dim=3)
+        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+
+    def _rows_of_own_heads(self, group: Tensor) -> Tensor:
+        """The projections of a whole group -> those of this rank's query heads, the key and the value."""
+        width = self.heads * self.head_dim
+        own = self.tp_group.rank % self.ranks_per_group
+        return torch.cat((group.narrow(-1, own * width, width), group[..., -2 * self.head_dim :]), dim=-1)
 
 
 class ParallelMLP(nn.Module):
@@ -326,6 +366,7 @@ class ParallelMLP(nn.Module):
             context.tp_group,
             init_std=model.matrix_init_std,
             lr_mult=model.matrix_lr_mult,
+            bias=not model.disable_bias_linear,
             num_fused_parts=parts,
             sequence_parallel=context.sequence_parallel,
         )
@@ -335,6 +376,7 @@ class ParallelMLP(nn.Module):
             context.tp_group,
             init_std=model.output_init_std,
             lr_mult=model.matrix_lr_mult,
+            bias=not model.disable_bias_linear,
             sequence_parallel=context.sequence_parallel,
         )
 
@@ -346,10 +388,40 @@ class ParallelMLP(nn.Module):
         return self.dense_4h_to_h(value * self.activation(gate))
 
 
-def lm_head(embedding: EmbeddingPipe, hidden: Tensor) -> Tensor:
+class LMHeadPipe(nn.Module):
+    """The untied LM head: hidden [batch, seq, hidden] -> logits [batch, seq, padded_vocab / TP]."""
+
+    def __init__(self, context: LayerContext, vocab_size: int, padded_vocab_size: int) -> None:
+        """`vocab_size`: number of real tokens."""
+        super().__init__()
+        model = context.config.model
+        self.lm_head = VocabParallelEmbedding(
+            padded_vocab_size,
+            model.hidden_size,
+            context.tp_group,
+            num_valid_rows=vocab_size,
+            init_std=model.init_method_std,
+        )
+        self.tp_group = context.tp_group
+        self.logits_multiplier = model.logits_multiplier
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight of the LM head."""
+        return self.lm_head.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return lm_head(self, hidden)
+
+
+def lm_head(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
     """hidden [batch, seq, hidden] -> this rank's logits [batch, seq, padded_vocab / TP]."""
-    words = embedding.word_embeddings
-    return parallel_logits(embedding.apply_logits_multiplier(hidden), words.weight, words.tp_group)
+    return parallel_logits(head_input(head, hidden), head.head_weight, head.tp_group)
+
+
+def head_input(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
+    """The head's input times the muP factor of the logits: cheaper than scaling the logits."""
+    return hidden if head.logits_multiplier == 1.0 else hidden * head.logits_multiplier
 
 
 def float16_to_fp32(logits: Tensor) -> Tensor:

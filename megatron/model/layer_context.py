@@ -47,7 +47,7 @@ class LayerContext:
     def rotary(self) -> RotaryEmbedding | None:
         """Rotary tables, or None with other position embeddings."""
         rotary = self.positions.rotary
-        return None if rotary is None else rotary(self.config.model.kv_channels)
+        return None if rotary is None else rotary(self.config.model)
 
     @property
     def sequence_parallel(self) -> bool:

@@ -1,4 +1,5 @@
-"""Layer norm. With --fp32-residual-connection its input is fp32 while its parameters are 16-bit."""
+"""Layer norm and RMS norm. With --fp32-residual-connection their input is fp32 while their parameters are
+16-bit."""
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,27 @@ class MixedFusedLayerNorm(nn.Module):
         wide = self.normalize(
             hidden.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.epsilon
         )
+        return wide.to(self.weight.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight.
+
+    Statistics in fp32, output in the parameter's dtype. `use_apex` has no effect: PyTorch's kernel is fused.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
+        super().__init__()
+        self.normalized_shape = (hidden_size,)
+        self.epsilon = epsilon
+        ones = ParameterSpec((hidden_size,), init_value=1.0, weight_decay=False)
+        self.weight = new_parameter(ones, TPGroup())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameter."""
+        if hidden.dtype == self.weight.dtype:
+            return F.rms_norm(hidden, self.normalized_shape, self.weight, self.epsilon)
+        wide = F.rms_norm(hidden.float(), self.normalized_shape, self.weight.float(), self.epsilon)
         return wide.to(self.weight.dtype)
 
 

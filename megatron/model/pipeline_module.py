@@ -23,7 +23,9 @@ from megatron.config import Config
 from megatron.model.gpt_model import (
     PARAMETER_DTYPES,
     TIED_EMBEDDING,
+    LMHeadPipe,
     ParallelTransformerLayerPipe,
+    head_input,
     lm_head,
     pipeline_layers,
 )
@@ -138,16 +140,16 @@ class GPTModelPipe(PipelineModule):
         """Scalar fp32 loss from the output of `forward` on the last stage."""
         if not self._head_is_fused:
             return self.cross_entropy(outputs, labels_and_mask)
-        embedding = self.tied_modules[TIED_EMBEDDING]
-        hidden, weight = embedding.apply_logits_multiplier(outputs), embedding.word_embeddings.weight
-        return self.cross_entropy.from_hidden(hidden, weight, labels_and_mask)
+        untied = [layer for layer in self.forward_funcs if isinstance(layer, LMHeadPipe)]
+        head = untied[0] if untied else self.tied_modules[TIED_EMBEDDING]
+        return self.cross_entropy.from_hidden(head_input(head, outputs), head.head_weight, labels_and_mask)
 
     def functions_before_loss(self) -> list[Callable]:
         """This stage's layers, without those that `loss` computes."""
         functions = list(self.forward_funcs)
         if self._head_is_fused:
             for position, function in enumerate(functions):
-                if getattr(function, "func", None) is lm_head:
+                if isinstance(function, LMHeadPipe) or getattr(function, "func", None) is lm_head:
                     return functions[:position]
         return functions
 

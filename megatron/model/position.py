@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.config import ModelConfig
+from megatron.config.registries import ROPE_SCALINGS
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
@@ -168,17 +170,39 @@ class AttentionMasks:
 
 
 class RotaryEmbedding:
-    """Rotary position embedding (RoPE, arXiv 2104.09864) with GPT-NeoX's convention: the rotated pairs are
-    the elements i and i + head_dim / 2."""
+    """Rotary position embedding (RoPE, arXiv 2104.09864).
 
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
-        self.inverse_frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    The rotated pairs are the elements i and i + rotary_dim / 2 (as in GPT-NeoX and Hugging Face's Llama), or
+    with --rotary-interleaved 2i and 2i + 1. Elements from rotary_dim on are not rotated (--rotary-percent).
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.dim = model.rotary_dim
+        self.interleaved = model.rotary_interleaved
+        places = torch.arange(0, self.dim, 2, dtype=torch.float32)
+        self.inverse_frequency = model.rotary_base ** (-places / self.dim)
+        self.multiplier = 1.0
+        if model.rope_scaling_type is not None:
+            scale = ROPE_SCALINGS.load(model.rope_scaling_type)
+            self.inverse_frequency, self.multiplier = scale(self.inverse_frequency, model)
         self._cache: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotates query and key [seq, batch, heads, head_dim]. positions: [batch, seq]; None for 0, 1, ..."""
+        """Rotates query and key [seq, batch, heads, head_dim], which may have other numbers of heads.
+        positions: [batch, seq]; None for 0, 1, ..."""
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
-        return _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
+
+    def _rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        if self.dim < heads.shape[-1]:
+            rotated, rest = heads[..., : self.dim], heads[..., self.dim :]
+            return torch.cat((self._rotate(rotated, cosine, sine), rest), dim=-1)
+        if self.interleaved:
+            turned = torch.stack((-heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
+        else:
+            first, second = heads.chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+        return heads * cosine + turned * sine
 
     @not_compiled  # its cache is filled outside of compiled graphs
     def _angles(
@@ -195,16 +219,14 @@ class RotaryEmbedding:
             angles = places[:, None, None, None] * self.inverse_frequency
         else:
             angles = positions.t()[:, :, None, None] * self.inverse_frequency
-        angles = torch.cat((angles, angles), dim=-1)
-        table = angles.cos().to(dtype), angles.sin().to(dtype)
+        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), -1)
+        cosine, sine = angles.cos(), angles.sin()
+        if self.multiplier != 1.0:
+            cosine, sine = cosine * self.multiplier, sine * self.multiplier
+        table = cosine.to(dtype), sine.to(dtype)
         if positions is None:
             self._cache = {key: table}
         return table
-
-
-def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
 @dataclass(frozen=True)
@@ -212,7 +234,7 @@ class PositionScheme:
     """The components of a position embedding type.
 
     learned_table: learned position embeddings are added to the word embeddings.
-    rotary: class of the rotary embedding of queries and keys; its argument is the head dimension.
+    rotary: class of the rotary embedding of queries and keys; its argument is the ModelConfig.
     slopes: function from the number of heads to the ALiBi slopes.
     """
 

@@ -25,6 +25,15 @@ def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) 
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 
+def gather_from_rank_block(x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
+    """All-gather along the last dimension over each block of `block` consecutive ranks: [..., n] per rank ->
+    [..., block x n] of this rank's block. Backward: the sum over the block's ranks; each takes its part.
+
+    The collectives run over the whole group: blocks have no process groups of their own.
+    """
+    return x if block == 1 else _GatherBlock.apply(x, tp_group, block)
+
+
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """Reduce-scatter: [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
@@ -77,6 +86,32 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _local_part(grad, ctx.tp_group, ctx.dim), None, None
+
+
+class _GatherBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
+        ctx.tp_group, ctx.block = tp_group, block
+        every, pending = all_gather_sequence(x.unsqueeze(0), tp_group)  # [ranks, ..., n]
+        pending.wait()
+        return every[_block_of(tp_group, block)].movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        tp_group, block = ctx.tp_group, ctx.block
+        parts = grad.unflatten(-1, (block, -1)).movedim(-2, 0)  # [block, ..., n]
+        every = parts.new_zeros(tp_group.size, *parts.shape[1:])
+        every[_block_of(tp_group, block)] = parts
+        own, pending = reduce_scatter_sequence(every, tp_group)
+        pending.wait()
+        return own[0], None, None
+
+
+def _block_of(tp_group: TPGroup, block: int) -> slice:
+    """The ranks of this rank's block."""
+    first = tp_group.rank // block * block
+    return slice(first, first + block)
 
 
 class _Scatter(torch.autograd.Function):

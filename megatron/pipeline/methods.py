@@ -17,8 +17,9 @@ from megatron.config.registries import PARTITION_METHODS
 from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
 from megatron.pipeline.partition import Weight, partition
 
-# Class names of the input embedding (and head), and of a transformer layer.
+# Class names of the input embedding (and tied head), of an untied head, and of a transformer layer.
 EMBEDDING = "EmbeddingPipe"
+UNTIED_HEAD = "LMHeadPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
 # Limit of the dynamic programs' numbers of steps, 10 to 30 s: 300 to 400 layers with two stages per rank, or
@@ -67,9 +68,14 @@ class PipelineShape:
 
 
 def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
-    """The indices of the input embedding and of the head, which have the same class name."""
-    found = [index for index, name in enumerate(names) if name == EMBEDDING]
+    """The indices of the input embedding and of the head, which have the same class name if they are tied."""
+    found = [index for index, name in enumerate(names) if name in (EMBEDDING, UNTIED_HEAD)]
     return found[0], found[-1]
+
+
+def is_untied(names: Sequence[str]) -> bool:
+    """Whether the head has a weight of its own."""
+    return UNTIED_HEAD in names
 
 
 def partition_layers(

@@ -9,6 +9,8 @@ Tensor-parallel group, per micro-batch (arXiv 1909.08053; with --sequence-parall
     embedding              forward all-reduce H
     transformer layer      forward 2 all-reduces of H, backward 2, recomputation 2 (or 1, see below)
       sequence parallel    forward 2 all-gathers and 2 reduce-scatters of H; backward 4 and 2
+      fewer query groups   forward and recomputation all-gather, backward reduce-scatter of the projections,
+      than TP              e b s (n + 2 g) d
     LM head, fused loss    forward all-reduce H and all-gather 12 t b s, in chunks of tokens
     LM head, plain loss    forward all-reduces of 4 b s and 8 b s, backward all-reduce H
     input of a stage       forward all-gather H, and of its output's gradient: DeepSpeed sends 1 / t of them
@@ -40,7 +42,7 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head, is_untied
 from megatron.planner.flat_buffers import (
     flat_buffers,
     is_replicated,
@@ -236,6 +238,13 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
         forward = calls(ALL_REDUCE, 2 * count)
         backward = calls(ALL_REDUCE, 2 * count, INPUT_GRADIENT)
         backward += calls(ALL_REDUCE, 2 * again - skipped, "recomputation")
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    if model.query_groups < tp_size and count:
+        projected = hidden * (model.query_width + 2 * model.key_width) // model.hidden_size
+        forward.append(Exchange(TENSOR, ALL_GATHER, "query groups", projected, count))
+        backward.append(Exchange(TENSOR, REDUCE_SCATTER, "query groups", projected, count))
+        if again:
+            backward.append(Exchange(TENSOR, ALL_GATHER, "recomputation", projected, again))
     if recomputes and training.partition_activations and groups:
         size = hidden * _residual_bytes(config) // _parameter_bytes(config)
         backward.append(Exchange(TENSOR, ALL_GATHER, "partitioned activations", size, groups))
@@ -301,7 +310,7 @@ def _step_exchanges(
             if not flat.shards_gradients:
                 yield Exchange(DATA, ALL_REDUCE, "gradients", FP32 * flat.length)
     holders = {plan.rank_of(_stage_of(plan, layer)) for layer in embedding_and_head(plan.names)}
-    if rank in holders and len(holders) == 2:
+    if rank in holders and len(holders) == 2 and not is_untied(plan.names):
         (other,) = holders - {rank}
         rows = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
         yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * rows * config.model.hidden_size, peer=other)

@@ -105,7 +105,8 @@ def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"--zero-stage {stage}", {"parallel.zero_stage": stage}
     if not parallel.cpu_offload:
         yield "--cpu-offload", {"parallel.cpu_offload": True}
-        if not config.optimizer.use_bnb_optimizer:
+        # Without the norm after the embedding, a published run with 8-bit moments stagnated.
+        if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
             yield "--use-bnb-optimizer", {"optimizer.use_bnb_optimizer": True}
     yield (
         f"--tensor-model-parallel-size {2 * tensor}",

@@ -27,7 +27,7 @@ from megatron.mpu.random import DropoutRNG
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.quantized import BLOCK_SIZE
-from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER, embedding_and_head
+from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER, embedding_and_head, is_untied
 from megatron.planner.stages import StagePlan
 
 
@@ -87,10 +87,11 @@ def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Seque
     table = layer_parameters(config, vocab_size)
     first, head = embedding_and_head(plan.names)
     layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
-    if first in layers and head in layers:
+    untied = is_untied(plan.names)
+    if first in layers and head in layers and not untied:
         layers.remove(head)  # the same parameter
     # DeepSpeed registers the tied modules first.
-    layers.sort(key=lambda layer: layer not in (first, head))
+    layers.sort(key=lambda layer: layer != first and (untied or layer != head))
     in_units = [layer for layer in layers if sharded and plan.names[layer] == TRANSFORMER_LAYER]
     others = [p for layer in layers if layer not in in_units for p in table[layer]]
     flats = flat_buffers(config, others, False)

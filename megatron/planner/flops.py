@@ -10,7 +10,7 @@ counts only three quarters of the head. It is kept, because published throughput
 
 from __future__ import annotations
 
-from megatron.config import Config
+from megatron.config import Config, ModelConfig
 from megatron.model.attention_choice import Implementation
 from megatron.planner.attention import attention_of
 
@@ -43,6 +43,45 @@ def iteration_flops(
     return matrices * (1 + attention + head) + scores
 
 
+def model_iteration_flops(
+    model: ModelConfig,
+    *,
+    seq_length: int,
+    padded_vocab_size: int,
+    batch_size: int,
+    recompute: bool,
+    recompute_attention: bool,
+) -> float:
+    """Hardware FLOPs of one step, summed over all devices: `iteration_flops` for the layers that its formula
+    is made for, and otherwise (another MLP size, grouped queries, another head dimension) the matrix products
+    of a layer as they are, with 3 passes over the head."""
+    hidden, gated = model.hidden_size, model.glu_activation is not None
+    if (model.ffn_hidden_size, model.query_width, model.key_width) == (4 * hidden, hidden, hidden):
+        return iteration_flops(
+            num_layers=model.num_layers,
+            hidden_size=hidden,
+            seq_length=seq_length,
+            padded_vocab_size=padded_vocab_size,
+            batch_size=batch_size,
+            recompute=recompute,
+            recompute_attention=recompute_attention,
+            gated_mlp=gated,
+        )
+    tokens = batch_size * seq_length
+    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
+    layer = 2 * layer_matrix_elements(model) + 4 * seq_length * model.query_width
+    scores = 2 * tokens * seq_length * model.num_layers * model.query_width if recompute_attention else 0
+    head = 2 * _FORWARD_AND_BACKWARD * tokens * hidden * padded_vocab_size
+    return passes * tokens * model.num_layers * layer + head + scores
+
+
+def layer_matrix_elements(model: ModelConfig) -> int:
+    """Elements of the matrices of a transformer layer."""
+    attention = 2 * model.query_width + 2 * model.key_width
+    mlp = (3 if model.glu_activation else 2) * model.ffn_hidden_size
+    return (attention + mlp) * model.hidden_size
+
+
 def transformer_layer_flops(config: Config) -> float:
     """FLOPs of one transformer layer on one rank for one micro-batch: forward, backward, recomputation.
 
@@ -53,10 +92,8 @@ def transformer_layer_flops(config: Config) -> float:
     """
     model, training = config.model, config.training
     tokens = config.batch.micro_batch_size * model.seq_length
-    width = model.num_attention_heads * model.kv_channels
-    matrices = 4 * width + (3 if model.glu_activation else 2) * model.ffn_hidden_size
-    scores = 2 * tokens * model.seq_length * width
-    forward = 2 * tokens * matrices * model.hidden_size + 2 * scores
+    scores = 2 * tokens * model.seq_length * model.query_width
+    forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total = _FORWARD_AND_BACKWARD * forward
     attention = attention_of(config)
     if attention == Implementation.TRITON:

@@ -35,9 +35,9 @@ from megatron.model.pipeline_module import layer_names
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
-from megatron.pipeline.methods import EMBEDDING, TRANSFORMER_LAYER
+from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.planner.flops import recomputes_scores
-from megatron.planner.stages import layer_kinds
+from megatron.planner.stages import head_kind, layer_kinds
 
 WARM_UP, REPEATS = 2, 7
 
@@ -146,7 +146,7 @@ def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None
     seconds: dict[str, float] = {}
     layer_io: Any = tokens
     loss, labels = CrossEntropy(tp_group, vocab_size), (tokens, torch.ones(shape, device=device))
-    head = f"{EMBEDDING}@last"
+    head = head_kind(layer_names(layers))
     fused = config.training.loss_implementation == "fused"
     for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
         if kind in seconds:
@@ -155,9 +155,7 @@ def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None
             seconds[kind] = 0.0  # part of the fused head and loss, which is measured as one
             continue
         if fused and kind == head:
-            function = _build(
-                layer, config, device, lambda m, x: loss.from_hidden(x, m.word_embeddings.weight, labels)
-            )
+            function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
         else:
             function = _build(layer, config, device)
         if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:

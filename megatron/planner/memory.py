@@ -12,9 +12,9 @@ transformer layer keeps for its backward pass
 elements in the run's precision. Without Triton kernels --hidden-dropout adds 2 sbh bytes of masks. With
 --sequence-parallel all terms are divided by t (equation 4 of the paper).
 
-Attention: PyTorch's fused kernel and the Triton kernel store no scores. With --attention-dropout and without
-Triton kernels (`planner.attention`) attention is not fused. For a heads it then keeps a s^2 b / t scores: each
-as softmax output in fp32, as dropout output in the run's precision, and one byte of mask.
+Attention: PyTorch's fused kernel and the Triton kernel store no scores. With --attention-dropout and
+without Triton kernels (`planner.attention`) attention is not fused. For a heads it then keeps a s^2 b / t
+scores: each as softmax output in fp32, as dropout output in the run's precision, and one byte of mask.
 --recompute-granularity selective recomputes them instead.
 
 With --checkpoint-activations a layer keeps only its input: 1 / t of it with --partition-activations, nothing
@@ -97,19 +97,21 @@ def keeps_dropout_masks(config: Config) -> bool:
 
 
 def norm_statistics_bytes(config: Config, values: float) -> float:
-    """Mean and reciprocal deviation of each row of `values` elements."""
-    return 2 * FP32 * values / config.model.hidden_size
+    """Mean and reciprocal deviation of each row of `values` elements; of an RMS norm the latter."""
+    statistics = 1 if config.model.normalization == "RMSNorm" else 2
+    return statistics * FP32 * values / config.model.hidden_size
 
 
 def _attention_bytes(config: Config) -> float:
-    """Query, key, value, and the attention output as the input of the next matrix. Rotary embeddings make
-    copies of query and key. Fused kernels (FlashAttention, arXiv 2205.14135) save the logarithm of each row's
+    """Query, key, value (`_head_copies`), and the attention output as the input of the next matrix.
+
+    Fused kernels (FlashAttention, arXiv 2205.14135) save the logarithm of each row's
     sum in fp32. PyTorch's memory-efficient kernel, which serves biases and fp32, has its output batch first:
     a second copy, unless the micro-batch is one sample."""
     model, batch = config.model, config.batch.micro_batch_size
     heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
     rows = batch * model.seq_length * heads
-    copies = 4 + (2 if position_scheme(config).rotary else 0)
+    copies = _head_copies(config) + 1
     statistics, attention = 0.0, attention_of(config)
     if attention != Implementation.UNFUSED:
         is_efficient = attention == Implementation.BIASED_SDPA or parameter_bytes(config) == FP32
@@ -118,7 +120,20 @@ def _attention_bytes(config: Config) -> float:
     angles = 0
     if position_scheme(config).rotary and config.data.reset_position_ids:
         angles = 2 * batch * model.seq_length  # cosines and sines of this micro-batch
-    return (copies * rows + angles) * model.kv_channels * parameter_bytes(config) + statistics
+    elements = copies * rows * model.kv_channels + angles * model.rotary_dim
+    return elements * parameter_bytes(config) + statistics
+
+
+def _head_copies(config: Config) -> float:
+    """Queries, keys and values that attention keeps, in units of this rank's queries. Rotary embeddings make
+    new queries and keys, while the values keep the whole projection. With grouped queries keys and values are
+    copied to all heads; the projection is kept if the queries are a view of it, as those of one group are."""
+    model, ranks = config.model, config.parallel.tensor_model_parallel_size
+    rotary = bool(position_scheme(config).rotary)
+    groups, heads = max(model.query_groups // ranks, 1), model.num_attention_heads // ranks
+    if groups == heads:
+        return 5 if rotary else 3
+    return 3 + (2 / heads if groups == 1 and not rotary else 0)
 
 
 def _score_bytes(config: Config) -> float:

@@ -13,7 +13,8 @@ The default rates are those of the vendors' systems, per direction:
     H100   DGX H100: 18 NVLinks of 25 GB/s, 8 x 400 Gbit/s; H200 the same
     B200   DGX B200: 18 NVLinks of 50 GB/s, 8 x 400 Gbit/s
 
-Collectives reach a part of these rates only; `ACHIEVED` is an assumption, as the latencies are. Not modelled:
+Collectives reach a part of these rates only; `ACHIEVED` is an assumption, as the latencies are. With
+--network-figures the rates are those that preflight has measured, and nothing is taken off. Not modelled:
 congestion, rings over a part of the links, trees, and SHARP.
 """
 
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.communication import ALL_REDUCE, RECEIVE, SEND, Exchange
+from megatron.planner.network_figures import read_network_figures
 
 ACHIEVED = 0.75
 """Part of a link's rate that collectives reach."""
@@ -34,27 +36,26 @@ LATENCY_S = {"intra": 5e-6, "inter": 15e-6}
 _BITS = 8e-9
 
 
+def _reached(gbps: float) -> float:
+    return ACHIEVED * gbps / _BITS
+
+
 @dataclass(frozen=True)
 class Network:
-    """The connections of a cluster.
+    """The connections of a cluster, per direction.
 
-    node_size: devices per node. intra_node_gbps: Gbit/s per device and direction within a node.
-    inter_node_gbps: Gbit/s per node and direction to other nodes.
+    node_size: devices per node. intra_bytes_per_s: what a device reaches within its node. inter_bytes_per_s:
+    what the devices of a node reach together, to other nodes.
     """
 
     node_size: int
-    intra_node_gbps: float
-    inter_node_gbps: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
 
-    @property
-    def intra_bytes_per_s(self) -> float:
-        """What a device reaches within its node."""
-        return ACHIEVED * self.intra_node_gbps / _BITS
-
-    @property
-    def inter_bytes_per_s(self) -> float:
-        """What the devices of a node reach together."""
-        return ACHIEVED * self.inter_node_gbps / _BITS
+    @classmethod
+    def of_links(cls, node_size: int, intra_node_gbps: float, inter_node_gbps: float) -> Network:
+        """From the rates of the links in Gbit/s: of a device, and of a node."""
+        return cls(node_size, _reached(intra_node_gbps), _reached(inter_node_gbps))
 
     def seconds(self, exchange: Exchange, layout: ParallelLayout) -> float:
         """Time of one call, for the rank of `layout`, if all ranks of the run make the same call at once."""
@@ -84,23 +85,33 @@ class Network:
 
 
 _KINDS = {
-    "v100": Network(8, 1200, 400),
-    "a100": Network(8, 2400, 1600),
-    "h100": Network(8, 3600, 3200),
-    "h200": Network(8, 3600, 3200),
-    "b200": Network(8, 7200, 3200),
+    "v100": Network.of_links(8, 1200, 400),
+    "a100": Network.of_links(8, 2400, 1600),
+    "h100": Network.of_links(8, 3600, 3200),
+    "h200": Network.of_links(8, 3600, 3200),
+    "b200": Network.of_links(8, 7200, 3200),
 }
 
 
 def find_network(config: Config) -> Network | None:
-    """The network of --node-size, --intra-node-gbps and --inter-node-gbps; defaults by --gpu. None without
-    --gpu."""
+    """The network of the run: by --node-size, --intra-node-gbps and --inter-node-gbps; what they leave open
+    as measured in --network-figures; what that has not measured by --gpu. None without --gpu.
+
+    ConfigError if the file cannot be used.
+    """
     if config.training.gpu is None:
         return None
     usual = _KINDS[config.training.gpu.partition("-")[0]]
+    if (figures := read_network_figures(config)) is not None:
+        usual = Network(
+            figures.node_size,
+            figures.intra_bytes_per_s or usual.intra_bytes_per_s,
+            figures.inter_bytes_per_s or usual.inter_bytes_per_s,
+        )
     parallel = config.parallel
+    intra, inter = parallel.intra_node_gbps, parallel.inter_node_gbps
     return Network(
         parallel.node_size or usual.node_size,
-        parallel.intra_node_gbps or usual.intra_node_gbps,
-        parallel.inter_node_gbps or usual.inter_node_gbps,
+        usual.intra_bytes_per_s if intra is None else _reached(intra),
+        usual.inter_bytes_per_s if inter is None else _reached(inter),
     )

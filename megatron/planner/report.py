@@ -10,6 +10,7 @@ from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.planner.flops import pipeline_efficiency
 from megatron.planner.hardware import GIB
+from megatron.planner.network_figures import read_network_figures
 from megatron.planner.stage_memory import StageMemory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, stage_flops
 from megatron.planner.step_time import StepTime, time_lines
@@ -63,6 +64,10 @@ def _layout_lines(config: Config) -> str:
         f"x {micro_batches} accumulation steps x DP {data}",
         _pipeline_line(parallel.pipeline_schedule, micro_batches, stages),
     ]
+    if parallel.network_figures is not None and config.training.dry_run and config.training.gpu is not None:
+        figures = read_network_figures(config)
+        assert figures is not None
+        lines.append(f"network    {figures.describe()} ({parallel.network_figures})")
     if batch.rampup_batch_size:
         start, increment, samples = batch.rampup_batch_size
         lines.append(f"ramp-up    from {start} by {increment} over the first {samples:,} samples")

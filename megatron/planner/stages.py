@@ -15,9 +15,11 @@ from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import (
     EMBEDDING,
     TRANSFORMER_LAYER,
+    UNTIED_HEAD,
     LayerTable,
     Partition,
     embedding_and_head,
+    is_untied,
     partition_layers,
 )
 from megatron.planner import flops, memory
@@ -62,12 +64,13 @@ class StagePlan:
         return f"{first}-{last}" if last > first else str(first) if last == first else "-"
 
     def stage_parameters(self, stage: int) -> int:
-        """Parameters that one rank of the stage holds. Embedding and head on one rank are one matrix."""
+        """Parameters that one rank of the stage holds. A tied embedding and head on one rank are one
+        matrix."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
         _, head = embedding_and_head(self.names)
-        has_embedding_too = self.rank_of(stage) == 0
-        return held - (self.parameters[head] if first <= head < last and has_embedding_too else 0)
+        shares_embedding = self.rank_of(stage) == 0 and not is_untied(self.names)
+        return held - (self.parameters[head] if first <= head < last and shares_embedding else 0)
 
     def layer_titles(self) -> list[str]:
         """The name of each layer for the report; '' for the functions between layers."""
@@ -98,7 +101,7 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
     )
     unsharded = layer_parameter_counts(layers, unsharded=True)
     _, head = embedding_and_head(names)
-    total = sum(unsharded) - unsharded[head]
+    total = sum(unsharded) - (0 if is_untied(names) else unsharded[head])
     return StagePlan(parallel.partition_method, names, parameters, partition, is_v_schedule, total)
 
 
@@ -131,11 +134,13 @@ def layer_table(
     per_parameter = dict.fromkeys(names, memory.state_bytes_per_parameter(config))
     # 8-bit Adam keeps 32-bit moments for norms and biases, a thousandth of a layer; that is neglected.
     moment_bytes = memory.EIGHT_BIT if config.optimizer.use_bnb_optimizer else memory.FP32
+    per_parameter[UNTIED_HEAD] = memory.state_bytes_per_parameter(config, moment_bytes)
     per_parameter[TRANSFORMER_LAYER] = memory.state_bytes_per_parameter(
         config, moment_bytes, in_transformer_layer=True
     )
     held = list(parameters)
-    if config.parallel.num_stages == 1 or config.parallel.schedule.stages_per_rank == 2:
+    one_rank = config.parallel.num_stages == 1 or config.parallel.schedule.stages_per_rank == 2
+    if one_rank and not is_untied(names):
         held[head] = 0  # the rank of the head also has the embedding, which is the same matrix
     state_bytes = [count * per_parameter[name] for name, count in zip(names, held, strict=True)]
     return LayerTable(names, held, layer_flops, state_bytes, activation_bytes, _per_layer(names, seconds))
@@ -170,6 +175,11 @@ def layer_kinds(names: list[str]) -> list[str]:
         f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
         for index, name in enumerate(names)
     ]
+
+
+def head_kind(names: list[str]) -> str:
+    """The kind of the LM head."""
+    return layer_kinds(names)[embedding_and_head(names)[1]]
 
 
 def in_flight_micro_batches(config: Config) -> list[int]:

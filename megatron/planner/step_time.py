@@ -32,7 +32,7 @@ from megatron.planner.communication import (
     RankCommunication,
     rank_communication,
 )
-from megatron.planner.flops import iteration_flops, recomputes_scores, tflops_per_device
+from megatron.planner.flops import model_iteration_flops, recomputes_scores, tflops_per_device
 from megatron.planner.hardware import GPU, find_gpu
 from megatron.planner.network import Network, find_network
 from megatron.planner.stages import StagePlan, micro_batches_per_step
@@ -329,15 +329,13 @@ class PipelineTime:
 
 def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:
     model = config.model
-    return iteration_flops(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
+    return model_iteration_flops(
+        model,
         seq_length=model.seq_length,
         padded_vocab_size=padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size),
         batch_size=config.batch.global_batch_size,
         recompute=recompute,
         recompute_attention=recompute and recomputes_scores(config),
-        gated_mlp=model.glu_activation is not None,
     )
 
 

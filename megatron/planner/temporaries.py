@@ -160,7 +160,7 @@ def table_bytes(config: Config, *, exchanges: bool) -> float:
         bias = model.num_attention_heads / config.parallel.tensor_model_parallel_size
     elif config.data.reset_attention_mask:
         bias = 1
-    rotary = 2 * model.seq_length * model.kv_channels if scheme.rotary else 0
+    rotary = 2 * model.seq_length * model.rotary_dim if scheme.rotary else 0
     buffer = memory.sent_activation_bytes(config) if exchanges else 0
     return (bias * model.seq_length**2 + rotary) * size + buffer
 

@@ -118,13 +118,20 @@ def program_of(config: Config) -> Program:
     shards = config.parallel.tensor_model_parallel_size > 1
     biased = attention == Implementation.BIASED_SDPA
     gated = model.glu_activation is not None
+    biases = not model.disable_bias_linear
+    # Of keys, or of values, in units of the queries; what rotation moves in either pass: 10 per element.
+    keys = model.key_width / model.query_width
+    rotary = 10 * (1 + keys) if model.position_embedding_type == "rotary" else 0
+    grouped = model.query_groups < model.num_attention_heads  # copies of keys and values, and of queries
+    copies = 2 * (1 + keys) * grouped
     fused_loss = config.training.loss_implementation == "fused"
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
         # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
         forward=Traffic(
             hidden=size * (18 if shards else 14) + 2 * 79 * hashed,
-            attention=size * (6 if unfused else 14 if biased else 8),
+            attention=size
+            * ((6 if unfused else 14 if biased else 8) - 2 * (1 - keys) + rotary + copies + 2 * grouped),
             mlp=size * (8 if gated else 4),
             score=(12 * size + 2 + 79) * unfused,
             launches=(12 if shards else 10)
@@ -132,14 +139,29 @@ def program_of(config: Config) -> Program:
             + 2 * biased
             + (44 if hashed else 1) * 2 * dropout
             + 50 * unfused
-            + (in_kernel and model.attention_dropout > 0),
+            + (in_kernel and model.attention_dropout > 0)
+            + 10 * bool(rotary)
+            + 3 * grouped,
         ),
         backward=Traffic(
-            hidden=size * 26 + (15 if hashed else 4 * size) * dropout,
-            attention=size * (21 if unfused else 27 if biased else 29 if in_kernel else 25),
-            mlp=size * (35 if gated else 8),
+            hidden=size * (26 if biases else 24) + (15 if hashed else 4 * size) * dropout,
+            attention=size
+            * (
+                (21 if unfused else 27 if biased else 29 if in_kernel else 25)
+                - (10 if model.qkv_bias else 8) * (1 - keys)
+                - (0 if model.qkv_bias else 3)
+                + rotary
+                + copies
+            ),
+            mlp=size * ((21 if gated else 8) - (0 if biases else 2 if gated else 1)),
             score=52 * unfused,
-            launches=33 + 9 * gated + (10 if hashed else 2) * dropout + 5 * unfused + in_kernel,
+            launches=(33 if biases else 23)
+            + 3 * gated
+            + (10 if hashed else 2) * dropout
+            + 5 * unfused
+            + in_kernel
+            + 10 * bool(rotary)
+            + 2 * grouped,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
         gradient_bytes=FP32,
@@ -189,10 +211,10 @@ def layer_work(config: Config, program: Program) -> StageWork:
     """The work of a pass of one micro-batch through one transformer layer."""
     model, parallel = config.model, config.parallel
     tp_size, tokens = parallel.tensor_model_parallel_size, _tokens(config)
-    width = model.num_attention_heads * model.kv_channels
+    width, key_width = model.query_width, model.key_width
     wide = (2 if model.glu_activation else 1) * model.ffn_hidden_size
     size = _element_bytes(config)
-    weights = ((4 * width + wide + model.ffn_hidden_size) * model.hidden_size) / tp_size
+    weights = ((2 * width + 2 * key_width + wide + model.ffn_hidden_size) * model.hidden_size) / tp_size
     scores = tokens * model.seq_length * model.num_attention_heads / tp_size
     attention = 4 * tokens * model.seq_length * width / tp_size
     flops = 2 * tokens * weights + attention
@@ -225,7 +247,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
     else:
         again = program.forward.score * scores if recomputes_scores(config) else 0.0
         backward += Work(flops=max(recomputed, 0.0), bytes=again)
-    return StageWork(forward, backward, 2 * tokens * (3 * width + wide) * model.hidden_size / tp_size)
+    return StageWork(
+        forward, backward, 2 * tokens * (width + 2 * key_width + wide) * model.hidden_size / tp_size
+    )
 
 
 def _element_bytes(config: Config) -> int:

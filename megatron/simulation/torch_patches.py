@@ -44,6 +44,8 @@ def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
         (FakeTensor, "tolist", _tolist),
         (torch.UntypedStorage, "resize_", _resize_(torch.UntypedStorage.resize_, simulated)),
         (F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)),
+        (F, "rms_norm", _rms_norm(F.rms_norm)),
+        (F, "silu", _silu(F.silu)),
         (dist, "all_gather_object", _all_gather_object),
         (dist, "broadcast_object_list", _broadcast_object_list),
     ]
@@ -135,6 +137,74 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return efficient(query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale)[0]
 
     return attention
+
+
+def _rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CUDA's fused kernel, which keeps the reciprocal deviation of each row. On other devices PyTorch
+    composes the norm of elementary operations, which keep several tensors of the input's size."""
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        if x.device.type != NAME:
+            return original(x, shape, weight, eps)
+        return _FusedRMSNorm.apply(x, weight, eps)
+
+    return rms_norm
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        result, deviation = _fused_rms_norm(x, weight)
+        ctx.save_for_backward(x, deviation, weight)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, deviation, weight = ctx.saved_tensors
+        backward = aten._fused_rms_norm_backward
+        return (*backward(grad, x, list(weight.shape), deviation, weight, [True, True]), None)
+
+
+@torch.library.custom_op("megatron_simulation::fused_rms_norm", mutates_args=())
+def _fused_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes of `aten::_fused_rms_norm` on CUDA, without values."""
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@_fused_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+def _silu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One kernel in the backward pass, as on CUDA. PyTorch composes it of seven for an unknown device."""
+
+    def silu(x: Tensor, inplace: bool = False) -> Tensor:
+        return original(x, inplace) if x.device.type != NAME else _FusedSiLU.apply(x)
+
+    return silu
+
+
+class _FusedSiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return aten.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _silu_backward(grad, *ctx.saved_tensors)
+
+
+@torch.library.custom_op("megatron_simulation::silu_backward", mutates_args=())
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Shape and dtype of `aten::silu_backward`, without values."""
+    return torch.empty_like(x)
+
+
+@_silu_backward.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:

@@ -21,7 +21,7 @@ from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
-from megatron.planner.flops import iteration_flops, recomputes_scores
+from megatron.planner.flops import model_iteration_flops, recomputes_scores
 from megatron.training.data import RunData
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.logging.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
@@ -322,15 +322,13 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
     model, parallel = config.model, config.parallel
 
     def flops_per_sample(seq_length: int) -> float:
-        return iteration_flops(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
+        return model_iteration_flops(
+            model,
             seq_length=seq_length,
             padded_vocab_size=padded_vocab_size(vocab_size, model, parallel.tensor_model_parallel_size),
             batch_size=1,
             recompute=config.training.recomputes_layers,
             recompute_attention=recomputes_scores(config),
-            gated_mlp=model.glu_activation is not None,
         )
 
     throughput = Throughput(

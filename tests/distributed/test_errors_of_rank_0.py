@@ -86,7 +86,7 @@ def lose_the_folder():
     class Owner:
         @property
         def loss(self):
-            return "the folder was taken over" if len(steps) >= 3 else None
+            return "the folder was taken over" if len(steps) >= 2 else None
 
     owner = Owner() if trainer.engine.global_rank == 0 else None
     checkpoints = CheckpointManager(trainer.engine, "", VOCAB, EOD, {}, owner)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.cluster.rank_reports import RankReport
 from megatron.mpu.parameters import merge_shards
 from megatron.optimizer.flat_group import ALIGNMENT, NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
@@ -251,7 +252,7 @@ def loop_over_overflows():
         BatchSchedule.from_config(config.batch),
         SimpleNamespace(lr=lambda progress: RATE),
         SimpleNamespace(log_step=records.append, print=lambda text: None),
-        SimpleNamespace(report=None, heartbeat=lambda: None),
+        SimpleNamespace(report=RankReport(None, "0"), heartbeat=lambda: None),
         SimpleNamespace(ownership_lost_reason=lambda: None),
         planned_bytes=[0.0],
     )

@@ -40,7 +40,9 @@ def train(state: TrainingState, stop_at: int | None) -> tuple[list[str], Trainin
         evaluated.append(name)
         return 1.0
 
-    trainer.exits = SimpleNamespace(install_handlers=frozenset, request=request, reason=request)
+    trainer.exits = SimpleNamespace(
+        install_handlers=frozenset, request=request, reason=request, code_of_this_rank=int
+    )
     with mock.patch("megatron.training.trainer.evaluate", evaluate):
         return evaluated, trainer.train(state)
 

@@ -34,6 +34,17 @@ from megatron.testing.pool import WorldError, run_world
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
+LLAMA = {
+    "model": {
+        "position_embedding_type": "rotary",
+        "normalization": "RMSNorm",
+        "glu_activation": "swiglu",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    }
+}
 GATED = {"model": {"glu_activation": "swiglu"}}
 # As BLOOM: no table of positions, a norm after the word embedding.
 BLOOM = {"model": {"embed_layernorm": True, "position_embedding_type": "alibi"}}
@@ -60,6 +71,20 @@ def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "
             assert state == state_after(STEPS_BEFORE)
             loss_error, norm_error = relative_errors(history, expected)
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
+
+
+@pytest.mark.full
+def test_a_llama_like_universal_checkpoint_opens_on_every_layout(tmp_path):
+    """Saved by more ranks than query groups; the untied head is stored without padding."""
+    source = saved(tmp_path / "native", SHAPES["tp4 dp2"], LLAMA)
+    target = tmp_path / "global_step5_universal"
+    names = converted(source, target, workers=2)
+    assert "9.lm_head.weight" in names
+    head = torch.load(target / "zero" / "9.lm_head.weight" / "fp32.pt")
+    assert head["param"].shape == (VOCAB, 32) and head["vocab_tensor"]
+    projection = torch.load(target / "zero" / "3.self_attention.query_key_value.weight" / "fp32.pt")
+    assert projection["param"].shape == (2 * (2 + 2) * 8, 32)
+    assert_resumes_everywhere(tmp_path, LLAMA)
 
 
 @pytest.mark.gate(rows=1)

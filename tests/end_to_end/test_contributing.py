@@ -20,8 +20,8 @@ EXAMPLE = re.compile(
     r"[Ii]n `(megatron/[^`]+)`(?:, `(\w+)`)?[^`\n]*?(?:\([^)\n]*\))?:\n\n```(\w+)\n(.*?)```", re.DOTALL
 )
 USED = (
-    "--activation squared_relu --normalization RMSNorm --lr-decay-style sqrt --partition-method activations "
-    "--optimizer sgd --sgd-nesterov"
+    "--activation squared_relu --normalization ScaleNorm --lr-decay-style sqrt "
+    "--partition-method activations --optimizer sgd --sgd-nesterov"
 ).split()
 
 

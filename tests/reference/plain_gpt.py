@@ -11,9 +11,23 @@ import torch.nn.functional as F
 
 
 def plain_gpt_logits(
-    weights, tokens, *, layers, heads, positions="absolute", embed_norm=False, glu=None, vocab
+    weights,
+    tokens,
+    *,
+    layers,
+    heads,
+    positions="absolute",
+    embed_norm=False,
+    glu=None,
+    vocab,
+    groups=None,
+    rotary=None,
 ):
-    """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary."""
+    """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
+
+    groups: of heads with common keys and values. rotary: arguments of `rotate`. Norms without bias are RMS
+    norms; linear layers have the biases that `weights` has; a head of its own replaces the embedding.
+    """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
     seq, hidden = x.shape[1], x.shape[2]
@@ -23,27 +37,39 @@ def plain_gpt_logits(
     if positions == "absolute":
         x = x + weights["tied_modules.embed.position_embeddings.weight"][:seq]
     for index in range(3, 3 + layers):
-        x = x + attention(weights, index, norm(weights, f"{index}.input_layernorm", x), heads, positions)
+        x = x + attention(
+            weights,
+            index,
+            norm(weights, f"{index}.input_layernorm", x),
+            heads,
+            groups or heads,
+            positions,
+            rotary or {},
+        )
         x = x + mlp(weights, index, norm(weights, f"{index}.post_attention_layernorm", x), glu)
     x = norm(weights, str(layers + 4), x)
-    return x @ embedding[:vocab].T
+    return x @ weights.get(f"{layers + 5}.lm_head.weight", embedding)[:vocab].T
 
 
 def norm(weights, name, x):
+    if f"{name}.bias" not in weights:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"]
     return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
 
 
 def linear(weights, name, x):
-    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def attention(weights, index, x, heads, positions):
+def attention(weights, index, x, heads, groups, positions, rotary):
     batch, seq, hidden = x.shape
-    dim = hidden // heads
-    qkv = linear(weights, f"{index}.self_attention.query_key_value", x).reshape(batch, seq, heads, 3, dim)
-    q, k, v = (qkv[:, :, :, i].transpose(1, 2) for i in range(3))  # [batch, heads, seq, dim]
+    dim, shared = hidden // heads, heads // groups
+    qkv = linear(weights, f"{index}.self_attention.query_key_value", x)
+    qkv = qkv.reshape(batch, seq, groups, shared + 2, dim).transpose(1, 2)  # [batch, groups, seq, ., dim]
+    q = torch.stack([qkv[:, h // shared, :, h % shared] for h in range(heads)], 1)  # [batch, heads, seq, dim]
+    k, v = (torch.stack([qkv[:, h // shared, :, shared + i] for h in range(heads)], 1) for i in range(2))
     if positions == "rotary":
-        q, k = rotate(q), rotate(k)
+        q, k = rotate(q, **rotary), rotate(k, **rotary)
     scores = q @ k.transpose(2, 3) / math.sqrt(dim)
     if positions == "alibi":
         slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)])  # heads: a power of two
@@ -55,13 +81,16 @@ def attention(weights, index, x, heads, positions):
     return linear(weights, f"{index}.self_attention.dense", context)
 
 
-def rotate(x):
-    """Complex multiplication of the pairs (x[i], x[i + dim / 2])."""
-    seq, dim = x.shape[-2], x.shape[-1]
-    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+def rotate(x, base=10000.0, part=1.0, interleaved=False):
+    """Complex multiplication of the pairs (x[i], x[i + dim / 2]), or of neighbours, of the first `part`."""
+    seq, dim = x.shape[-2], int(part * x.shape[-1])
+    x, rest = x[..., :dim], x[..., dim:]
+    frequency = base ** (-torch.arange(0, dim, 2) / dim)
     angle = torch.arange(seq)[:, None] * frequency[None, :]
-    turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((turned.real, turned.imag), -1)
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    parts = (turned.real, turned.imag)
+    return torch.cat((torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1), rest), -1)
 
 
 def mlp(weights, index, x, glu):

@@ -11,6 +11,10 @@ _SMALL = (
     "--train-samples 6400 --vocab-size 4000 --log-interval 10"
 )
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+    f"--disable-bias-linear --untie-embeddings-and-output-weights --ffn-hidden-size 704 {NO_DROPOUT}"
+)
 
 # Name -> flags. The order matters to the gate, which takes evenly spaced rows.
 LAYOUTS = {
@@ -52,6 +56,19 @@ LAYOUTS = {
     "dualpipev-2": "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --bf16",
     "dualpipev-2-tensor-2": "--world-size 8 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
     "--pipeline-schedule dualpipev --fp16 --checkpoint-activations",
+    "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
+    "alone-llama-fp32-recompute": f"{LLAMA} --group-query-attention "
+    "--checkpoint-activations --rotary-percent 0.5 --rotary-interleaved",
+    "alone-multi-query-dropout": "--bf16 --group-query-attention",
+    "tensor-2-query-groups": "--world-size 2 --tensor-model-parallel-size 2 --bf16 "
+    f"--group-query-attention --num-query-groups 2 {NO_DROPOUT}",
+    "tensor-4-llama": f"--world-size 4 --tensor-model-parallel-size 4 --bf16 {LLAMA} "
+    "--group-query-attention --num-query-groups 2 --sequence-parallel",
+    "pipeline-2-llama": f"--world-size 4 --pipeline-model-parallel-size 2 --bf16 {LLAMA} --zero-stage 1 "
+    "--group-query-attention --num-query-groups 4",
+    "dualpipev-2-llama-8-bit": "--world-size 2 --pipeline-model-parallel-size 2 "
+    f"--pipeline-schedule dualpipev --bf16 --use-bnb-optimizer {LLAMA} --group-query-attention "
+    "--num-query-groups 4",
     "all-three": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
     f"--zero-stage 1 --checkpoint-activations --position-embedding-type alibi --embed-layernorm {NO_DROPOUT}",
     "all-three-sequence": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

@@ -54,6 +54,23 @@ def attention_kernels(device):
     return [name for name in device.trace.outside.operations if "attention" in name]
 
 
+def rms_norm_memory(device):
+    """Bytes that a norm of 16 rows of 1024 bytes keeps beside its input and weight."""
+    values = torch.empty(16, 512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
+    weight = torch.empty(512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
+    before = device.memory.total
+    result = F.rms_norm(values, (512,), weight, 1e-5)
+    kept = device.memory.total - before
+    result.backward(torch.empty_like(result))
+    return kept, values.grad.dtype, weight.grad.shape
+
+
+def silu_operations(device):
+    values = torch.empty(16, 512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
+    F.silu(values).backward(values.detach())
+    return list(device.trace.outside.operations)
+
+
 def list_of_elements(device):
     values = torch.zeros(5, device=device.device).tolist()
     return len(values), [sync.cause for sync in device.trace.outside.syncs]
@@ -67,6 +84,8 @@ CASES = {
         attention_kernels,
         ["_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"],
     ),
+    "rms_norm": (rms_norm_memory, (16 * 1024 + 512, torch.bfloat16, torch.Size([512]))),
+    "silu": (silu_operations, ["silu", "silu_backward"]),
     "tolist": (list_of_elements, (5, ["copy to host"])),
 }
 

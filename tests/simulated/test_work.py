@@ -23,6 +23,11 @@ ROWS = {
     "alibi-without-kernels": (f"{NO_DROPOUT} --gpu v100-32gb --position-embedding-type alibi", 0.05),
     "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),
     "swiglu": (f"{NO_DROPOUT} --glu-activation swiglu", 0.05),
+    "llama": (
+        f"{NO_DROPOUT} --position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+        "--disable-bias-linear --group-query-attention --num-query-groups 2 --ffn-hidden-size 1408",
+        0.05,
+    ),
     "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.08),
 }
 

@@ -103,7 +103,7 @@ def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 
 def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """What its model has and the model here lacks, as 'argument is value, expected value'.
+    """What its model has and is not read, as 'argument is value, expected value'.
 
     args: the result of `arguments_here`.
     """

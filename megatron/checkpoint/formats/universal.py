@@ -121,8 +121,8 @@ def _check_variants(checkpoint: Checkpoint) -> None:
         return
     if variants := megatron_deepspeed.unsupported(checkpoint.run["args"], names):
         raise ConfigError(
-            f"checkpoint {checkpoint.folder} is of Microsoft's Megatron-DeepSpeed, with a model that this "
-            f"program does not have: {'; '.join(variants)}"
+            f"checkpoint {checkpoint.folder} is of Microsoft's Megatron-DeepSpeed, with parts that are not "
+            f"read from that program: {'; '.join(variants)}"
         )
 
 

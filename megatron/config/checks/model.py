@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
+from megatron.config.sections.model import ModelConfig
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 
 
@@ -23,6 +24,7 @@ def check_model(config: Config) -> None:
                 f"{option_name(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: "
                 "change one of them"
             )
+    _check_attention(model, tensor)
     if model.mup and config.optimizer.optimizer == "sgd":
         raise ConfigError(
             "--mup with --optimizer sgd: muP's learning rates hold for Adam, use --optimizer adam or remove "
@@ -37,13 +39,59 @@ def check_model(config: Config) -> None:
             f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
             f"{model.max_position_embeddings}: increase the latter, or reduce the sequence length"
         )
-    if model.position_embedding_type == "rotary" and model.kv_channels % 2:
-        raise ConfigError(
-            f"--position-embedding-type rotary needs an even head dimension, it is {model.kv_channels}: "
-            "change --kv-channels (default: hidden size / heads)"
-        )
+    if model.position_embedding_type == "rotary":
+        _check_rotary(model)
     if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
         raise ConfigError(
             "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
             "relative: remove it (--reset-attention-mask separates documents)"
         )
+
+
+def _check_attention(model: ModelConfig, tensor: int) -> None:
+    groups, heads = model.num_query_groups, model.num_attention_heads
+    if not model.group_query_attention:
+        if groups != 1:
+            raise ConfigError(
+                f"--num-query-groups {groups} without --group-query-attention, which enables it: add that "
+                "flag, or remove this one"
+            )
+        return
+    if heads % groups:
+        raise ConfigError(
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}, each group has "
+            "the same number of heads: change one of them"
+        )
+    if groups % tensor and tensor % groups:
+        raise ConfigError(
+            f"--num-query-groups {groups} with --tensor-model-parallel-size {tensor}: expected one to be a "
+            "multiple of the other, so that a rank has whole groups or a part of one: change one of them"
+        )
+    if tensor > groups and 2 * model.kv_channels * groups % tensor:
+        raise ConfigError(
+            f"--num-query-groups {groups} and a head dimension of {model.kv_channels} make "
+            f"{2 * model.kv_channels * groups} rows of keys and values, which are not divisible by "
+            f"--tensor-model-parallel-size {tensor}: decrease the latter"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    if model.kv_channels % 2:
+        raise ConfigError(
+            f"--position-embedding-type rotary needs an even head dimension, it is {model.kv_channels}: "
+            "change --kv-channels (default: hidden size / heads)"
+        )
+    if model.rotary_dim % 2 or not model.rotary_dim:
+        raise ConfigError(
+            f"--rotary-percent {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} "
+            "elements of each head: expected an even number above 0, change it"
+        )
+    for low, high in (
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        ("rope_beta_slow", "rope_beta_fast"),
+    ):
+        if getattr(model, low) >= getattr(model, high):
+            raise ConfigError(
+                f"{option_name(low)} {getattr(model, low):g} is not below {option_name(high)} "
+                f"{getattr(model, high):g}: change one of them"
+            )

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from megatron.config.checks.data import what_is_evaluated
 from megatron.config.config import Config
 from megatron.config.fields import Section, option_name
-from megatron.config.registries import LR_DECAY_STYLES, OPTIMIZERS, TOKENIZERS
+from megatron.config.registries import (
+    LR_DECAY_STYLES,
+    OPTIMIZERS,
+    POSITION_EMBEDDINGS,
+    ROPE_SCALINGS,
+    TOKENIZERS,
+)
 
 
 def unused_setting_notes(config: Config) -> tuple[str, ...]:
@@ -42,10 +48,26 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     if training.gpu is None or not training.dry_run:
         names = ("node_size", "intra_node_gbps", "inter_node_gbps")
         yield config.parallel, names, "without --dry-run and --gpu"
+    if training.dry_run and training.gpu is None:
+        yield config.parallel, ("network_figures",), "with --dry-run and without --gpu"
+    elif not training.dry_run and (training.no_preflight or config.parallel.world_size == 1):
+        reason = "with --no-preflight" if training.no_preflight else "with one process"
+        yield config.parallel, ("network_figures",), reason
     if model.pad_vocab_size_to is not None:
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
     if model.glu_activation is not None:
         yield model, ("activation",), f"with --glu-activation {model.glu_activation}"
+    if not model.disable_bias_linear:
+        yield model, ("add_qkv_bias",), "without --disable-bias-linear"
+    if model.position_embedding_type != "rotary":
+        names = POSITION_EMBEDDINGS["rotary"].settings
+        yield model, names, f"with --position-embedding-type {model.position_embedding_type}"
+    elif model.rope_scaling_type is None:
+        names = tuple(dict.fromkeys(name for kind in ROPE_SCALINGS.values() for name in kind.settings))
+        yield model, names, "without --rope-scaling-type"
+    else:
+        names = ROPE_SCALINGS.unused_settings(model.rope_scaling_type)
+        yield model, names, f"with --rope-scaling-type {model.rope_scaling_type}"
     if not model.mup:
         names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
         yield model, names, "without --mup"

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag, flag_of
-from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, NORMALIZATIONS, POSITION_EMBEDDINGS
+from megatron.config.registries import (
+    ACTIVATIONS,
+    GLU_ACTIVATIONS,
+    NORMALIZATIONS,
+    POSITION_EMBEDDINGS,
+    ROPE_SCALINGS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,23 @@ class ModelConfig(Section):
         changes_layer_time=True,
         megatron_arg=True,
     )
+    group_query_attention: bool = flag(
+        False,
+        summary="grouped-query attention",
+        help="grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each used "
+        "by an equal number of query heads",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
+    num_query_groups: int = flag(
+        1,
+        at_least=1,
+        at_most=2**16,
+        summary="{} query groups",
+        help="number of key and value heads with --group-query-attention (1: multi-query attention)",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
     seq_length: int = flag(
         changes_model=False,
         help="sequence length in tokens",
@@ -83,6 +106,94 @@ class ModelConfig(Section):
         help="type of the position embeddings",
         changes_layer_time=True,
         megatron_arg=True,
+    )
+    rotary_base: float = flag(
+        10000.0,
+        above=1,
+        group="rotary embeddings",
+        summary="rotary base {:g}",
+        help="base of the rotary frequencies, base^(-2i / dimension); Hugging Face's rope_theta",
+        changes_layer_time=False,
+        megatron_arg=True,
+    )
+    rotary_percent: float = flag(
+        1.0,
+        above=0,
+        at_most=1,
+        group="rotary embeddings",
+        summary="{:.0%} of each head rotated",
+        help="rotate this part of each head's dimension, a number above 0 and at most 1",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
+    rotary_interleaved: bool = flag(
+        False,
+        group="rotary embeddings",
+        summary="interleaved rotation",
+        help="rotate pairs of neighbours (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, i + half "
+        "the dimension)",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
+    rope_scaling_type: str | None = flag(
+        None,
+        choices=ROPE_SCALINGS,
+        group="rotary embeddings",
+        summary="{} RoPE scaling",
+        help="change the rotary frequencies for a longer context than a model was trained with",
+        changes_layer_time=False,
+        megatron_arg=False,
+    )
+    rope_scaling_factor: float = flag(
+        8.0,
+        at_least=1,
+        group="rotary embeddings",
+        summary="scaling factor {:g}",
+        help="how many times longer the context is, for --rope-scaling-type",
+        changes_layer_time=False,
+        megatron_arg=False,
+    )
+    rope_original_max_position_embeddings: int = flag(
+        8192,
+        at_least=1,
+        at_most=2**24,
+        group="rotary embeddings",
+        help="context that the model was trained with before the scaling",
+        changes_layer_time=False,
+        megatron_arg=False,
+    )
+    rope_low_freq_factor: float = flag(
+        1.0,
+        above=0,
+        group="rotary embeddings",
+        help="frequencies with at most this number of rotations in the original context are divided by the "
+        "factor",
+        changes_layer_time=False,
+        megatron_arg=False,
+    )
+    rope_high_freq_factor: float = flag(
+        4.0,
+        above=0,
+        group="rotary embeddings",
+        help="frequencies with at least this number of rotations in the original context stay as they are",
+        changes_layer_time=False,
+        megatron_arg=False,
+    )
+    rope_beta_slow: float = flag(
+        1.0,
+        above=0,
+        group="rotary embeddings",
+        help="number of rotations in the original context below which a frequency is divided by the factor",
+        changes_layer_time=False,
+        megatron_arg=False,
+    )
+    rope_beta_fast: float = flag(
+        32.0,
+        above=0,
+        group="rotary embeddings",
+        help="number of rotations in the original context above which a frequency stays as it is",
+        changes_layer_time=False,
+        megatron_arg=False,
     )
     # Layer times depend on the padded size only, which layer_times.py records.
     vocab_size: int | None = flag(
@@ -147,6 +258,27 @@ class ModelConfig(Section):
         choices=GLU_ACTIVATIONS,
         summary="{}",
         help="use a gated MLP with this activation of the gate, instead of --activation",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
+    disable_bias_linear: bool = flag(
+        False,
+        summary="no biases",
+        help="linear layers without bias",
+        changes_layer_time=True,
+        megatron_arg=False,
+    )
+    add_qkv_bias: bool = flag(
+        False,
+        summary="QKV bias",
+        help="with --disable-bias-linear, keep the bias of the query, key and value projection",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False,
+        summary="untied LM head",
+        help="an LM head with its own weight, instead of the word embedding's",
         changes_layer_time=True,
         megatron_arg=True,
     )
@@ -231,6 +363,38 @@ class ModelConfig(Section):
         changes_layer_time=True,
         megatron_arg=False,
     )
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key heads and of value heads: that of the query heads, unless they share them."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    def heads_divide(self, tp_size: int) -> bool:
+        """Whether the attention heads divide among tensor-parallel ranks: whole groups, or a part of one."""
+        groups = self.query_groups
+        if self.num_attention_heads % tp_size or (groups % tp_size and tp_size % groups):
+            return False
+        return tp_size <= groups or 2 * self.kv_channels * groups % tp_size == 0
+
+    @property
+    def query_width(self) -> int:
+        """Size of all query heads, which is also the size of the attention's output."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def key_width(self) -> int:
+        """Size of all key heads, and of all value heads."""
+        return self.query_groups * self.kv_channels
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated elements of each head."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projection to queries, keys and values has a bias."""
+        return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def width_ratio(self) -> float:

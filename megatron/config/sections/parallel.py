@@ -96,6 +96,13 @@ class ParallelConfig(Section):
         metavar="GBIT_PER_S",
         help="with --gpu: Gbit/s of one node to the others, per direction (default: by --gpu)",
     )
+    network_figures: str | None = flag(
+        None,
+        metavar="FILE",
+        help="JSON file of measured rates of the network: a run of several processes measures them at its "
+        "start and writes the file; with --dry-run and --gpu the plan reads it, where --node-size, "
+        "--intra-node-gbps and --inter-node-gbps are not given",
+    )
 
     @property
     def schedule(self) -> PipelineSchedule:

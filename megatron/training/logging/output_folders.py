@@ -20,6 +20,7 @@ def make_output_folders(config: Config) -> None:
     for option, file in (
         ("--log-path", logging.log_path),
         ("--partition-profile", parallel.partition_profile),
+        ("--network-figures", parallel.network_figures),
     ):
         if file:
             _make_writable(option, os.path.dirname(file) or ".")

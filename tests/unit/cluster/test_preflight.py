@@ -15,7 +15,9 @@ from megatron.cluster.preflight import (
     describe,
     differences_table,
     find_differences,
+    network_figures,
 )
+from megatron.planner.network_figures import NetworkFigures
 
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 
@@ -37,6 +39,18 @@ def test_consistent_nodes_give_one_sentence() -> None:
         "preflight: 3 node(s), 6 processes, torch 2.13.0, NCCL 2.29.3, 98% of device memory free; "
         "all-reduce 2.00 GB/s per node, least on n0"
     )
+
+
+def test_network_figures_are_those_of_the_slowest_node() -> None:
+    within = {rank: 5e9 + 1e8 * rank for rank in range(6)}
+    assert network_figures(facts(node_bytes_per_s=within), "A100", "nccl") == NetworkFigures(
+        3, 2, "A100", "nccl", 5e9, 2e9
+    )
+    # Ranks 4 and 5 are alone on their nodes: nothing was measured there.
+    alone = facts(node_bytes_per_s={rank: within[rank] for rank in range(2, 4)}, node={4: "a", 5: "b"})
+    assert network_figures(alone, "A100", "nccl") == NetworkFigures(4, 1, "A100", "nccl", 5.2e9, 2e9)
+    one_node = facts(node_bytes_per_s=within, node=dict.fromkeys(range(6), "n0"))
+    assert network_figures(one_node, "A100", "nccl") == NetworkFigures(1, 6, "A100", "nccl", 5e9, None)
 
 
 def test_different_version_has_one_row_per_node() -> None:

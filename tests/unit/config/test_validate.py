@@ -39,6 +39,21 @@ REFUSED = [
         "--hidden-size 33 --kv-channels 8 --ffn-hidden-size 64 --seq-length 31 --micro-batch-size 1",
         ("--partition-activations", "1023", "--tensor-model-parallel-size 2"),
     ),
+    ("--num-query-groups 2", ("--num-query-groups 2", "--group-query-attention")),
+    ("--group-query-attention --num-query-groups 3", ("--num-attention-heads 4", "--num-query-groups 3")),
+    (
+        "--num-attention-heads 12 --kv-channels 8 --ffn-hidden-size 96 --group-query-attention "
+        "--num-query-groups 4 --world-size 6 --tensor-model-parallel-size 6 --micro-batch-size 1",
+        ("--num-query-groups 4", "--tensor-model-parallel-size 6"),
+    ),
+    (
+        "--position-embedding-type rotary --rotary-percent 0.01",
+        ("--rotary-percent 0.01", "0 of 16", "even number"),
+    ),
+    (
+        "--position-embedding-type rotary --rope-scaling-type yarn --rope-beta-slow 32",
+        ("--rope-beta-slow 32", "--rope-beta-fast 32"),
+    ),
     ("--mup --optimizer sgd", ("--mup", "--optimizer sgd", "adam")),
     ("--z-loss-weight 1e-4 --loss-implementation plain", ("--z-loss-weight 0.0001", "plain", "fused")),
     ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "data-parallel size 1")),

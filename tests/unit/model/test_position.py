@@ -15,7 +15,7 @@ from megatron.model.position import (
     document_ids_of,
     positions_within_documents,
 )
-from megatron.testing.layouts import EOD, Row
+from megatron.testing.layouts import EOD, Row, config_of
 from megatron.testing.pool import run_world
 from tests.unit.model.single_process import logits, model_with_weights, random_tokens, random_weights
 
@@ -93,10 +93,25 @@ def test_all_layers_share_one_bias_that_is_freed_with_its_document_ids():
     assert kept() is None
 
 
-def test_rotary_scores_depend_on_the_distance_only():
+def rotary_embedding(**model):
+    return RotaryEmbedding(
+        config_of(Row(positions="rotary"), model={"kv_channels": ROTARY_DIM, **model}).model
+    )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"rotary_interleaved": True},
+        {"rotary_percent": 0.5, "rotary_base": 500.0},
+        {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
+    ],
+)
+def test_rotary_scores_depend_on_the_distance_only(model):
     generator = torch.Generator().manual_seed(1)
     query, key = (torch.randn(ROTARY_DIM, generator=generator) for _ in range(2))
-    rotary = RotaryEmbedding(ROTARY_DIM)
+    rotary = rotary_embedding(**model)
     seq = 12
     q, k = rotary.rotate(query.expand(seq, 1, 1, -1), key.expand(seq, 1, 1, -1), None)
     scores = q[:, 0, 0] @ k[:, 0, 0].T
@@ -107,8 +122,65 @@ def test_rotary_scores_depend_on_the_distance_only():
     torch.testing.assert_close(scores[0, 0], query @ key)
 
 
+def test_the_rest_of_a_partly_rotated_head_stays_as_it_is():
+    x = torch.randn(6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(2))
+    rotated, _ = rotary_embedding(rotary_percent=0.25).rotate(x, x, None)
+    kept = ROTARY_DIM // 4
+    assert torch.equal(rotated[..., kept:], x[..., kept:])
+    assert (rotated[1:, ..., :kept] - x[1:, ..., :kept]).abs().max() > 1e-2
+
+
+def test_interleaved_pairs_are_neighbours():
+    """The formula of the paper, with complex numbers."""
+    x = torch.randn(6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(2))
+    rotated, _ = rotary_embedding(rotary_interleaved=True).rotate(x, x, None)
+    angle = torch.arange(6)[:, None] * 10000.0 ** (-torch.arange(0, ROTARY_DIM, 2) / ROTARY_DIM)
+    turns = torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+    torch.testing.assert_close(rotated, expected)
+
+
+# The settings of Hugging Face for each scaling, with factor 4 and an original context of 32 tokens.
+SCALINGS = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0},
+    "yarn": {"factor": 4.0, "beta_slow": 0.5, "beta_fast": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_frequencies_are_those_of_transformers(name):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = SCALINGS[name]
+    ours = {f"rope_{key}": value for key, value in theirs.items() if key != "factor"}
+    ours |= {} if name == "linear" else {"rope_original_max_position_embeddings": 32}
+    rotary = rotary_embedding(
+        rope_scaling_type=name, rope_scaling_factor=theirs["factor"], rotary_base=100.0, **ours
+    )
+    config = LlamaConfig(
+        hidden_size=4 * ROTARY_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": name,
+            "rope_theta": 100.0,
+            "original_max_position_embeddings": 32,
+            **theirs,
+        },
+    )
+    frequencies, multiplier = ROPE_INIT_FUNCTIONS[name](config, "cpu")
+    torch.testing.assert_close(rotary.inverse_frequency, frequencies)
+    assert rotary.multiplier == pytest.approx(multiplier)
+    plain = rotary_embedding(rotary_base=100.0).inverse_frequency
+    if name != "linear":
+        assert rotary.inverse_frequency[0] == plain[0], "the highest frequency stays"
+    torch.testing.assert_close(rotary.inverse_frequency[-1], plain[-1] / 4.0)
+
+
 def test_rotary_positions_that_are_given_are_used():
-    rotary = RotaryEmbedding(ROTARY_DIM)
+    rotary = rotary_embedding()
     x = torch.randn(6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(2))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     restarted, _ = rotary.rotate(x, x, positions)

@@ -4,7 +4,13 @@ import sys
 
 import pytest
 
-from megatron.planner.flops import iteration_flops, pipeline_efficiency, tflops_per_device
+from megatron.config import ModelConfig
+from megatron.planner.flops import (
+    iteration_flops,
+    model_iteration_flops,
+    pipeline_efficiency,
+    tflops_per_device,
+)
 
 # Source (train/tr11-176B-ml/chronicles-prequel.md of bigscience-workshop/bigscience), layers, hidden size,
 # batch, seconds per iteration, TFLOP/s per GPU.
@@ -70,3 +76,39 @@ def test_pipeline_efficiency_counts_the_steps_of_filling_and_draining():
 
 def test_flops_need_no_torch():
     assert "torch" not in sys.modules["megatron.planner.flops"].__dict__
+
+
+def test_a_step_of_llama_3_8b_has_six_flops_per_matrix_element_and_token_and_those_of_the_scores():
+    model = ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        seq_length=8192,
+        position_embedding_type="rotary",
+        glu_activation="swiglu",
+    )
+    step = {"seq_length": 8192, "padded_vocab_size": 128256, "batch_size": 2, "recompute_attention": False}
+    flops = model_iteration_flops(model, recompute=False, **step)
+    # 8.03 B parameters without the embedding (a look-up) and the norms.
+    matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    tokens = 2 * 8192
+    assert flops == pytest.approx(6 * tokens * matrices + 12 * tokens * 8192 * 32 * 4096)
+    recomputed = model_iteration_flops(model, recompute=True, **step)
+    assert recomputed - flops == pytest.approx((flops - 6 * tokens * 128256 * 4096) / 3)
+
+
+def test_a_layer_with_a_wide_mlp_of_4h_has_the_published_count():
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, position_embedding_type="alibi"
+    )
+    shape = {
+        "seq_length": 32,
+        "padded_vocab_size": 128,
+        "batch_size": 4,
+        "recompute": True,
+        "recompute_attention": False,
+    }
+    assert model_iteration_flops(model, **shape) == iteration_flops(num_layers=2, hidden_size=64, **shape)

@@ -163,3 +163,13 @@ def test_a_script_without_a_command_is_a_sentence(tmp_path: Path) -> None:
         script_flags(str(script))
     with pytest.raises(ConfigError, match="does not exist"):
         script_flags(str(tmp_path / "absent.slurm"))
+
+
+def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
+    flags = (
+        "--num-layers 4 --hidden-size 96 --ffn-hidden-size 384 --num-attention-heads 12 --seq-length 32 "
+        "--group-query-attention --num-query-groups 4 --position-embedding-type rotary --vocab-size 100 "
+        "--micro-batch-size 1 --global-batch-size 48 --lr 1 --train-iters 1 --world-size 12 --dry-run"
+    )
+    found = combinations(parse_args(flags.split(), {}), 12)
+    assert {change["parallel.tensor_model_parallel_size"] for change in found} == {1, 2, 4}

@@ -44,7 +44,7 @@ def predicted(flags: str = "") -> StepTime:
 
 
 def test_collectives_within_a_node_and_between_nodes() -> None:
-    network = Network(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
+    network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
     layout = ParallelLayout.create(16, tp_size=4, pp_size=1)
     size = 10**9
     inside = network.seconds(Exchange(TENSOR, ALL_REDUCE, "", size), layout)
@@ -64,7 +64,7 @@ def test_collectives_within_a_node_and_between_nodes() -> None:
 
 
 def test_messages_between_stages() -> None:
-    network = Network(node_size=4, intra_node_gbps=800, inter_node_gbps=400)
+    network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)
     near = ParallelLayout.create(4, tp_size=1, pp_size=4)
     message = Exchange(STAGES, SEND, "", 10**9, peer=1)
     assert network.seconds(message, near) == pytest.approx(1 / (ACHIEVED * 100) + LATENCY_S["intra"])
@@ -74,9 +74,9 @@ def test_messages_between_stages() -> None:
 
 def test_flags_override_the_usual_network() -> None:
     usual = find_network(config_of())
-    assert usual == Network(8, 2400, 1600)
+    assert usual == Network.of_links(8, 2400, 1600)
     given = find_network(config_of("--node-size 4 --intra-node-gbps 100 --inter-node-gbps 50"))
-    assert given == Network(4, 100, 50)
+    assert given == Network.of_links(4, 100, 50)
     assert find_network(parse_args(BASE.replace("--gpu a100-80gb", "").split(), {})) is None
 
 

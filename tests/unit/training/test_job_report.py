@@ -46,6 +46,17 @@ def test_resumed_run_is_one_curve(in_one_log):
     assert run.repeated_iterations() == 2
 
 
+def test_repeated_iterations_are_counted_from_the_checkpoint():
+    """Lines every 5 iterations; the checkpoint of iteration 7, and a run from its start."""
+    first = lines_of(range(5, 16, 5))
+    for start, repeated in (
+        (describe_start(Checkpoint(Path("ckpt/global_step7"), TrainingState(7), {}), None), 8),
+        (describe_start(None, None), 15),
+    ):
+        run = job_report.read_run([("a", first), ("b", [start, *lines_of(range(10, 21, 5))])])
+        assert run.repeated_iterations() == repeated
+
+
 @pytest.mark.parametrize(
     "start",
     [

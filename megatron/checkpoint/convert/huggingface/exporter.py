@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.family import Family
@@ -22,6 +23,7 @@ from megatron.model.gpt_model import PARAMETER_DTYPES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
 """Size limit of one file of weights, unless a single tensor is larger."""
 
@@ -123,15 +125,19 @@ def _their_weights(
     reader: StateReader, family: Family, precision: str, verify: bool
 ) -> Iterator[tuple[str, Tensor]]:
     config = reader.checkpoint.config
-    table = {parameter.ours: parameter for parameter in family.names(config.model.num_layers)}
+    untied = config.model.untie_embeddings_and_output_weights
+    table = {parameter.ours: parameter for parameter in family.names(config.model.num_layers, untied)}
     read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
     for name, tensor in read(verify=verify):
         parameter = table[name]
-        theirs = parameter.transform.to_theirs(tensor[: reader.specs[name].num_valid_rows], config.model)
-        converted = theirs.to(PARAMETER_DTYPES[precision])
-        if converted.dtype != theirs.dtype and not converted.isfinite().all() and theirs.isfinite().all():
+        used = tensor[: reader.specs[name].num_valid_rows]
+        converted = used.to(PARAMETER_DTYPES[precision])
+        if converted.dtype != used.dtype and not converted.isfinite().all() and used.isfinite().all():
             raise ConfigError(f"--dtype {precision} cannot hold the values of {name}: use bf16 or fp32")
-        yield parameter.theirs, converted.contiguous()
+        parts = parameter.transform.to_theirs(converted, config.model)
+        for their_name, part in zip(parameter.theirs, parts, strict=True):
+            # A file must not hold two views of one memory.
+            yield their_name, part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS)
 
 
 def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:

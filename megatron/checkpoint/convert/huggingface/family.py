@@ -7,7 +7,7 @@ checkpoint, and `importer` to write a checkpoint from a folder. families/ has th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,27 +26,35 @@ WORD_EMBEDDINGS = f"{EMBED}.word_embeddings.weight"
 """Our name of the word embeddings, which are tied to the LM head."""
 
 LM_HEAD = "lm_head.weight"
-"""Their name of the tied LM head, which some files contain as well."""
+"""Their name of the LM head. Some files contain a tied one as well."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Conversion of one tensor in both directions; both functions take the tensor and the model's sizes."""
+    """Conversion between one tensor of ours and one or more of theirs, with the model's sizes."""
 
-    to_theirs: Callable[[Tensor, ModelConfig], Tensor]
-    to_ours: Callable[[Tensor, ModelConfig], Tensor]
+    to_theirs: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+    to_ours: Callable[[Sequence[Tensor], ModelConfig], Tensor]
 
 
-SAME = Transform(lambda x, model: x, lambda x, model: x)
+def one_to_one(
+    to_theirs: Callable[[Tensor, ModelConfig], Tensor], to_ours: Callable[[Tensor, ModelConfig], Tensor]
+) -> Transform:
+    """Conversion between one tensor of ours and one of theirs."""
+    return Transform(lambda x, model: [to_theirs(x, model)], lambda parts, model: to_ours(parts[0], model))
+
+
+SAME = one_to_one(lambda x, model: x, lambda x, model: x)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's two names. In ours `{layer}` is a transformer layer's index in the pipeline's list and
-    `{final}` that of the final norm; in theirs `{block}` counts transformer layers from 0."""
+    """A parameter's name in ours and its names in theirs. In ours `{layer}` is a transformer layer's index in
+    the pipeline's list, `{final}` that of the final norm, `{head}` that of an untied LM head; in theirs
+    `{block}` counts transformer layers from 0."""
 
     ours: str
-    theirs: str
+    theirs: tuple[str, ...]
     transform: Transform = SAME
 
 
@@ -55,9 +63,20 @@ def with_bias(
 ) -> tuple[Parameter, Parameter]:
     """The weight and the bias of a layer."""
     return (
-        Parameter(f"{ours}.weight", f"{theirs}.weight", weight),
-        Parameter(f"{ours}.bias", f"{theirs}.bias", bias),
+        Parameter(f"{ours}.weight", (f"{theirs}.weight",), weight),
+        Parameter(f"{ours}.bias", (f"{theirs}.bias",), bias),
     )
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Settings that do not correspond one to one: fields of ModelConfig, their settings, and functions that
+    give the values of the ones for those of the others. `to_ours` raises ConfigError."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    to_theirs: Callable[[ModelConfig], dict[str, Any]]
+    to_ours: Callable[[PreTrainedConfig], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,9 +86,11 @@ class Family:
     fields: (field of ModelConfig, their setting). training_fields: the same for settings that only affect
     training; if two map to one field, the first is read. our_constants, their_constants: values that every
     model of the family has. our_derived: fields of ModelConfig that other fields determine. All other
-    fields of ModelConfig that change the model have their defaults. default_seq_length: for a config.json
-    without a length. prefix: of all their names except the head's; files that were saved without the head
-    lack it. buffers: names in their files that are not weights and are ignored.
+    fields of ModelConfig that change the model have their defaults. conversions: other pairs of settings.
+    our_training: values of settings that only affect training, for a run that starts from the model.
+    default_seq_length: for a config.json without a length. head: the parameter of an untied LM head. prefix:
+    of all their names except the head's; files that were saved without the head lack it. buffers: names in
+    their files that are not weights and are ignored. ignored: their settings that do not change the model.
     """
 
     title: str
@@ -81,15 +102,19 @@ class Family:
     parameters: tuple[Parameter, ...]
     buffers: tuple[str, ...]
     our_derived: Mapping[str, Callable[[ModelConfig], Any]] = dataclasses.field(default_factory=dict)
+    conversions: tuple[Conversion, ...] = ()
+    our_training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     default_seq_length: int | None = None
+    head: Parameter | None = None
     prefix: str = "transformer."
+    ignored: tuple[str, ...] = ()
 
     def differences(self, model: ModelConfig) -> dict[str, Any]:
         """Field -> the value that the family has, for each setting of a model that the family cannot express.
 
         A field that no table of the family has is among them unless it has its default value.
         """
-        mapped = {ours for ours, _ in self.fields}
+        mapped = {ours for ours, _ in self.fields}.union(*(pair.ours for pair in self.conversions))
         unused = dataclasses.replace(model, **self.our_constants).unused_fields()
         needed = {}
         for field in dataclasses.fields(model):
@@ -109,23 +134,33 @@ class Family:
         values = {ours: getattr(their_config, theirs, None) for ours, theirs in pairs}
         fields = {name: value for name, value in values.items() if value is not None}
         fields.setdefault("seq_length", fields.get("max_position_embeddings", self.default_seq_length))
-        return {**self.our_constants, **fields}
+        for pair in self.conversions:
+            fields |= pair.to_ours(their_config)
+        return {**self.our_training, **self.our_constants, **fields}
 
     def their_settings(self, model: ModelConfig) -> dict[str, Any]:
         """The settings of their configuration for a model that the family can express."""
         mapped = {theirs: getattr(model, ours) for ours, theirs in self.fields + self.training_fields}
-        return {**mapped, **self.their_constants}
+        converted = [item for pair in self.conversions for item in pair.to_theirs(model).items()]
+        return {**mapped, **dict(converted), **self.their_constants}
 
-    def names(self, num_layers: int) -> Iterator[Parameter]:
-        """The parameters of a model with `num_layers` layers, with the layer numbers filled in."""
+    def known_settings(self) -> set[str]:
+        """The names of their settings that a table of the family has."""
+        pairs = {theirs for _, theirs in self.fields + self.training_fields}
+        return pairs.union(self.their_constants, self.ignored, *(pair.theirs for pair in self.conversions))
+
+    def names(self, num_layers: int, untied: bool = False) -> Iterator[Parameter]:
+        """The parameters of a model with `num_layers` layers and a tied or `untied` LM head, with the layer
+        numbers filled in."""
         final = FIRST_TRANSFORMER_LAYER + num_layers + 1
-        for parameter in self.parameters:
+        head = (self.head,) if untied and self.head is not None else ()
+        for parameter in (*self.parameters, *head):
             blocks = range(num_layers) if "{layer}" in parameter.ours else (0,)
             for block in blocks:
                 layer = FIRST_TRANSFORMER_LAYER + block
                 yield Parameter(
-                    parameter.ours.format(layer=layer, final=final),
-                    parameter.theirs.format(block=block),
+                    parameter.ours.format(layer=layer, final=final, head=final + 1),
+                    tuple(name.format(block=block) for name in parameter.theirs),
                     parameter.transform,
                 )
 

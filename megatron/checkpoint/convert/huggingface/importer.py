@@ -59,6 +59,12 @@ if TYPE_CHECKING:
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Limit for integers in a config.json: far more than any number of tokens, layers or units.
 _LARGEST_SETTING = 1 << 40
+# Settings of any config.json that no logits depend on: generation, files, and types of older versions.
+_NEVER_CHANGE_THE_MODEL = frozenset(
+    "model_type torch_dtype use_cache bos_token_id eos_token_id pad_token_id sep_token_id _commit_hash "
+    "gradient_checkpointing output_past torchscript use_bfloat16 tokenizer_class temperature top_k top_p "
+    "do_sample max_length min_length repetition_penalty attn_implementation _attn_implementation".split()
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -93,8 +99,9 @@ class HuggingFaceModel:
         """Yields (our name, global weight) of every parameter, with `rows` word embeddings, in the dtype of
         the files. Each is read when it is used."""
         model = ModelConfig(**self.fields)
-        for parameter in self.family.names(model.num_layers):
-            yield parameter.ours, parameter.transform.to_ours(self.stored[parameter.theirs], model)
+        for parameter in self.family.names(model.num_layers, model.untie_embeddings_and_output_weights):
+            parts = [self.stored[name] for name in parameter.theirs]
+            yield parameter.ours, parameter.transform.to_ours(parts, model)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -108,20 +115,11 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     Raises ConfigError for a folder that cannot be read, for a model that cannot be converted, and for weights
     that are missing, unknown or differ in shape from config.json.
     """
-    from transformers import AutoConfig
-
     folder = Path(folder)
-    _check_settings(folder)
-    try:
-        # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
-        their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the type depends on what is missing
-        raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
-        ) from error
-    family, fields = _family_and_fields(their_config, folder)
+    family, fields = read_settings(folder)
     rows = fields.pop("vocab_size")
-    stored = _known_weights(folder, family, _all_weights(folder), fields["num_layers"])
+    untied = fields.get("untie_embeddings_and_output_weights", False)
+    stored = _known_weights(folder, family, _all_weights(folder), fields["num_layers"], untied)
     precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in precisions:
@@ -135,8 +133,26 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     return model
 
 
-def _check_settings(folder: Path) -> None:
-    """ConfigError for a config.json that transformers cannot read in bounded time."""
+def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model that `folder`/config.json describes, and values for ModelConfig, in which
+    vocab_size is the number of word embeddings. ConfigError for a model that cannot be converted."""
+    from transformers import AutoConfig
+
+    settings = _check_settings(folder)
+    try:
+        # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
+        their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the type depends on what is missing
+        raise ConfigError(
+            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
+        ) from error
+    family, fields = _family_and_fields(their_config, folder)
+    _check_names(folder, settings, family, type(their_config))
+    return family, fields
+
+
+def _check_settings(folder: Path) -> dict[str, Any]:
+    """The content of config.json; ConfigError if transformers cannot read it in bounded time."""
     path = folder / "config.json"
     try:
         settings = read_json(path)
@@ -154,6 +170,24 @@ def _check_settings(folder: Path) -> None:
     for name, value in settings.items():
         if type(value) is int and abs(value) > _LARGEST_SETTING:
             raise HostileFileError(f"{path} has {shown(name)} beyond {_LARGEST_SETTING:,}, expected less")
+    return settings
+
+
+def _check_names(
+    folder: Path, settings: dict[str, Any], family: Family, their_class: type[PreTrainedConfig]
+) -> None:
+    """ConfigError for a setting that no table has, unless it has the default value of their class."""
+    from transformers import PreTrainedConfig
+
+    known = family.known_settings() | _NEVER_CHANGE_THE_MODEL | PreTrainedConfig().to_dict().keys()
+    known |= their_class.attribute_map.keys()
+    defaults = their_class().to_dict()
+    for name, value in settings.items():
+        if name not in known and (name not in defaults or value != defaults[name]):
+            raise ConfigError(
+                f"{folder} has {shown(name)} = {one_line(value)} in its config.json, which has no equivalent "
+                f"here: only a {family.title} model without it can be converted"
+            )
 
 
 def _all_weights(folder: Path) -> dict[str, Tensor]:
@@ -164,7 +198,7 @@ def _all_weights(folder: Path) -> dict[str, Tensor]:
 def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Family, dict[str, Any]]:
     family = FAMILIES.load(their_config.model_type)
     for name, expected in family.their_constants.items():
-        found = getattr(their_config, name)
+        found = getattr(their_config, name, expected)
         if found != expected:
             raise ConfigError(
                 f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
@@ -182,7 +216,7 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
 
 
 def _known_weights(
-    folder: Path, family: Family, stored: Mapping[str, Tensor], num_layers: int
+    folder: Path, family: Family, stored: Mapping[str, Tensor], num_layers: int, untied: bool
 ) -> dict[str, Tensor]:
     """The weights in the family's table, by Hugging Face's name. ConfigError for missing ones, and for others
     except buffers and a copy of the tied weight."""
@@ -190,12 +224,14 @@ def _known_weights(
         raise HostileFileError(
             f"{folder} has {num_layers:,} layers in its config.json, and {len(stored):,} weights in all"
         )
-    expected = {parameter.theirs: parameter for parameter in family.names(num_layers)}
+    expected = {
+        name: parameter for parameter in family.names(num_layers, untied) for name in parameter.theirs
+    }
     buffers = family.buffer_names(num_layers)
     found: dict[str, Tensor] = {}
     unexpected, heads = [], []
     for name, tensor in stored.items():
-        full_name = name if name.startswith(family.prefix) else family.prefix + name
+        full_name = name if name.startswith(family.prefix) or name in expected else family.prefix + name
         if full_name in expected:
             found[full_name] = tensor
         elif name == LM_HEAD:
@@ -212,8 +248,8 @@ def _known_weights(
     (embeddings,) = (name for name, parameter in expected.items() if parameter.ours == WORD_EMBEDDINGS)
     if any(not torch.equal(head, found[embeddings]) for head in heads):
         raise ConfigError(
-            f"{folder} holds {LM_HEAD} that differs from {embeddings}: only a head that is tied to the word "
-            "embeddings can be converted"
+            f"{folder} holds {LM_HEAD} that differs from {embeddings}, although its config.json ties them: "
+            "the files are not of one model"
         )
     return found
 
@@ -259,15 +295,17 @@ def _check_shapes(model: HuggingFaceModel) -> None:
             specs = _specs_without_padding(config, model.rows, None)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-    for parameter in model.family.names(model.fields["num_layers"]):
+    untied = config.model.untie_embeddings_and_output_weights
+    for parameter in model.family.names(config.model.num_layers, untied):
         ours = torch.empty(specs[parameter.ours].global_shape, device="meta")
-        expected = parameter.transform.to_theirs(ours, config.model).shape
-        found = model.stored[parameter.theirs].shape
-        if found != expected:
-            raise ConfigError(
-                f"{model.folder} holds {parameter.theirs} of shape {tuple(found)}: its config.json makes it "
-                f"{tuple(expected)}"
-            )
+        parts = parameter.transform.to_theirs(ours, config.model)
+        for name, part in zip(parameter.theirs, parts, strict=True):
+            found = model.stored[name].shape
+            if found != part.shape:
+                raise ConfigError(
+                    f"{model.folder} holds {name} of shape {tuple(found)}: its config.json makes it "
+                    f"{tuple(part.shape)}"
+                )
 
 
 def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:

@@ -20,6 +20,9 @@ FAMILIES = Registry(
     {
         "bloom": Choice("BLOOM", f"{_FAMILIES}.bloom:BLOOM"),
         "gpt2": Choice("GPT-2", f"{_FAMILIES}.gpt2:GPT2"),
+        "llama": Choice("Llama 1 to 3", f"{_FAMILIES}.llama:LLAMA"),
+        "mistral": Choice("Mistral", f"{_FAMILIES}.mistral:MISTRAL"),
+        "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.qwen2:QWEN2"),
     },
 )
 

@@ -35,7 +35,7 @@ BLOOM = Family(
     # slow_but_exact sums products in slices, to round as one training layout did. Ours does not.
     their_constants={"tie_word_embeddings": True, "slow_but_exact": False},
     parameters=(
-        Parameter(WORD_EMBEDDINGS, "transformer.word_embeddings.weight"),
+        Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),
         *with_bias(f"{EMBED}.word_embeddings.norm", "transformer.word_embeddings_layernorm"),
         *with_bias("{layer}.input_layernorm", "transformer.h.{block}.input_layernorm"),
         *with_bias(
@@ -47,6 +47,11 @@ BLOOM = Family(
         *with_bias("{layer}.mlp.dense_h_to_4h", "transformer.h.{block}.mlp.dense_h_to_4h"),
         *with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.dense_4h_to_h"),
         *with_bias("{final}", "transformer.ln_f"),
+    ),
+    # Of the program that BLOOM was trained with; n_embed is an old name of hidden_size.
+    ignored=(
+        *("n_embed", "n_inner", "offset_alibi", "pretraining_tp", "skip_bias_add", "skip_bias_add_qkv"),
+        *("masked_softmax_fusion", "bias_dropout_fusion", "attention_softmax_in_fp32", "unk_token_id"),
     ),
     buffers=("transformer.h.{block}.self_attention.scale_mask_softmax.causal_mask",),
 )

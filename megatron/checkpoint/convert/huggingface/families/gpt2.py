@@ -7,8 +7,8 @@ from megatron.checkpoint.convert.huggingface.family import (
     WORD_EMBEDDINGS,
     Family,
     Parameter,
-    Transform,
     equal_heads,
+    one_to_one,
     with_bias,
 )
 from megatron.config import ModelConfig
@@ -25,9 +25,9 @@ def _heads_first(rows: Tensor, model: ModelConfig) -> Tensor:
 
 
 # GPT-2's linear layers are `Conv1D`, which holds [inputs, outputs].
-TRANSPOSED = Transform(lambda x, model: x.t(), lambda x, model: x.t())
-HEADS_LAST = Transform(_heads_last, _heads_first)
-HEADS_LAST_TRANSPOSED = Transform(
+TRANSPOSED = one_to_one(lambda x, model: x.t(), lambda x, model: x.t())
+HEADS_LAST = one_to_one(_heads_last, _heads_first)
+HEADS_LAST_TRANSPOSED = one_to_one(
     lambda x, model: _heads_last(x, model).t(), lambda x, model: _heads_first(x.t(), model)
 )
 
@@ -60,8 +60,8 @@ GPT2 = Family(
         "add_cross_attention": False,
     },
     parameters=(
-        Parameter(WORD_EMBEDDINGS, "transformer.wte.weight"),
-        Parameter(f"{EMBED}.position_embeddings.weight", "transformer.wpe.weight"),
+        Parameter(WORD_EMBEDDINGS, ("transformer.wte.weight",)),
+        Parameter(f"{EMBED}.position_embeddings.weight", ("transformer.wpe.weight",)),
         *with_bias("{layer}.input_layernorm", "transformer.h.{block}.ln_1"),
         *with_bias(
             "{layer}.self_attention.query_key_value",
@@ -74,6 +74,11 @@ GPT2 = Family(
         *with_bias("{layer}.mlp.dense_h_to_4h", "transformer.h.{block}.mlp.c_fc", TRANSPOSED),
         *with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.c_proj", TRANSPOSED),
         *with_bias("{final}", "transformer.ln_f"),
+    ),
+    # Of heads for other tasks; n_ctx is a copy of n_positions; the order of scaling and rounding.
+    ignored=(
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+        *("summary_use_proj", "task_specific_params", "n_ctx", "reorder_and_upcast_attn"),
     ),
     # The causal mask, and the score of masked positions.
     buffers=("transformer.h.{block}.attn.bias", "transformer.h.{block}.attn.masked_bias"),

@@ -1,0 +1,425 @@
+#!/usr/bin/env python3
+"""The simulation and the cost model against this machine: memory and time of eight layouts.
+
+    python benchmarks/this_machine.py          some minutes on two quiet cores
+
+Each layout of ROWS is run by the program's own engine in 1 to 4 processes on CPUs, one thread each, in fp32.
+
+Memory. `simulated` and `planned` are the peak of a step (`megatron.simulation`, `megatron.planner`).
+`measured` is the peak of the resident memory in a step, above what the process had before the model was
+built. By then a tiny model has been trained in the process, so that code and buffers of libraries are
+resident. glibc keeps freed blocks below a threshold, which it raises by itself, for later; `measured` is with
+a fixed threshold of 64 KiB, where resident memory is what the program holds. `glibc's own` is the peak of the
+two steps before, with the threshold that glibc chooses.
+
+Time. `measured` is the processor time of the main thread in the forward and backward pass of a micro-batch,
+the least of STEPS steps: the processes share two cores, so that the clock would show waits for a core, and
+for other ranks, too. `predicted` is the cost model of `megatron.planner.step_time` without collectives. Its
+device has the rates of matrix products and of an addition that this script measures between the layouts; the
+parts that passes reach of them are two constants, fitted on the rows marked with *.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+HIDDEN, SEQ, VOCAB = 512, 256, 8192
+STEPS = 3
+"""Timed steps."""
+GOAL = 0.15
+MIB = 2**20
+_THRESHOLD = 64 * 1024
+_MMAP_THRESHOLD, _MMAP_MAX, _TRIM_THRESHOLD = -3, -4, -1
+"""Parameters of glibc's mallopt, malloc.h."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout. fits: whether the two constants of the time are fitted on it."""
+
+    name: str
+    processes: int
+    flags: str
+    fits: bool = False
+
+
+ROWS = (
+    Row("1 process", 1, "--num-layers 6 --micro-batch-size 4 --global-batch-size 4", True),
+    Row(
+        "1 process, recomputed",
+        1,
+        "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
+    ),
+    Row(
+        "DP 2, ZeRO 1",
+        2,
+        "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1",
+    ),
+    Row(
+        "TP 2",
+        2,
+        "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2",
+    ),
+    Row(
+        "PP 2",
+        2,
+        "--num-layers 8 --micro-batch-size 4 --global-batch-size 8 --pipeline-model-parallel-size 2",
+    ),
+    Row(
+        "PP 4",
+        4,
+        "--num-layers 12 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 4",
+        True,
+    ),
+    Row(
+        "PP 2, dualpipev",
+        2,
+        "--num-layers 8 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule dualpipev",
+    ),
+    Row(
+        "TP 2, PP 2, recomputed",
+        4,
+        "--num-layers 12 --micro-batch-size 4 --global-batch-size 8 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --checkpoint-activations",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One process: bytes, seconds per micro-batch."""
+
+    pipeline_rank: int
+    peak: int
+    peak_with_default_malloc: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """This machine, one thread: FLOP/s of matrix products, bytes/s of an addition."""
+
+    flops: float
+    bytes: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_worker(ROWS[int(arguments.worker)])
+        return
+    from benchmarks.machine import describe_machine
+
+    print(describe_machine(), flush=True)
+    measured, rates = [], []
+    for index in range(len(ROWS)):
+        rates.append(measure_rates())
+        measured.append(run_row(index))
+    rates.append(measure_rates())
+    print(memory_report(measured))
+    print()
+    print(time_report(measured, rates))
+
+
+def run_row(index: int) -> list[Measured]:
+    """The processes of ROWS[index], by rank."""
+    from megatron.testing.measured_worlds import ON_CPU, World
+
+    world = World(__file__, str(index), ROWS[index].processes, ON_CPU)
+    answers = [process.stdout.readline() for process in world.processes]
+    world.end()
+    if not all(answers):
+        raise SystemExit(f"a process of '{ROWS[index].name}' died; its error is above")
+    return [Measured(**json.loads(answer)) for answer in answers]
+
+
+def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Any:
+    """The configuration of a row."""
+    from megatron.testing.measured_worlds import config_of
+
+    return config_of(
+        f"--hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {seq} "
+        f"--max-position-embeddings {seq} --vocab-size {vocab} --hidden-dropout 0 --attention-dropout 0 "
+        f"{row.flags}",
+        row.processes,
+    )
+
+
+def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
+    """A line per row and pipeline rank."""
+    from megatron.planner.stage_memory import plan_memory
+    from megatron.planner.stages import plan_stages
+    from megatron.simulation.stages import simulate_stages
+    from megatron.text_table import format_table
+
+    table = [["layout", "rank", "measured MiB", "simulated", "error %", "planned", "error %", "glibc's own"]]
+    errors: list[float] = []
+    for row, processes in zip(ROWS, measured, strict=True):
+        config = make_config(row)
+        planned = plan_memory(config, VOCAB, plan_stages(config, VOCAB))
+        for record, plan in zip(simulate_stages(config), planned, strict=True):
+            found = [one for one in processes if one.pipeline_rank == record.stage]
+            peak = max(one.peak for one in found)
+            errors.append(record.peak.total / peak - 1)
+            table.append(
+                [
+                    row.name,
+                    str(record.stage),
+                    f"{peak / MIB:.0f}",
+                    f"{record.peak.total / MIB:.0f}",
+                    f"{100 * errors[-1]:+.1f}",
+                    f"{plan.total / MIB:.0f}",
+                    f"{100 * (plan.total / peak - 1):+.1f}",
+                    f"{max(one.peak_with_default_malloc for one in found) / MIB:.0f}",
+                ]
+            )
+    return f"memory\n{format_table(table, left_align=(0,))}\nsimulated: {_summary(errors)}"
+
+
+def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) -> str:
+    """A line per row and pipeline rank."""
+    from megatron.text_table import format_table
+
+    machine = Rates(*(statistics.median(values) for values in zip(*map(_pair, rates), strict=True)))
+    fitted = [index for index, row in enumerate(ROWS) if row.fits]
+    achieved = fit([(ROWS[index], measured[index]) for index in fitted], machine)
+    table = [["layout", "rank", "measured ms", "predicted", "matrix products", "error %"]]
+    errors = []
+    for row, processes in zip(ROWS, measured, strict=True):
+        for rank, (matmul, other) in enumerate(predicted_seconds(row, machine, achieved)):
+            seconds = _seconds(processes, rank)
+            error = (matmul + other) / seconds - 1
+            errors += [] if row.fits else [error]
+            table.append(
+                [
+                    row.name + "*" * row.fits,
+                    str(rank),
+                    f"{1e3 * seconds:.0f}",
+                    f"{1e3 * (matmul + other):.0f}",
+                    f"{1e3 * matmul:.0f}",
+                    f"{100 * error:+.1f}",
+                ]
+            )
+    return (
+        "processor time of a micro-batch\n"
+        f"matrix products {_span([rate.flops / 1e9 for rate in rates])} GFLOP/s, "
+        f"addition {_span([rate.bytes / 1e9 for rate in rates])} GB/s; "
+        f"passes reach {achieved.matmul:.2f} and {achieved.memory:.2f} of the medians\n"
+        f"{format_table(table, left_align=(0,))}\nwithout the fitted rows: {_summary(errors)}"
+    )
+
+
+def _pair(rates: Rates) -> tuple[float, float]:
+    return rates.flops, rates.bytes
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.0f} to {max(values):.0f}"
+
+
+def _summary(errors: Sequence[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= GOAL for size in sizes)
+    return (
+        f"{len(sizes)} ranks, median {100 * statistics.median(sizes):.1f} %, worst {100 * max(sizes):.1f} %, "
+        f"{within} within {100 * GOAL:.0f} %"
+    )
+
+
+def _seconds(processes: Sequence[Measured], rank: int) -> float:
+    """Of a pipeline rank, the mean of its processes."""
+    return statistics.fmean(one.seconds for one in processes if one.pipeline_rank == rank)
+
+
+def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
+    """The two constants with the least mean absolute error on the rows, to 0.01."""
+    from megatron.planner.step_time import Achieved
+
+    def mean_error(achieved: Any) -> float:
+        return statistics.fmean(
+            abs(sum(parts) / _seconds(processes, rank) - 1)
+            for row, processes in rows
+            for rank, parts in enumerate(predicted_seconds(row, machine, achieved))
+        )
+
+    best = Achieved(0.8, 0.5)
+    for step in (0.1, 0.01):
+        around = [step * count for count in range(-5, 6)]
+        best = min(
+            (
+                Achieved(best.matmul + m, best.memory + b)
+                for m in around
+                for b in around
+                if 0 < best.matmul + m <= 1.2 and 0 < best.memory + b <= 1.2
+            ),
+            key=mean_error,
+        )
+    return best
+
+
+def predicted_seconds(row: Row, machine: Rates, achieved: Any) -> list[tuple[float, float]]:
+    """Seconds of a micro-batch by pipeline rank: (in matrix products, in the rest)."""
+    from megatron.planner.communication import rank_communication
+    from megatron.planner.hardware import GPU
+    from megatron.planner.network import Network
+    from megatron.planner.stages import plan_stages
+    from megatron.planner.step_time import Cluster, stage_times
+    from megatron.planner.work import program_of
+
+    config = make_config(row)
+    plan = plan_stages(config, VOCAB)
+    ranks = config.parallel.pipeline_model_parallel_size
+    # Collectives are left out below, so any network will do.
+    device = Cluster(GPU(0, {"fp32": machine.flops}, machine.bytes), achieved, Network(1, 1, 1))
+    exchanges = [rank_communication(config, plan, VOCAB, rank) for rank in range(ranks)]
+    times = stage_times(config, plan, VOCAB, device, program_of(config), exchanges)
+    return [
+        (
+            sum(time.matmul for time in times if time.rank == rank),
+            sum(time.memory for time in times if time.rank == rank),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def measure_rates() -> Rates:
+    """The rates of this machine now: products as of a layer's MLP, and an addition of three such tensors."""
+    import torch
+
+    torch.set_num_threads(1)
+    tokens = 1024
+    x, weight = torch.randn(tokens, HIDDEN), torch.randn(HIDDEN, 4 * HIDDEN)
+    a, b, out = (torch.randn(tokens, 4 * HIDDEN) for _ in range(3))
+    product = _least_time(lambda: torch.mm(x, weight, out=out))
+    addition = _least_time(lambda: torch.add(a, b, out=out))
+    return Rates(2 * tokens * HIDDEN * 4 * HIDDEN / product, 3 * 4 * out.numel() / addition)
+
+
+def _least_time(work: Callable[[], object], calls: int = 20) -> float:
+    """Processor seconds of one call."""
+    times = []
+    for _ in range(calls):
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def run_worker(row: Row) -> None:
+    """One process of the row: trains, and prints a `Measured` in JSON."""
+    if row.processes > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    from megatron.testing.measured_worlds import redirect_stdout
+
+    answers = redirect_stdout()
+    from megatron.cluster.processes import configure_logging
+    from megatron.config import LoggingConfig
+
+    configure_logging(LoggingConfig())
+
+    from megatron.cluster.processes import destroy_distributed, init_distributed
+    from megatron.engine.pass_times import PassTimes
+    from megatron.mpu.layout import ParallelLayout
+
+    class ProcessorTimes(PassTimes):
+        """Passes in processor time of this thread."""
+
+        @contextmanager
+        def measure(self) -> Iterator[None]:
+            start = time.thread_time()
+            yield
+            self._passes.append((start, time.thread_time()))
+
+    config = make_config(row)
+    layout = ParallelLayout.from_config(config.parallel, init_distributed(config))
+    make_step(make_config(row, 128, 32, 256), 256)[1]()
+    before = trimmed_resident_bytes()
+    engine, step = make_step(config, VOCAB)
+    step()
+    step()
+    with_default_malloc = _status_bytes("VmHWM") - before
+    _mallopt(_MMAP_THRESHOLD, _THRESHOLD)
+    trimmed_resident_bytes()
+    step()
+    peak = _status_bytes("VmHWM") - before
+    # As on a GPU, freed memory is kept for later from here on.
+    _mallopt(_MMAP_MAX, 0)
+    _mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    step()
+    engine.pass_times = ProcessorTimes()
+    busy = []
+    for _ in range(STEPS):
+        step()
+        busy.append(engine.pass_times.busy_and_span()[0])
+    seconds = min(busy) / engine.micro_batches
+    found = Measured(layout.pipeline_stage, peak, with_default_malloc, seconds)
+    print(json.dumps(vars(found)), file=answers, flush=True)
+    destroy_distributed()
+
+
+def make_step(config: Any, vocab_size: int) -> tuple[Any, Callable[[], object]]:
+    """The engine of this rank, and its training step on random tokens."""
+    import torch
+
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.planner.stages import plan_stages
+    from megatron.tokenizer.vocabulary import Vocabulary
+    from megatron.training.build import build_engine
+
+    layout = ParallelLayout.from_config(config.parallel, int(os.environ["RANK"]))
+    plan = plan_stages(config, vocab_size)
+    engine = build_engine(config, layout, layout.make_tp_group(), Vocabulary(vocab_size, 0), plan)
+    seq, batch = config.model.seq_length, config.batch
+    tokens = torch.randint(
+        0, vocab_size, (batch.micro_batch_size, seq + 1), generator=torch.Generator().manual_seed(0)
+    )
+
+    def micro_batches() -> Iterator[Any]:
+        for _ in range(engine.micro_batches):
+            yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(tokens.shape[0], seq))
+
+    return engine, lambda: engine.train_step(micro_batches(), 0, batch.global_batch_size, 1e-4)
+
+
+def trimmed_resident_bytes() -> int:
+    """The resident memory of this process, after glibc has returned what is free; the peak begins here."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _mallopt(parameter: int, value: int) -> None:
+    if ctypes.CDLL(None).mallopt(parameter, value) != 1:
+        raise SystemExit(f"this C library refuses mallopt({parameter}, {value}): the benchmark needs glibc")
+
+
+def _status_bytes(name: str) -> int:
+    """A line of /proc/self/status, as 'VmRSS'."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Rotary frequencies for a longer context than a model was trained with (--rope-scaling-type).
+
+Each function takes the frequencies, fp32 [rotary_dim / 2] in radians per token, highest first, and returns
+the scaled frequencies and a multiplier of cosines and sines. With factor k, position k p then has the angle
+that position p had, for all frequencies (linear) or for the low ones.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+
+
+def linear(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
+    """All frequencies divided by the factor (position interpolation, arXiv 2306.15595)."""
+    return frequency / model.rope_scaling_factor, 1.0
+
+
+def llama3(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
+    """Low frequencies divided by the factor, high ones kept, linear in the number of rotations between them.
+
+    Low and high: at most --rope-low-freq-factor and at least --rope-high-freq-factor rotations in the
+    original context. As in Llama 3.1 (`apply_scaling` of github.com/meta-llama/llama-models).
+    """
+    rotations = model.rope_original_max_position_embeddings * frequency / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return _blended(frequency, kept, model.rope_scaling_factor), 1.0
+
+
+def yarn(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): as `llama3`, but linear in the frequency's index, between those of
+    --rope-beta-fast and --rope-beta-slow rotations, rounded outwards. The attention scores are multiplied by
+    (0.1 ln k + 1)^2 (equation 22 of the paper)."""
+
+    def index_of(rotations: float) -> float:
+        wavelength = model.rope_original_max_position_embeddings / rotations
+        return model.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rotary_base))
+
+    first = max(math.floor(index_of(model.rope_beta_fast)), 0)
+    last = min(math.ceil(index_of(model.rope_beta_slow)), model.rotary_dim - 1)
+    index = torch.arange(len(frequency), dtype=torch.float32)
+    kept = 1.0 - ((index - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    factor = model.rope_scaling_factor
+    return _blended(frequency, kept, factor), 0.1 * math.log(factor) + 1.0
+
+
+def _blended(frequency: Tensor, kept: Tensor, factor: float) -> Tensor:
+    return kept * frequency + (1.0 - kept) * frequency / factor

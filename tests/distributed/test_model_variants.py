@@ -1,0 +1,159 @@
+"""The parts of Llama-like models: one process against a GPT in plain PyTorch, and every layout against one
+process."""
+
+from functools import cache
+
+import pytest
+
+from megatron.testing.layouts import (
+    CLIP,
+    FP32_BOUND,
+    LOW_PRECISION_BOUND,
+    RATE,
+    STEPS,
+    VOCAB,
+    Row,
+    global_batch,
+    relative_errors,
+    train_layout,
+)
+from megatron.testing.pool import run_world
+from tests.distributed.resharding import resume_midway, save_before, uninterrupted
+from tests.distributed.test_layout_parity import TIMEOUT_S, initial_weights_and_history
+from tests.reference.plain_gpt import train_plain_gpt
+
+SHORT = 10
+LLAMA = {
+    "position_embedding_type": "rotary",
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+    "disable_bias_linear": True,
+    "ffn_hidden_size": 48,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+QWEN2 = {**LLAMA, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "rotary_base": 1e6}
+MULTI_QUERY = {**LLAMA, "num_query_groups": 1}
+
+# Name -> the changes to the tiny model, and the arguments of the plain GPT.
+PLAIN_CASES = {
+    "llama": (LLAMA, {"groups": 2}),
+    "qwen2": (QWEN2, {"groups": 2, "rotary": {"base": 1e6}}),
+    "multi-query": ({"group_query_attention": True}, {"groups": 1}),
+    "rms-norm": ({"normalization": "RMSNorm"}, {}),
+    "untied": ({"untie_embeddings_and_output_weights": True}, {}),
+    "no-bias": ({"disable_bias_linear": True}, {}),
+    "rotary": (
+        {
+            "position_embedding_type": "rotary",
+            "rotary_base": 500.0,
+            "rotary_percent": 0.5,
+            "rotary_interleaved": True,
+        },
+        {"rotary": {"base": 500.0, "part": 0.5, "interleaved": True}},
+    ),
+}
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("case", PLAIN_CASES)
+def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
+    model, options = PLAIN_CASES[case]
+    ((weights, history),) = run_world(1, initial_weights_and_history, Row(), {"model": model})
+    plain = train_plain_gpt(
+        weights,
+        [global_batch(step) for step in range(STEPS)],
+        lr=RATE,
+        vocab=VOCAB,
+        clip=CLIP,
+        layers=4,
+        heads=4,
+        positions=model.get("position_embedding_type", "absolute"),
+        glu=model.get("glu_activation"),
+        **options,
+    )
+    assert max(relative_errors(history, plain)) <= FP32_BOUND
+
+
+@cache
+def reference(model):
+    """The history of one process, in fp32. model: items of the changes."""
+    return run_world(1, train_layout, Row(), SHORT, model=dict(model))[0]
+
+
+SEQUENCE = {"parallel": {"sequence_parallel": True}}
+DUALPIPEV = {"parallel": {"pipeline_schedule": "dualpipev"}}
+OFFLOAD = {"parallel": {"cpu_offload": True}}
+ZERO2, ZERO3 = ({"parallel": {"zero_stage": stage}} for stage in (2, 3))
+
+# Name -> the model, the layout and other changes. With MULTI_QUERY and 2 ranks, or LLAMA and 4, there are
+# fewer groups than ranks.
+LAYOUTS = {
+    "multi-query-tp2-pp2-sequence-recompute": (MULTI_QUERY, Row(tp=2, pp=2, recompute=True), SEQUENCE),
+    "llama-tp2": (LLAMA, Row(tp=2), {}),
+    "llama-tp4": (LLAMA, Row(tp=4, micro_batch=2), {}),
+    "llama-tp4-pp2-sequence": (LLAMA, Row(tp=4, pp=2, micro_batch=2), SEQUENCE),
+    "llama-tp4-recompute": (LLAMA, Row(tp=4, recompute=True), {}),
+    "llama-pp4": (LLAMA, Row(pp=4), {}),
+    "llama-pp2-dp2-zero1": (LLAMA, Row(pp=2, dp=2, zero=1), {}),
+    "llama-tp2-pp2-dp2-zero1-recompute": (LLAMA, Row(tp=2, pp=2, dp=2, zero=1, recompute=True), {}),
+    "llama-dp2-zero2": (LLAMA, Row(dp=2), ZERO2),
+    "llama-tp2-dp2-zero3": (LLAMA, Row(tp=2, dp=2), ZERO3),
+    "llama-dp2-offload": (LLAMA, Row(dp=2, zero=1), OFFLOAD),
+    "llama-tp2-pp2-dualpipev": (LLAMA, Row(tp=2, pp=2), DUALPIPEV),
+    "qwen2-tp2-pp2-sequence": (QWEN2, Row(tp=2, pp=2), SEQUENCE),
+    "qwen2-tp4-dp2-zero1": (QWEN2, Row(tp=4, dp=2, zero=1), {}),
+    "qwen2-pp2-dualpipev": (QWEN2, Row(pp=2, micro_batch=2), DUALPIPEV),
+}
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
+    model, row, changes = LAYOUTS[name]
+    expected = reference(tuple(model.items()))
+    histories = run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=model, **changes)
+    for history in histories:
+        assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+# The layouts that save and those that resume, on a Llama-like model with an untied head; TP 4 has more ranks
+# than groups.
+SAVERS = {
+    "tp4": Row(tp=4, micro_batch=2),
+    "tp2 pp2": Row(tp=2, pp=2, zero=1),
+    "1 process": Row(micro_batch=2),
+}
+RESUMERS = (Row(pp=2, dp=2, zero=1), Row(tp=4, dp=2, zero=1, micro_batch=2), Row(tp=2, pp=2))
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_a_checkpoint_opens_on_other_layouts(saver, tmp_path):
+    changes = {"model": {**LLAMA, "make_vocab_size_divisible_by": 8}}
+    expected = uninterrupted(changes)
+    run_world(SAVERS[saver].world_size, save_before, SAVERS[saver], tmp_path, changes)
+    for row in RESUMERS if saver != "tp4" else RESUMERS[:1]:
+        for _, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=TIMEOUT_S):
+            assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [Row(), Row(tp=4, micro_batch=2), Row(tp=2, pp=2, dp=2, zero=1)], ids=str)
+def test_bf16_and_fp16_follow_the_fp32_loss(precision, layout):
+    row = Row(**{**vars(layout), "precision": precision})
+    expected = reference(tuple(LLAMA.items()))
+    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=LLAMA):
+        loss_error, norm_error = relative_errors(history, expected)
+        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [Row(tp=2), Row(tp=4, micro_batch=2, recompute=True), Row(pp=2)], ids=str)
+def test_dropout_does_not_depend_on_the_layout(row):
+    model = {**LLAMA, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    expected = reference(tuple(model.items()))
+    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=model):
+        assert max(relative_errors(history, expected)) <= FP32_BOUND

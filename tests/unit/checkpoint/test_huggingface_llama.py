@@ -1,0 +1,181 @@
+"""Llama, Mistral and Qwen 2 from and to Hugging Face: equal logits and bits; others are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megatron.checkpoint.convert.huggingface.exporter import write_hugging_face
+from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.reading import read_checkpoint
+from megatron.config import ConfigError, read_command_line
+from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
+from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.test_huggingface_import import make_universal, our_logits, save_tokenizer
+from tools import convert_huggingface
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2 * SEQ,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# Name -> model type and what differs from SIZES.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("llama", {"num_key_value_heads": 4}),
+    "llama-3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama-3.1": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-3.2, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "llama, linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "llama, multi-query": ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen-2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen-2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen-2.5, yarn": ("qwen2", {"rope_parameters": YARN}),
+}
+RELATIVE_BOUND = 1e-5
+"""Of the spread of the logits."""
+
+
+def save_theirs(folder, name, max_shard_size="1GB", **sizes):
+    """A model of Hugging Face's making, with norms and biases that are not at their start."""
+    kind, changes = MODELS[name]
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes | sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn(parameter.shape))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def assert_equal_logits(found, expected):
+    assert expected.std() > 0.1
+    assert (found - expected).abs().max() <= RELATIVE_BOUND * (expected.max() - expected.min())
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
+    save_theirs(tmp_path / "theirs", name, max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
+    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+    assert_equal_logits(our_logits(checkpoint), their_logits(tmp_path / "theirs"))
+    convert_huggingface.main(["--load", str(tmp_path), "--output", str(tmp_path / "again")])
+    before = dict(_all_weights(tmp_path / "theirs"))
+    after = dict(_all_weights(tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_logits(their_logits(tmp_path / "again"), their_logits(tmp_path / "theirs"))
+
+
+def _all_weights(folder):
+    return [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
+
+
+OURS = {
+    "position_embedding_type": "rotary",
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(
+    "model, row, architecture",
+    [
+        (OURS, Row(tp=2), "LlamaForCausalLM"),
+        (OURS | {"num_query_groups": 1}, Row(tp=4), "LlamaForCausalLM"),
+        (
+            OURS | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
+            Row(),
+            "Qwen2ForCausalLM",
+        ),
+    ],
+)
+def test_a_checkpoint_of_ours_survives_a_round_trip(model, row, architecture, tmp_path):
+    config = config_of(row, model=model)
+    wholes = random_wholes(config)
+    write_native(tmp_path / "native", config, wholes)
+    native = read_checkpoint(tmp_path / "native")
+    write_hugging_face(open_checkpoint(native.folder), tmp_path / "theirs")
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"] == [architecture]
+    assert_equal_logits(their_logits(tmp_path / "theirs"), our_logits(native))
+    weights = dict(read_hugging_face(tmp_path / "theirs").weights())
+    assert weights.keys() == wholes.keys()
+    assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
+
+
+@pytest.mark.parametrize(
+    "name, changes, named",
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window = 4096"),
+        ("qwen-2", {"use_sliding_window": True}, "use_sliding_window = True"),
+        ("llama-3", {"attention_bias": True}, "attention_bias = True"),
+        ("llama-3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ("llama-3", {"logit_scale": 0.5}, "logit_scale.* = 0.5 .* no equivalent here: only a Llama model"),
+        ("llama-3", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama-3.1", {"rope_parameters": LLAMA3 | {"rope_type": "dynamic"}}, "rope_type dynamic"),
+        ("qwen-2.5, yarn", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0"),
+        ("llama-3", {"tie_word_embeddings": True}, "lm_head.weight that differs"),
+        ("llama-3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 and num_attention_heads = 4"),
+    ],
+)
+def test_what_the_model_here_lacks_is_refused_by_name(name, changes, named, tmp_path):
+    save_theirs(tmp_path, name)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=named):
+        read_hugging_face(tmp_path)
+
+
+def test_older_files_with_rope_theta_and_rope_scaling_are_read(tmp_path):
+    save_theirs(tmp_path, "llama-3.1")
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fields = read_hugging_face(tmp_path).fields
+    assert (fields["rotary_base"], fields["rope_scaling_type"]) == (500.0, "llama3")
+    assert (fields["rope_scaling_factor"], fields["rope_original_max_position_embeddings"]) == (8.0, 16)
+
+
+@torch.no_grad()
+def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, capsys):
+    theirs, native, again = (str(tmp_path / name) for name in ("theirs", "native", "again"))
+    (tmp_path / "theirs").mkdir()
+    tokens = save_tokenizer(tmp_path / "theirs")
+    save_theirs(tmp_path / "theirs", "llama-3", vocab_size=tokens + 3)
+    convert_huggingface.main(["--from", theirs, "--to", native])
+    flags = capsys.readouterr().out.split("start from it with: ")[1].split()
+    run = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1".split()
+    config = read_command_line([*flags, *run, "--dry-run"], {}).config
+    assert (config.model.query_groups, config.model.rotary_base) == (2, 5e5)
+    assert config.checkpoint.load == native
+    convert_huggingface.main(["--from", native, "--to", again])
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits[..., :tokens]
+        for folder in (theirs, again)
+    ]
+    assert_equal_logits(logits[1], logits[0])
+    assert len(AutoTokenizer.from_pretrained(again)) == tokens

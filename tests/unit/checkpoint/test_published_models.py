@@ -1,0 +1,51 @@
+"""docs/models.md: the flags of each published model make the model of its config.json.
+
+The configurations and numbers of parameters are facts from the models' pages on the hub.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.convert.huggingface.importer import read_settings
+from megatron.config import ModelConfig, parse_args
+from megatron.planner.stages import plan_stages
+from tests.end_to_end.command import ROOT
+
+MODELS = json.loads((ROOT / "tests" / "assets" / "model_configs.json").read_text())
+PAGE = (ROOT / "docs" / "models.md").read_text()
+ROWS = {
+    name: (int(count.replace(",", "")), flags.split())
+    for name, count, flags in re.findall(
+        r"^\| ([\w. ]+) \| ([\d,]+) \| `(--num-layers [^`]+)` \|$", PAGE, re.M
+    )
+}
+COMMON = re.search(r"all models of the table have: `([^`]+)`", PAGE)[1].split()
+RUN = "--micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1 --seq-length 4096 --dry-run".split()
+TRAINING = {"hidden_dropout", "attention_dropout", "seq_length", "max_position_embeddings"}
+
+
+def test_the_table_has_every_model() -> None:
+    assert ROWS.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_flags_of_a_published_model_are_those_of_its_config(name: str, tmp_path: Path) -> None:
+    count, flags = ROWS[name]
+    config = parse_args([*RUN, *COMMON, *flags], {})
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
+    _, fields = read_settings(tmp_path)
+    theirs = ModelConfig(**fields)
+    differing = {
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if getattr(config.model, field.name) != getattr(theirs, field.name)
+    }
+    assert differing <= TRAINING
+    total = plan_stages(config, config.model.vocab_size).total_parameters
+    assert total == count == MODELS[name]["parameters"]
