@@ -337,7 +337,7 @@ def _step_exchanges(
     if ranks > 1:
         yield Exchange(PIPELINE, BROADCAST, "loss", 2 * FP32)
     if parallel.world_size > 1:
-        yield Exchange(WORLD, ALL_REDUCE, "exit code", FP32)
+        yield Exchange(WORLD, ALL_REDUCE, "exit code", 8)
 
 
 def _stage_of(plan: StagePlan, layer: int) -> int:
