@@ -10,16 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels.attention import AttentionMask, flash_attention
+from megatron.model.attention_choice import Implementation, implementation_for
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.random import dropout
+from megatron.mpu.random import device_sample_keys, dropout
+
+QUERIES_PER_BLOCK = 512
 
 
 class CoreAttention(nn.Module):
     """query, key, value [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim]. It has no
     parameters.
 
-    Without dropout this is PyTorch's fused attention; with dropout, see `_attend_with_dropout`.
+    `attention_choice.choose_attention` says which implementation computes it.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
@@ -36,15 +40,60 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
         """document_ids: [batch, seq], or None if the mask does not depend on documents."""
         seq, batch, heads, head_dim = query.shape
+        rate = self.dropout_rate if self.training else 0.0
+        choice = implementation_for(query, rate, self.masks.slopes is not None, self.masks.within_documents)
+        if choice == Implementation.TRITON:
+            return self._flash_attention(query, key, value, document_ids, rate).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
-        bias = self.masks.bias(seq, query.dtype, query.device, document_ids)
-        if self.training and self.dropout_rate > 0:
-            output = self._unfused_attention(query, key, value, bias)
+        if choice == Implementation.BLOCKS:
+            output = self._attend_by_blocks(query, key, value, document_ids, rate)
         else:
-            output = F.scaled_dot_product_attention(
-                query, key, value, bias, is_causal=bias is None, scale=self.scale
-            )
+            bias = self.masks.bias(seq, query.dtype, query.device, document_ids)
+            if choice == Implementation.UNFUSED:
+                output = self._unfused_attention(query, key, value, bias)
+            else:
+                output = F.scaled_dot_product_attention(
+                    query, key, value, bias, is_causal=bias is None, scale=self.scale
+                )
         return output.permute(2, 0, 1, 3).reshape(seq, batch, heads * head_dim)
+
+    @not_compiled  # hashes the salt in Python
+    def _flash_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
+    ) -> Tensor:
+        """The Triton kernel: [seq, batch, heads, head_dim]."""
+        first_keys, end_queries = self.masks.ranges(document_ids)
+        mask = AttentionMask(
+            self.masks.slopes_on(query.device),
+            first_keys,
+            end_queries,
+            device_sample_keys(query, self.dropout_rng, self.dropout_place, batch_dim=1) if rate else None,
+            rate,
+            first_head=self.tp_group.rank * query.shape[2],
+        )
+        return flash_attention(query, key, value, self.scale, mask)
+
+    @not_compiled  # dropout's masks are hashed in Python
+    def _attend_by_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
+    ) -> Tensor:
+        """A block of queries at a time, with a bias of its scores only. The backward pass recomputes them."""
+        seq, samples = query.shape[2], self.dropout_rng.samples
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+            rows = range(first, first + query.shape[2])
+            bias = self.masks.bias_of_rows(rows, query.dtype, query.device, document_ids)
+            if not rate:
+                return F.scaled_dot_product_attention(query, key, value, bias, scale=self.scale)
+            with self.dropout_rng.use_samples(samples):
+                return self._attend_with_dropout(query, key, value, bias, (first, seq))
+
+        outputs = []
+        for first in range(0, seq, QUERIES_PER_BLOCK):
+            end = min(first + QUERIES_PER_BLOCK, seq)
+            parts = (query[:, :, first:end], key[:, :, :end], value[:, :, :end])
+            outputs.append(checkpoint(attend, *parts, first, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(outputs, dim=2)
 
     @not_compiled  # dropout's masks are hashed in Python
     def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,9 +109,19 @@ class CoreAttention(nn.Module):
 
         return checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
 
-    def _attend_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Unfused attention, used with dropout. The dropout of a fused kernel depends on the rank and on the
-        kernel, so the loss would depend on the layout. This dropout depends on sample, head and position."""
+    def _attend_with_dropout(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        rows: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Unfused attention, used with dropout. The dropout of a library's kernel depends on the rank and on
+        the kernel, so the loss would depend on the layout. This one depends on sample, head and position.
+
+        rows: (first row, number of all rows) if the queries are a block of rows.
+        """
         seq = query.shape[2]
         scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
         if bias is None:
@@ -78,6 +137,7 @@ class CoreAttention(nn.Module):
             self.dropout_place,
             batch_dim=0,
             shard_dim=1,
+            part=None if rows is None else (2, *rows),
             tp_group=self.tp_group,
         )
         return torch.matmul(weights, value)

@@ -80,6 +80,46 @@ class AttentionMasks:
         self.within_documents = within_documents
         self._cache: dict[tuple, Tensor] = {}
         self._document_bias: tuple[weakref.ref, Tensor] | None = None
+        self._document_ranges: tuple[weakref.ref, tuple[Tensor, Tensor]] | None = None
+        self._device_slopes: Tensor | None = None
+
+    def slopes_on(self, device: torch.device) -> Tensor | None:
+        """fp32 [heads], or None without ALiBi. Copied once."""
+        if self.slopes is not None and self._device_slopes is None:
+            self._device_slopes = torch.tensor(self.slopes, device=device)
+        return self._device_slopes
+
+    def ranges(self, document_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """For each token, int32 [batch, seq]: the first token of its document, and the token after its last.
+        (None, None) if tokens attend to other documents. Computed once per micro-batch."""
+        if not self.within_documents:
+            return None, None
+        if document_ids is None:
+            raise ValueError("document boundaries are needed, but the layer received no document_ids")
+        if self._document_ranges is None or self._document_ranges[0]() is not document_ids:
+            ids = document_ids.contiguous()
+            first = torch.searchsorted(ids, ids, out_int32=True)
+            end = torch.searchsorted(ids, ids, right=True, out_int32=True)
+            self._document_ranges = (weakref.ref(document_ids, self._forget), (first, end))
+        return self._document_ranges[1]
+
+    def bias_of_rows(
+        self, rows: range, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
+    ) -> Tensor:
+        """`bias` of the queries `rows` and the keys 0 to rows.stop - 1; also for plain causal attention."""
+        query = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        key = torch.arange(rows.stop, device=device)
+        forbidden = (key > query)[None, None]
+        bias = torch.zeros(1, 1, len(rows), rows.stop, device=device)
+        slopes = self.slopes_on(device)
+        if slopes is not None:
+            bias = slopes[None, :, None, None] * (key - query)
+        if self.within_documents:
+            if document_ids is None:
+                raise ValueError("document boundaries are needed, but the layer received no document_ids")
+            of_rows, of_keys = document_ids[:, rows.start : rows.stop], document_ids[:, : rows.stop]
+            forbidden = forbidden | (of_rows[:, None, :, None] != of_keys[:, None, None, :])
+        return bias.masked_fill(forbidden, -math.inf).to(dtype)
 
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
@@ -110,6 +150,8 @@ class AttentionMasks:
     def _forget(self, document_ids: weakref.ref) -> None:
         if self._document_bias is not None and self._document_bias[0] is document_ids:
             self._document_bias = None
+        if self._document_ranges is not None and self._document_ranges[0] is document_ids:
+            self._document_ranges = None
 
     def _causal(self, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (seq, dtype, device)

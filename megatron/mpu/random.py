@@ -69,6 +69,7 @@ def dropout(
     *,
     batch_dim: int,
     shard_dim: int | None = None,
+    part: tuple[int, int, int] | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
     """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`.
@@ -76,17 +77,19 @@ def dropout(
     salt: name of this dropout in the model; it must be unique in a forward pass (include the layer index).
     batch_dim: the dimension of `x` that indexes the samples of `dropout_rng`; not the last one.
     shard_dim: the dimension along which `x` is sharded over the tensor-parallel ranks; None if replicated.
+    part: (dimension, first, size) if `x` has the elements from `first` on of a dimension of `size` elements;
+        neither the last dimension nor shard_dim.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    fused = _fused_dropout(x, None, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
-    if fused is not None:
-        return fused
-    return _Dropout.apply(
-        x, keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group), 1.0 / (1.0 - p)
-    )
+    if part is None:
+        fused = _fused_dropout(x, None, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        if fused is not None:
+            return fused
+    mask = keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
+    return _Dropout.apply(x, mask, 1.0 / (1.0 - p))
 
 
 def dropout_add(
@@ -127,8 +130,8 @@ def _fused_dropout(
     place = mask_place(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
     if place is None:
         return None
-    _check_samples(x, dropout_rng, salt, batch_dim)
-    return fused_dropout_add(x, None, residual, _device_keys(x, dropout_rng, salt), p, place)
+    keys = device_sample_keys(x, dropout_rng, salt, batch_dim)
+    return fused_dropout_add(x, None, residual, keys, p, place)
 
 
 def keep_mask(
@@ -139,9 +142,10 @@ def keep_mask(
     batch_dim: int,
     shard_dim: int | None,
     tp_group: TPGroup,
+    part: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """The mask of `dropout`: int8, of the shape of `x`, 1 for elements that are kept."""
-    row_keys = _row_keys(x, dropout_rng, salt, batch_dim % x.dim(), shard_dim, tp_group)
+    row_keys = _row_keys(x, dropout_rng, salt, batch_dim % x.dim(), shard_dim, tp_group, part)
     offset = (
         tp_group.rank * x.shape[-1] if shard_dim is not None and shard_dim % x.dim() == x.dim() - 1 else 0
     )
@@ -166,10 +170,10 @@ def _row_keys(
     batch_dim: int,
     shard_dim: int | None,
     tp_group: TPGroup,
+    part: tuple[int, int, int] | None,
 ) -> torch.Tensor:
     """Two int32 keys, [rows, 2], for each row of `x`. A row is the elements along the last dimension."""
     last = x.dim() - 1
-    _check_samples(x, dropout_rng, salt, batch_dim)
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
     stride = 1
     for dim in reversed(range(last)):
@@ -177,23 +181,26 @@ def _row_keys(
             continue
         is_sharded = shard_dim is not None and shard_dim % x.dim() == dim
         first = tp_group.rank * x.shape[dim] if is_sharded else 0
+        full = x.shape[dim] * (tp_group.size if is_sharded else 1)
+        if part is not None and part[0] == dim:
+            _, first, full = part
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
-        stride *= x.shape[dim] * (tp_group.size if is_sharded else 1)
-    sample_keys = _device_keys(x, dropout_rng, salt).view([-1 if d == batch_dim else 1 for d in range(last)])
+        stride *= full
+    sample_keys = device_sample_keys(x, dropout_rng, salt, batch_dim).view(
+        [-1 if d == batch_dim else 1 for d in range(last)]
+    )
     return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
 
 
-def _check_samples(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> None:
+def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> torch.Tensor:
+    """`DropoutRNG.sample_keys`, int64 [batch], on the device of `x`; ValueError if the RNG has other samples
+    than dimension `batch_dim` of `x`. A copy from pinned memory is asynchronous."""
     if batch_dim == x.dim() - 1:
         raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
     if len(dropout_rng.samples) != x.shape[batch_dim]:
         in_batch, in_rng = x.shape[batch_dim], len(dropout_rng.samples)
         raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the RNG {in_rng}")
-
-
-def _device_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str) -> torch.Tensor:
-    """The sample keys on the device of `x`. A copy from pinned memory is asynchronous."""
     keys = get_accelerator().pin_memory(torch.tensor(dropout_rng.sample_keys(salt), dtype=torch.int64))
     return keys.to(x.device, non_blocking=True)
 

@@ -40,8 +40,8 @@ import torch
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
-from megatron.mpu.cross_entropy import CHUNK_TOKENS, LOGITS_BYTES
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head, is_untied
 from megatron.planner.flat_buffers import (
     flat_buffers,

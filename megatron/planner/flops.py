@@ -11,6 +11,8 @@ counts only three quarters of the head. It is kept, because published throughput
 from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
+from megatron.model.attention_choice import Implementation
+from megatron.planner.attention import attention_of
 
 _FORWARD_AND_BACKWARD = 3
 _RECOMPUTED_FORWARD = 1
@@ -85,15 +87,18 @@ def transformer_layer_flops(config: Config) -> float:
 
     These are the matrix products that are launched, as the simulation counts them (`megatron.simulation`):
     the backward pass of a fused attention kernel recomputes the scores, which makes 5 products of 2 forward;
-    unfused attention, which dropout needs, has 4. PyTorch's recomputation stops after the last saved tensor:
-    without hidden dropout the last matrix product of a group of layers is not recomputed.
+    unfused attention has 4, the Triton kernels have 7. PyTorch's recomputation stops after the last saved
+    tensor: without hidden dropout the last matrix product of a group of layers is not recomputed.
     """
     model, training = config.model, config.training
     tokens = config.batch.micro_batch_size * model.seq_length
     scores = 2 * tokens * model.seq_length * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total = _FORWARD_AND_BACKWARD * forward
-    if model.attention_dropout == 0 or recomputes_scores(config):
+    attention = attention_of(config)
+    if attention == Implementation.TRITON:
+        total += 3 * scores
+    elif attention != Implementation.UNFUSED or recomputes_scores(config):
         total += scores
     if training.recomputes_layers:
         total += _RECOMPUTED_FORWARD * forward
@@ -110,8 +115,8 @@ def _recomputes_in_deepspeed(config: Config) -> bool:
 
 
 def recomputes_scores(config: Config) -> bool:
-    """Whether the attention scores are recomputed. Without attention dropout they are never stored."""
-    return config.training.recomputes_attention and config.model.attention_dropout > 0
+    """Whether the attention scores are recomputed. Fused kernels never store them."""
+    return config.training.recomputes_attention and attention_of(config) == Implementation.UNFUSED
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:

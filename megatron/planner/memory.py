@@ -9,12 +9,13 @@ transformer layer keeps for its backward pass
     4 sbh / t               query, key, value and the attention output
     2 (ffn / h) sbh / t     input and output of the activation; 4 for a gated MLP
 
-elements in the run's precision, and with --hidden-dropout 2 sbh bytes of dropout masks. With
+elements in the run's precision. Without Triton kernels --hidden-dropout adds 2 sbh bytes of masks. With
 --sequence-parallel all terms are divided by t (equation 4 of the paper).
 
-Attention: PyTorch's fused kernel stores no scores. With --attention-dropout attention is not fused. For a
-heads it then keeps a s^2 b / t scores: each as softmax output in fp32, as dropout output in the run's
-precision, and one byte of mask. --recompute-granularity selective recomputes them instead.
+Attention: PyTorch's fused kernel and the Triton kernel store no scores. With --attention-dropout and
+without Triton kernels (`planner.attention`) attention is not fused. For a heads it then keeps a s^2 b / t
+scores: each as softmax output in fp32, as dropout output in the run's precision, and one byte of mask.
+--recompute-granularity selective recomputes them instead.
 
 With --checkpoint-activations a layer keeps only its input: 1 / t of it with --partition-activations, nothing
 on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is not counted.
@@ -24,7 +25,9 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.model.attention_choice import Implementation
 from megatron.model.position import PositionScheme
+from megatron.planner.attention import attention_of, counts_kernels
 
 FP32 = 4
 # Bytes per element of a moment with --use-bnb-optimizer: one byte, and an fp32 scale per 256 elements.
@@ -84,8 +87,13 @@ def _norm_bytes(config: Config) -> float:
     one; mean and reciprocal deviation of each row in fp32. Dropout masks of the two residual additions."""
     values = residual_values(config)
     per_value = 2 * parameter_bytes(config) + _residual_bytes(config)
-    per_value += 2 if config.model.hidden_dropout > 0 else 0
+    per_value += 2 if keeps_dropout_masks(config) else 0
     return values * per_value + 2 * norm_statistics_bytes(config, values)
+
+
+def keeps_dropout_masks(config: Config) -> bool:
+    """Whether hidden dropout keeps a byte per element; the kernel hashes the mask again."""
+    return config.model.hidden_dropout > 0 and not counts_kernels(config)
 
 
 def norm_statistics_bytes(config: Config, values: float) -> float:
@@ -104,10 +112,10 @@ def _attention_bytes(config: Config) -> float:
     heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
     rows = batch * model.seq_length * heads
     copies = _head_copies(config) + 1
-    statistics = 0.0
-    if model.attention_dropout == 0:
-        is_flash = parameter_bytes(config) != FP32 and not _has_bias(config)
-        copies += 1 if batch > 1 and not is_flash else 0
+    statistics, attention = 0.0, attention_of(config)
+    if attention != Implementation.UNFUSED:
+        is_efficient = attention == Implementation.BIASED_SDPA or parameter_bytes(config) == FP32
+        copies += 1 if batch > 1 and is_efficient and attention != Implementation.TRITON else 0
         statistics = rows * FP32
     angles = 0
     if position_scheme(config).rotary and config.data.reset_position_ids:
@@ -132,7 +140,7 @@ def _score_bytes(config: Config) -> float:
     """With attention dropout and without its recomputation: softmax, dropout mask and dropped softmax of each
     score; the causal mask if there is no bias."""
     model = config.model
-    if model.attention_dropout == 0 or config.training.recomputes_attention:
+    if attention_of(config) != Implementation.UNFUSED or config.training.recomputes_attention:
         return 0.0
     per_score = FP32 + 1 + parameter_bytes(config)
     return scores(config) * per_score + (0 if _has_bias(config) else model.seq_length**2)
@@ -169,7 +177,7 @@ def embedding_activation_bytes(config: Config) -> float:
     kept: float = tokens * (2 * 8 + (1 + 8 if config.parallel.tensor_model_parallel_size > 1 else 0))
     if config.model.embed_layernorm:
         kept += values * parameter_bytes(config) + norm_statistics_bytes(config, values)
-    return kept + (values if config.model.hidden_dropout > 0 else 0)
+    return kept + (values if keeps_dropout_masks(config) else 0)
 
 
 def norm_activation_bytes(config: Config) -> float:

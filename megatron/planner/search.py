@@ -15,8 +15,10 @@ from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.vocab import padded_vocab_size
+from megatron.model.attention_choice import Implementation
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner import memory
+from megatron.planner.attention import attention_of
 from megatron.planner.communication import ALL_REDUCE, DATA, TENSOR, Exchange
 from megatron.planner.fit import fits
 from megatron.planner.hardware import device_memory_bytes
@@ -83,7 +85,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     """All changes to look at: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule, and
     whether activations are sharded along the sequence."""
     world, layers = config.parallel.world_size, config.model.num_layers
-    has_scores = config.model.attention_dropout > 0
+    has_scores = attention_of(config) == Implementation.UNFUSED
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):

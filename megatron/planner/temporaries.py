@@ -7,8 +7,10 @@ code that it describes; `tests/simulated` compares the sums with the simulated s
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.mpu.cross_entropy import chunk_sizes
+from megatron.model.attention_choice import Implementation
+from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.planner import memory
+from megatron.planner.attention import attention_of, counts_kernels
 from megatron.planner.memory import FP32
 
 # `mpu.random._element_bits`: a 32-bit hash of each element, and one shifted copy of it.
@@ -59,7 +61,7 @@ def _mlp_matrix_elements(config: Config) -> float:
 def _hidden_dropout_bytes(config: Config) -> float:
     """`mpu.random.keep_mask` of the MLP's output: this output, and hashes. The layer's output, which is
     counted as kept, does not exist yet."""
-    if config.model.hidden_dropout == 0:
+    if not memory.keeps_dropout_masks(config):
         return 0.0
     values = memory.residual_values(config)
     return values * (memory.parameter_bytes(config) + _HASH_BYTES) - memory.layer_input_bytes(config)
@@ -70,7 +72,7 @@ def _attention_forward_bytes(config: Config) -> float:
     queries, keys and values; of each score softmax, mask, score, softmax in 16 bits, and hashes; the causal
     mask or the bias of the documents. 0 without dropout: the fused kernel has no temporaries."""
     model, size = config.model, memory.parameter_bytes(config)
-    if model.attention_dropout == 0:
+    if attention_of(config) != Implementation.UNFUSED:
         return 0.0
     per_score = FP32 + 1 + size + (size if size != FP32 else 0) + _HASH_BYTES
     heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
@@ -105,7 +107,7 @@ def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float,
 
 def head_loss_bytes(config: Config, padded_vocab: int) -> float:
     """The head and the loss at the end of the forward pass, with --loss-implementation fused
-    (`mpu.cross_entropy._LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
+    (`mpu.logit_chunks.LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
     of one chunk of tokens the logits, their softmax in fp32, a part of the weight's gradient, the scaled
     input.
 
@@ -122,7 +124,7 @@ def head_loss_bytes(config: Config, padded_vocab: int) -> float:
     scaled = sizes.tokens * model.hidden_size
     if size == FP32:
         return 2 * hidden + rows * model.hidden_size * FP32 + chunk + scaled * FP32
-    chunk += sizes.softmax_rows * rows * FP32
+    chunk += 0 if counts_kernels(config) else sizes.softmax_rows * rows * FP32
     product = sizes.product_rows * model.hidden_size * size
     # The scaled input is computed in fp32, twice its size; the buffer of the product stays after one chunk.
     has_more = sizes.tokens < tokens
@@ -152,7 +154,9 @@ def table_bytes(config: Config, *, exchanges: bool) -> float:
     model, size = config.model, memory.parameter_bytes(config)
     scheme = memory.position_scheme(config)
     bias: float = 0
-    if scheme.slopes is not None:
+    if attention_of(config) not in (Implementation.BIASED_SDPA, Implementation.UNFUSED):
+        pass
+    elif scheme.slopes is not None:
         bias = model.num_attention_heads / config.parallel.tensor_model_parallel_size
     elif config.data.reset_attention_mask:
         bias = 1

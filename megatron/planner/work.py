@@ -24,7 +24,9 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
+from megatron.model.attention_choice import Implementation
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.planner.attention import attention_of, counts_kernels
 from megatron.planner.flops import head_flops, recomputes_scores, transformer_layer_flops
 from megatron.planner.memory import FP32
 from megatron.planner.stages import StagePlan
@@ -108,9 +110,13 @@ def program_of(config: Config) -> Program:
     """This program with the run's flags."""
     model, size = config.model, _element_bytes(config)
     dropout = model.hidden_dropout > 0
-    unfused = model.attention_dropout > 0  # else attention is one kernel
+    attention = attention_of(config)
+    unfused = attention == Implementation.UNFUSED  # else attention is one kernel
+    kernels = counts_kernels(config)
+    hashed = dropout and not kernels
+    in_kernel = attention == Implementation.TRITON
     shards = config.parallel.tensor_model_parallel_size > 1
-    biased = not unfused and model.position_embedding_type == "alibi"
+    biased = attention == Implementation.BIASED_SDPA
     gated = model.glu_activation is not None
     biases = not model.disable_bias_linear
     # Of keys, or of values, in units of the queries; what rotation moves in either pass: 10 per element.
@@ -120,9 +126,10 @@ def program_of(config: Config) -> Program:
     copies = 2 * (1 + keys) * grouped
     fused_loss = config.training.loss_implementation == "fused"
     return Program(
-        # The masks of dropout are hashed: 44 operations that move 79 bytes per element.
+        # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
+        # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
         forward=Traffic(
-            hidden=size * (18 if shards else 14) + 2 * 79 * dropout,
+            hidden=size * (18 if shards else 14) + 2 * 79 * hashed,
             attention=size
             * ((6 if unfused else 14 if biased else 8) - 2 * (1 - keys) + rotary + copies + 2 * grouped),
             mlp=size * (8 if gated else 4),
@@ -130,16 +137,17 @@ def program_of(config: Config) -> Program:
             launches=(12 if shards else 10)
             + gated
             + 2 * biased
-            + 2 * 44 * dropout
+            + (44 if hashed else 1) * 2 * dropout
             + 50 * unfused
+            + (in_kernel and model.attention_dropout > 0)
             + 10 * bool(rotary)
             + 3 * grouped,
         ),
         backward=Traffic(
-            hidden=size * (26 if biases else 24) + 15 * dropout,
+            hidden=size * (26 if biases else 24) + (15 if hashed else 4 * size) * dropout,
             attention=size
             * (
-                (21 if unfused else 27 if biased else 25)
+                (21 if unfused else 27 if biased else 29 if in_kernel else 25)
                 - (10 if model.qkv_bias else 8) * (1 - keys)
                 - (0 if model.qkv_bias else 3)
                 + rotary
@@ -149,16 +157,25 @@ def program_of(config: Config) -> Program:
             score=52 * unfused,
             launches=(33 if biases else 23)
             + 3 * gated
-            + 10 * dropout
+            + (10 if hashed else 2) * dropout
             + 5 * unfused
+            + in_kernel
             + 10 * bool(rotary)
             + 2 * grouped,
         ),
-        logit=(82 if shards else 58) if fused_loss else 36,
+        logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
         gradient_bytes=FP32,
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
     )
+
+
+def _logit_bytes(size: int, shards: bool, kernels: bool) -> int:
+    """Of the fused loss. With kernels a logit is written by the product, read and overwritten by the kernel
+    (with shards read once more), and read by the products of both gradients."""
+    if kernels:
+        return size * (6 if shards else 5)
+    return 82 if shards else 58
 
 
 def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, program: Program) -> StageWork:

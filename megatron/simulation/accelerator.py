@@ -17,10 +17,11 @@ BACKEND = "simulated"
 class SimulatedAccelerator(CPU_Accelerator):
     """Answers as a GPU would: asynchronous, with page-locked host memory and with fp16."""
 
-    def __init__(self, simulated: SimulatedDevice, on_range: Any) -> None:
+    def __init__(self, simulated: SimulatedDevice, on_range: Any, kernels: bool) -> None:
         """on_range: object with `push(message)` and `pop()`, called for the ranges that the program marks for
-        profilers."""
+        profilers. kernels: whether it runs Triton kernels, as GPUs since the A100 do."""
         super().__init__()
+        self._kernels = kernels
         self._name = NAME
         self._communication_backend_name = BACKEND
         self._simulated = simulated
@@ -61,6 +62,9 @@ class SimulatedAccelerator(CPU_Accelerator):
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == NAME
+
+    def is_triton_supported(self) -> bool:
+        return self._kernels
 
     def is_fp16_supported(self) -> bool:
         return True

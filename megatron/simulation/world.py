@@ -35,6 +35,7 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.planner.attention import counts_kernels
 from megatron.planner.layer_times import needs_profiling, read_layer_times
 from megatron.planner.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
@@ -77,14 +78,15 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
 
 
 def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
-    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`)."""
+    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`), with the
+    Triton kernels if `planner.attention.counts_kernels`."""
     vocab, plan = plan_of(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config, layout.pipeline_stage)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
     neighbours = Neighbours(config, layout, plan.bounds, config.seq_length_at(first + 1))
-    with _simulated_process(neighbours, layout) as (simulated, ranges):
+    with _simulated_process(neighbours, layout, counts_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: _mark_state(simulated, optimizer)
@@ -149,13 +151,13 @@ class _Ranges:
 
 @contextmanager
 def _simulated_process(
-    neighbours: Neighbours, layout: ParallelLayout
+    neighbours: Neighbours, layout: ParallelLayout, kernels: bool
 ) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
     """Makes this process the rank of `layout` on a simulated device."""
     register_device()
     simulated = SimulatedDevice(neighbours)
     ranges = _Ranges(simulated)
-    set_accelerator(SimulatedAccelerator(simulated, ranges))
+    set_accelerator(SimulatedAccelerator(simulated, ranges, kernels))
     dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", "sim"])
     os.environ.update(
         RANK=str(layout.rank),

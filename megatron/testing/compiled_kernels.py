@@ -45,6 +45,8 @@ def variants() -> Iterator[Variant]:
     yield from _dropout_variants()
     yield from _norm_variants()
     yield from _embedding_variants()
+    yield from _attention_variants()
+    yield from _cross_entropy_variants()
 
 
 def _dropout_variants() -> Iterator[Variant]:
@@ -116,6 +118,68 @@ def _embedding_variants() -> Iterator[Variant]:
             {"BLOCK": module.BLOCK},
             module.OPTIONS,
         )
+
+
+def _cross_entropy_variants() -> Iterator[Variant]:
+    from megatron.kernels import cross_entropy_triton as module
+
+    numbers = {"columns": "i32", "used": "i32", "gradient_scale": "fp32", "z_loss_weight": "fp32"}
+    unaligned = ("used", "gradient_scale", "z_loss_weight")
+    for dtype, logits in _POINTERS.items():
+        yield Variant(
+            f"cross entropy {dtype}",
+            module.logit_statistics_kernel,
+            {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
+            {"WITH_GRADIENT": True, "BLOCK": module.BLOCK},
+            module.OPTIONS,
+            unaligned,
+        )
+        yield Variant(
+            f"cross entropy, gradient {dtype}",
+            module.write_gradient_kernel,
+            {"logits": logits, "targets": "*i64", "largest": "*fp32", "exp_sums": "*fp32", **numbers},
+            {"BLOCK": module.BLOCK},
+            module.OPTIONS,
+            unaligned,
+        )
+
+
+_ATTENTION_TYPES = {
+    **dict.fromkeys(("log_sums", "row_sums", "slopes"), "*fp32"),
+    **dict.fromkeys(("first_keys", "end_queries"), "*i32"),
+    **dict.fromkeys(("sample_keys", "row_keys"), "*i64"),
+    **dict.fromkeys(("scale", "keep_scale"), "fp32"),
+}
+_ATTENTION_TENSORS = ("query", "key", "value", "out", "grad", "grad_query", "grad_key", "grad_value")
+_UNALIGNED = ("batch", "heads", "group", "first_head", "dropped_below", "scale", "keep_scale")
+
+
+def _attention_variants() -> Iterator[Variant]:
+    """With ALiBi, documents and dropout, which need most registers."""
+    import torch
+
+    from megatron.kernels import attention_triton as module
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    kernels = {
+        "forward": module.attention_forward_kernel,
+        "query": module.attention_backward_query_kernel,
+        "key": module.attention_backward_key_kernel,
+    }
+    for dtype, head_dim in (("bf16", 128), ("bf16", 64), ("fp16", 128), ("fp32", 128), ("fp32", 64)):
+        for name, kernel in kernels.items():
+            tiles = module.tiles(name, dtypes[dtype], head_dim)
+            flags = dict.fromkeys(("HAS_SLOPES", "HAS_RANGES", "HAS_DROPOUT"), True)
+            constants = {"HEAD_DIM": head_dim, "BLOCK_DIM": head_dim, **flags, **tiles.constants}
+            types = {
+                argument: _POINTERS[dtype]
+                if argument in _ATTENTION_TENSORS
+                else _ATTENTION_TYPES.get(argument, "i32")
+                for argument in kernel.arg_names
+                if argument not in constants
+            }
+            label = f"attention {'forward' if name == 'forward' else f'backward, {name}'} {dtype} {head_dim}"
+            yield Variant(label, kernel, types, constants, tiles.options, _UNALIGNED)
 
 
 def compile_variant(variant: Variant, architecture: int) -> Resources:

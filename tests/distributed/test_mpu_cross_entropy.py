@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu import cross_entropy
+from megatron.mpu import logit_chunks
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout
 from megatron.testing.pool import run_world
@@ -67,7 +67,7 @@ def fused_loss_and_gradients(hidden, weight, labels, upstream, token_weights, vo
     tensor = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
     own = weight.chunk(size)[tensor.rank].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
-    with mock.patch.object(cross_entropy, "CHUNK_TOKENS", {2: 32, 4: 32}):
+    with mock.patch.object(logit_chunks, "CHUNK_TOKENS", {2: 32, 4: 32}):
         losses = vocab_parallel_linear_cross_entropy(
             hidden,
             own,
@@ -109,6 +109,29 @@ def error(found, expected):
     """The largest relative error of losses and gradients, as norms."""
     pairs = zip(found, expected, strict=True)
     return max(((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs)
+
+
+def fused_with_kernels(cases):
+    """In triton's interpreter."""
+    with mock.patch.object(logit_chunks, "uses_kernels", lambda _: True):
+        return fused_cases(cases)
+
+
+def test_with_kernels_the_fused_loss_of_sharded_and_padded_rows_is_the_same():
+    """The last of four ranks has padding only. The gradient that differs per token is computed again."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(5)
+    hidden = 0.3 * torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight, labels = torch.randn(ROWS, HIDDEN, generator=generator), torch.arange(TOKENS)
+    for upstream in (torch.ones(TOKENS), torch.randn(TOKENS, generator=generator)):
+        inputs = (hidden, weight, labels, upstream, torch.rand(TOKENS, generator=generator), 380, 0.01)
+        (losses, grad_hidden, _), *others = (found[0] for found in run_world(4, fused_with_kernels, [inputs]))
+        of_ranks = [grad_weight for _, _, grad_weight in others]
+        assert all(torch.equal(losses, other[0]) and torch.equal(grad_hidden, other[1]) for other in others)
+        expected = fused_reference(*inputs)
+        assert error((losses, grad_hidden), expected[:2]) <= 1e-6
+        assert error(of_ranks[:2], expected[2].chunk(4)[1:3]) <= 1e-6
+        assert of_ranks[2].abs().sum() == 0
 
 
 @pytest.mark.parametrize("vocab_size", [512, 300])

@@ -10,6 +10,21 @@ import torch
 
 
 @pytest.fixture(autouse=True)
+def _bf16_products_are_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter of triton 3.7.1 multiplies matrices of bf16 as if their bits were integers."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    tl = pytest.importorskip("triton.language")
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return original(self, a, b, *args)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
 def _bf16_is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter of triton 3.7.1 truncates fp32 to bf16, a GPU rounds to the nearest, ties to even."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")

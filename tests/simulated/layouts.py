@@ -21,6 +21,9 @@ LAYOUTS = {
     "alone-fp32": "",
     "alone-bf16-recompute": f"--bf16 --checkpoint-activations {NO_DROPOUT}",
     "alone-fp16-selective-alibi": "--fp16 --recompute-granularity selective --position-embedding-type alibi",
+    "alone-without-kernels": "--fp16 --recompute-granularity selective --position-embedding-type alibi "
+    "--gpu v100-32gb",
+    "tensor-2-without-kernels": "--world-size 2 --tensor-model-parallel-size 2 --fp16 --gpu v100-32gb",
     "alone-plain-loss": f"--bf16 --loss-implementation plain {NO_DROPOUT}",
     "alone-z-loss-swiglu": "--bf16 --z-loss-weight 1e-4 --glu-activation swiglu",
     "data-2": "--world-size 2 --bf16",

@@ -14,11 +14,13 @@ BASE = (
     "--dry-run --hidden-size 512 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-samples 6400 --vocab-size 512 --bf16"
 )
-# Flags, and how far the planned bytes may be from those counted. Dropout's masks are many small operations.
+# Flags, and how far the planned bytes may be from those counted.
 ROWS = {
     "fused": (NO_DROPOUT, 0.02),
     "tensor-parallel": (f"{NO_DROPOUT} --world-size 2 --tensor-model-parallel-size 2", 0.03),
     "dropout": ("", 0.05),
+    "dropout-without-kernels": ("--gpu v100-32gb", 0.05),
+    "alibi-without-kernels": (f"{NO_DROPOUT} --gpu v100-32gb --position-embedding-type alibi", 0.05),
     "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),
     "swiglu": (f"{NO_DROPOUT} --glu-activation swiglu", 0.05),
     "llama": (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.mpu import cross_entropy
+from megatron.mpu import logit_chunks
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
 from megatron.testing.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
@@ -27,9 +27,9 @@ UPSTREAM = {
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Several chunks, blocks of rows and parts of a product, the last of each incomplete."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", {2: 11, 4: 11})
-    monkeypatch.setattr(cross_entropy, "CPU_WORK_BYTES", 3 * 4 * ROWS)
-    monkeypatch.setattr(cross_entropy, "CPU_PRODUCT_BYTES", 13 * 2 * HIDDEN)
+    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", {2: 11, 4: 11})
+    monkeypatch.setattr(logit_chunks, "CPU_WORK_BYTES", 3 * 4 * ROWS)
+    monkeypatch.setattr(logit_chunks, "CPU_PRODUCT_BYTES", 13 * 2 * HIDDEN)
 
 
 def make_inputs(dtype, vocab_size=ROWS):

@@ -25,6 +25,12 @@ FLAGS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _without_kernels(monkeypatch):
+    """The layers run on a CPU. tests/simulated compares the plan with kernels."""
+    monkeypatch.setenv("MEGATRON_KERNELS", "pytorch")
+
+
 def config_of(words):
     return read_command_line([*FLAGS.split(), *words.split()], {}).config
 

@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""The work of a training step, counted on the simulated accelerator, beside its goals.
+
+    python benchmarks/step_cost.py --preset 13B --world-size 128 --tensor-model-parallel-size 4 \\
+        --pipeline-model-parallel-size 4
+
+The real step runs (model, engine, optimizer, schedule) on tensors without values: no GPU is needed, and
+nothing is a measurement. The cost of a layer is the difference of models with one and with two layers per
+stage. Bytes are those of the tensors that each operation reads and writes. The rows with seconds are the
+planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes.
+
+All other flags are those of pretrain_gpt.py, and replace the preset's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.config import Config, ConfigError  # noqa: E402
+from megatron.config.cli import parse_args  # noqa: E402
+from megatron.config.registries import PIPELINE_SCHEDULES  # noqa: E402
+from megatron.mpu.layout import ParallelLayout  # noqa: E402
+from megatron.pipeline.schedule import simulate_schedule  # noqa: E402
+from megatron.planner.step_time import planned_step  # noqa: E402
+from megatron.simulation.processes import run_in_processes  # noqa: E402
+from megatron.simulation.record import STEP, OperationCount, StepRecord, Work  # noqa: E402
+from megatron.simulation.stages import syncs_per_micro_batch  # noqa: E402
+from megatron.simulation.world import plan_of, simulate_rank  # noqa: E402
+from megatron.text_table import format_table  # noqa: E402
+
+_COMMON = (
+    "--dry-run --bf16 --zero-stage 1 --micro-batch-size 1 --lr 1e-4 --train-iters 100 --vocab-size 50257 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --gpu h100-80gb --inter-node-gbps 400"
+)
+PRESETS = {
+    "13B": "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
+    "--max-position-embeddings 2048 --global-batch-size 1024",
+    "quick": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --global-batch-size 64",
+}
+# What differs from the flags of the command.
+VARIANTS: dict[str, dict[str, object]] = {
+    "no hidden dropout": {"model.hidden_dropout": 0.0},
+    "no attention dropout": {"model.attention_dropout": 0.0},
+    "no dropout": {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0},
+}
+# One layer per stage and more are equal on all stages.
+_BY_LAYERS = {"parallel.partition_method": "type:transformer"}
+# Forward times of half a stage: a backward pass takes twice as long, the ideal is 3 * 2 * 16.
+RANKS, MICRO_BATCHES = 8, 16
+SCHEDULE_GOALS = {"1f1b": 138, "dualpipev": 130}
+MISSING_SCHEDULES = {"interleaved": 117, "zero-bubble": 110}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. met: None where there is no goal to compare with."""
+
+    what: str
+    value: str
+    goal: str
+    met: bool | None
+
+    def cells(self) -> tuple[str, ...]:
+        return self.what, self.value, self.goal, {True: "met", False: "MISSED", None: "-"}[self.met]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Of a transformer layer and a micro-batch: its forward pass, and what this leaves for the backward."""
+
+    launches: float
+    bytes: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The simulated step of a stage in the middle of the pipeline; and a layer of each of VARIANTS."""
+
+    config: Config
+    record: StepRecord
+    layers: dict[str, LayerCost]
+
+
+def simulate(config: Config) -> Simulated:
+    """Simulates the step; and for the cost of a layer models with one and with two layers per stage."""
+    parallel = config.parallel
+    stages = parallel.num_stages
+    stage = parallel.pipeline_model_parallel_size // 2
+    rank = stage * (parallel.world_size // parallel.pipeline_model_parallel_size)
+    one = config.with_settings({"model.num_layers": stages, **_BY_LAYERS})
+    two = config.with_settings({"model.num_layers": 2 * stages, **_BY_LAYERS})
+    others = [two.with_settings(settings) for settings in VARIANTS.values()]
+    record, single, double, *rest = run_in_processes(
+        simulate_rank, [(each, rank) for each in (config, one, two, *others)]
+    )
+    chunks = parallel.schedule.stages_per_rank
+    lower, upper, *found = (_forward_cost(each) for each in (single, double, *rest))
+    layer = [(b - a) / chunks for a, b in zip(lower, upper, strict=True)]
+    costs = {"dropout": LayerCost(*layer)}
+    for variant, other in zip(VARIANTS, found, strict=True):
+        # The two layers are all that differs.
+        less = [(a - b) / (2 * chunks) for a, b in zip(upper, other, strict=True)]
+        costs[variant] = LayerCost(*(a - b for a, b in zip(layer, less, strict=True)))
+    return Simulated(config, record, costs)
+
+
+def _forward_cost(record: StepRecord) -> tuple[float, float, float]:
+    """(launches, bytes) of the forward pass of a micro-batch, and the bytes that it leaves for the backward
+    pass."""
+    works = [work for kind, work in record.rest.items() if kind.kind == "ForwardPass"]
+    moved = sum(_moved(count) for work in works for count in work.operations.values())
+    return sum(work.launched for work in works), moved, max(record.peak.activations)
+
+
+def _moved(count: OperationCount) -> int:
+    return count.bytes_read + count.bytes_written
+
+
+def layer_rows(simulated: Simulated) -> list[Row]:
+    """Launches, bytes of dropout, and what attention keeps, of a transformer layer."""
+    config = simulated.config
+    costs = simulated.layers
+    batch, model, parallel = config.batch, config.model, config.parallel
+    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    elements = batch.micro_batch_size * model.seq_length * model.hidden_size / shards
+    size = 4 if config.precision.name == "fp32" else 2
+    # A layer has two; without dropout each residual addition moves three elements.
+    hidden = (costs["dropout"].bytes - costs["no hidden dropout"].bytes) / 2 / elements + 3 * size
+    heads = model.num_attention_heads / parallel.tensor_model_parallel_size
+    rows = batch.micro_batch_size * heads * model.seq_length
+    more = costs["dropout"].kept_bytes - costs["no attention dropout"].kept_bytes
+    kept = more + 4 * rows  # PyTorch's flash attention keeps one fp32 number per row
+    launches, without = costs["dropout"].launches, costs["no dropout"].launches
+    return [
+        Row("kernel launches per transformer layer, forward", f"{launches:g}", "<= 30", launches <= 30),
+        Row("the same without dropout", f"{without:g}", "<= 15", without <= 15),
+        Row(
+            "bytes moved per hidden dropout with residual, forward",
+            f"{hidden:.1f} per element",
+            f"{3 * size}",
+            hidden <= 3 * size + 0.1,
+        ),
+        Row(
+            "attention memory kept beside q, k, v and output, per layer and micro-batch",
+            f"{kept / 2**20:,.2f} MiB, {kept / rows:,.0f} bytes per row",
+            "O(s)",
+            kept / rows < model.kv_channels,
+        ),
+    ]
+
+
+def synchronization_rows(simulated: Simulated) -> list[Row]:
+    """Of the host, per micro-batch and in the rest of the step."""
+    record = simulated.record
+    often = sum(syncs_per_micro_batch(record).values())
+    in_step = len(record.outside.syncs)
+    firsts = [(work, record.rest.get(kind)) for kind, work in record.first.items()]
+    in_step += sum(len(work.syncs) - len(rest.syncs) for work, rest in firsts if rest is not None)
+    in_step += sum(len(work.syncs) for work, rest in firsts if rest is None)
+    return [
+        Row("host synchronizations per micro-batch", str(often), "0", often == 0),
+        Row(f"host synchronizations per {STEP}", str(in_step), "1", in_step <= 1),
+    ]
+
+
+def data_parallel_rows(simulated: Simulated) -> list[Row]:
+    """Bytes that a rank sends to its data-parallel group, and the predicted time that nothing hides."""
+    config, record = simulated.config, simulated.record
+    size, peers = config.parallel.data_parallel_size, data_parallel_ranks(config, record.rank)
+    sent = sum(wire_bytes(work, peers) for work in record.works) if size > 1 else 0.0
+    weights = record.parameters * (4 if config.precision.name == "fp32" else 2)
+    gradients = record.parameters * 4
+    goal = (gradients + weights) * (size - 1) / size
+    rows = [
+        Row(
+            f"ZeRO-{config.parallel.zero_stage} bytes on the wire per rank and step",
+            f"{sent / 1e9:.2f} GB",
+            f"gradients + weights: {goal / 1e9:.2f} GB",
+            sent <= 1.01 * goal,
+        )
+    ]
+    vocab, plan = plan_of(config)
+    step = planned_step(config, plan, vocab.size)
+    if step is not None:
+        share = (step.reduction + step.gather) / step.total
+        rows += [
+            Row(
+                "exposed data-parallel communication (predicted)",
+                f"{100 * share:.1f} % of {step.total:.2f} s",
+                "<= 1 %",
+                share <= 0.01,
+            ),
+            Row("MFU (predicted)", f"{100 * step.mfu:.0f} %", ">= 50 %", step.mfu >= 0.5),
+        ]
+    return rows
+
+
+def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
+    """Global ranks of the data-parallel group of `rank`."""
+    layout = ParallelLayout.from_config(config.parallel, rank)
+    first = layout.pipeline_stage * layout.tp_size * layout.dp_size + rank % layout.tp_size
+    return tuple(first + layout.tp_size * index for index in range(layout.dp_size))
+
+
+def wire_bytes(work: Work, peers: Sequence[int]) -> float:
+    """Bytes that a rank sends for the collectives of a group, with ring algorithms: a reduce-scatter and an
+    all-gather send (n - 1) / n of the tensor, an all-reduce is both."""
+    return sum(
+        call.bytes * (2 if call.operation.startswith("allreduce") else 1) * (len(peers) - 1) / len(peers)
+        for call in work.calls
+        if call.ranks == tuple(peers)
+    )
+
+
+def schedule_rows() -> list[Row]:
+    """The simulated step of each schedule, all stages equal."""
+    rows = []
+    name = (
+        f"step, p = {RANKS}, m = {MICRO_BATCHES}, in half-stage forward times (ideal {6 * MICRO_BATCHES}): "
+    )
+    for schedule, goal in SCHEDULE_GOALS.items():
+        chunks = PIPELINE_SCHEDULES[schedule].stages_per_rank
+        forward = [2 / chunks] * (RANKS * chunks)
+        backward = [2 * time for time in forward]
+        transfer = [0.0] * (len(forward) - 1)
+        found = simulate_schedule(schedule, forward, backward, transfer, MICRO_BATCHES).makespan
+        rows.append(Row(name + schedule, f"{found:g}", f"{goal}", found <= goal))
+        name = "  "
+    return [
+        *rows,
+        *(Row(f"  {name}", "not built", f"{goal}", False) for name, goal in MISSING_SCHEDULES.items()),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="13B", help="sizes of the model and of the batch"
+    )
+    parser.add_argument(
+        "--kernels", choices=("triton", "pytorch"), default="triton", help="whose launches are counted"
+    )
+    arguments, flags = parser.parse_known_args()
+    os.environ["MEGATRON_KERNELS"] = arguments.kernels  # read by the simulation and by the plan
+    try:
+        config = parse_args([*_COMMON.split(), *PRESETS[arguments.preset].split(), *flags], {})
+        simulated = simulate(config)
+    except ConfigError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+    rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]
+    cells = [("what", arguments.kernels, "goal", "")]
+    cells += [row.cells() for row in (*rows, *schedule_rows())]
+    print(f"counted on the simulated accelerator, rank {simulated.record.rank}; nothing was run on a GPU")
+    print(format_table(cells, left_align=(0, 3)))
+
+
+if __name__ == "__main__":
+    main()

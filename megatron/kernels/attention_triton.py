@@ -1,0 +1,525 @@
+"""The kernels of `megatron.kernels.attention`. Offsets of elements are within a tile or are int64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron.kernels.dropout import drop_threshold
+from megatron.kernels.dropout_triton import _mix32, _mix64
+
+# Products of fp32 numbers as three products of tensor cores, which keep about 21 bits of the factors.
+FP32_PRODUCT: tl.constexpr = tl.constexpr("tf32x3")
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of the tiles of queries and of keys, and compile options."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_QUERIES": self.queries, "BLOCK_KEYS": self.keys}
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# Kernel -> tiles, for heads of up to 64 and of up to 128. Compiled for sm_80 and sm_90, none of them spills a
+# register, and a block needs at most 99 KiB of shared memory, which consumer GPUs have.
+_TILES = {
+    "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    "query": (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    "key": (Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 2)),
+}
+_FP32_TILES = {
+    "forward": (Tiles(32, 32, 8, 1), Tiles(16, 64, 8, 1)),
+    "query": (Tiles(32, 32, 8, 1), Tiles(16, 32, 8, 1)),
+    "key": (Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1)),
+}
+
+
+def tiles(kernel: str, dtype: torch.dtype, head_dim: int) -> Tiles:
+    """For 'forward', 'query' and 'key'."""
+    return (_FP32_TILES if dtype == torch.float32 else _TILES)[kernel][head_dim > 64]
+
+
+@triton.jit
+def attention_forward_kernel(
+    query,
+    key,
+    value,
+    out,
+    log_sums,
+    slopes,
+    first_keys,
+    sample_keys,
+    seq,
+    batch,
+    heads,
+    group,
+    first_head,
+    query_seq,
+    query_batch,
+    query_head,
+    key_seq,
+    key_batch,
+    key_head,
+    value_seq,
+    value_batch,
+    value_head,
+    scale,
+    dropped_below,
+    keep_scale,
+    HEAD_DIM: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """A block of queries of one head of one sample per program; the longest rows start first."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
+    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = first_row + tl.arange(0, BLOCK_QUERIES)
+    columns = tl.arange(0, BLOCK_KEYS)
+
+    query += sample.to(tl.int64) * query_batch + head * query_head
+    key += sample.to(tl.int64) * key_batch + head // group * key_head
+    value += sample.to(tl.int64) * value_batch + head // group * value_head
+    q = _load_rows(query, first_row, query_seq, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+    firsts, first_block = _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES, BLOCK_KEYS)
+    if HAS_DROPOUT:
+        row_keys = _hash_rows(sample_keys, sample, first_head + head, rows, seq)
+
+    # Finite, so that a block without an allowed key gives exp2(-inf - largest) = 0 and not NaN.
+    largest = tl.full([BLOCK_QUERIES], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+    acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
+    for start in range(first_block, tl.minimum(first_row + BLOCK_QUERIES, seq), BLOCK_KEYS):
+        k = _load_rows(key, start, key_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
+        scores = _masked_scores(
+            scores, rows[:, None], (start + columns)[None, :], firsts, scale, slope, HAS_SLOPES, HAS_RANGES
+        )
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, 1)
+        if HAS_DROPOUT:
+            keep = _keep(row_keys[:, None], (start + columns)[None, :], dropped_below)
+            weights = tl.where(keep, weights, 0.0)
+        v = _load_rows(value, start, value_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=FP32_PRODUCT)
+        largest = new_largest
+
+    inside = rows < seq
+    acc *= (keep_scale / total)[:, None]
+    out += (sample * heads + head).to(tl.int64) * HEAD_DIM
+    _store_rows(out, acc, first_row, batch * heads * HEAD_DIM, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    tl.store(log_sums + tl.program_id(1).to(tl.int64) * seq + rows, largest + tl.log2(total), mask=inside)
+
+
+@triton.jit
+def attention_backward_query_kernel(
+    query,
+    key,
+    value,
+    out,
+    grad,
+    log_sums,
+    grad_query,
+    row_sums,
+    row_keys,
+    slopes,
+    first_keys,
+    sample_keys,
+    seq,
+    batch,
+    heads,
+    group,
+    first_head,
+    query_seq,
+    query_batch,
+    query_head,
+    key_seq,
+    key_batch,
+    key_head,
+    value_seq,
+    value_batch,
+    value_head,
+    scale,
+    dropped_below,
+    keep_scale,
+    HEAD_DIM: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """As the forward kernel. Also writes row_sums, sum(out * grad), and row_keys, which the kernel of the
+    keys reads."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
+    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = first_row + tl.arange(0, BLOCK_QUERIES)
+    columns = tl.arange(0, BLOCK_KEYS)
+    inside = rows < seq
+    in_rows = tl.program_id(1).to(tl.int64) * seq + rows
+    in_heads = (sample * heads + head).to(tl.int64) * HEAD_DIM
+    width = batch * heads * HEAD_DIM
+
+    query += sample.to(tl.int64) * query_batch + head * query_head
+    key += sample.to(tl.int64) * key_batch + head // group * key_head
+    value += sample.to(tl.int64) * value_batch + head // group * value_head
+    o = _load_rows(out + in_heads, first_row, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    do = _load_rows(grad + in_heads, first_row, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    row_sum = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(row_sums + in_rows, row_sum, mask=inside)
+    q = _load_rows(query, first_row, query_seq, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
+    slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+    firsts, first_block = _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES, BLOCK_KEYS)
+    if HAS_DROPOUT:
+        hashes = _hash_rows(sample_keys, sample, first_head + head, rows, seq)
+        tl.store(row_keys + in_rows, hashes.to(tl.int64, bitcast=True), mask=inside)
+
+    acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
+    for start in range(first_block, tl.minimum(first_row + BLOCK_QUERIES, seq), BLOCK_KEYS):
+        k = _load_rows(key, start, key_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
+        scores = _masked_scores(
+            scores, rows[:, None], (start + columns)[None, :], firsts, scale, slope, HAS_SLOPES, HAS_RANGES
+        )
+        v = _load_rows(value, start, value_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        grad_weights = tl.dot(do, tl.trans(v), input_precision=FP32_PRODUCT)
+        if HAS_DROPOUT:
+            keep = _keep(hashes[:, None], (start + columns)[None, :], dropped_below)
+            grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
+        grad_scores = tl.exp2(scores - log_sum[:, None]) * (grad_weights - row_sum[:, None])
+        acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=FP32_PRODUCT)
+    _store_rows(grad_query + in_heads, acc * scale, first_row, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+
+
+@triton.jit
+def attention_backward_key_kernel(
+    query,
+    key,
+    value,
+    grad,
+    log_sums,
+    row_sums,
+    grad_key,
+    grad_value,
+    slopes,
+    first_keys,
+    end_queries,
+    row_keys,
+    seq,
+    batch,
+    heads,
+    group,
+    query_seq,
+    query_batch,
+    query_head,
+    key_seq,
+    key_batch,
+    key_head,
+    value_seq,
+    value_batch,
+    value_head,
+    scale,
+    dropped_below,
+    keep_scale,
+    HEAD_DIM: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """A block of keys of one key head of one sample per program, summed over the queries of all its heads."""
+    first_column = tl.program_id(0) * BLOCK_KEYS
+    groups = heads // group
+    sample, key_index = tl.program_id(1) // groups, tl.program_id(1) % groups
+    columns = first_column + tl.arange(0, BLOCK_KEYS)
+    width = batch * heads * HEAD_DIM
+
+    query += sample.to(tl.int64) * query_batch
+    key += sample.to(tl.int64) * key_batch + key_index * key_head
+    value += sample.to(tl.int64) * value_batch + key_index * value_head
+    k = _load_rows(key, first_column, key_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    v = _load_rows(value, first_column, value_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    end = seq
+    if HAS_RANGES:
+        last = tl.minimum(first_column + BLOCK_KEYS, seq) - 1
+        end = tl.load(end_queries + sample.to(tl.int64) * seq + last)
+
+    acc_k = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
+    acc_v = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
+    for head in range(key_index * group, (key_index + 1) * group):
+        slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+        in_heads = (sample * heads + head).to(tl.int64)
+        for start in range(first_column // BLOCK_QUERIES * BLOCK_QUERIES, end, BLOCK_QUERIES):
+            rows = start + tl.arange(0, BLOCK_QUERIES)
+            inside = rows < seq
+            in_rows = in_heads * seq + rows
+            q = _load_rows(
+                query + head * query_head, start, query_seq, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
+            )
+            scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
+            firsts = rows
+            if HAS_RANGES:
+                firsts = tl.load(first_keys + sample.to(tl.int64) * seq + rows, mask=inside, other=0)
+            scores = _masked_scores(
+                scores,
+                rows[None, :],
+                columns[:, None],
+                firsts[None, :],
+                scale,
+                slope,
+                HAS_SLOPES,
+                HAS_RANGES,
+            )
+            log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
+            weights = tl.exp2(scores - log_sum[None, :])
+            do = _load_rows(grad + in_heads * HEAD_DIM, start, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+            grad_weights = tl.dot(v, tl.trans(do), input_precision=FP32_PRODUCT)
+            dropped = weights
+            if HAS_DROPOUT:
+                hashes = tl.load(row_keys + in_rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
+                keep = _keep(hashes[None, :], columns[:, None], dropped_below)
+                dropped = tl.where(keep, weights, 0.0)
+                grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
+            acc_v = tl.dot(dropped.to(do.dtype), do, acc_v, input_precision=FP32_PRODUCT)
+            row_sum = tl.load(row_sums + in_rows, mask=inside, other=0.0)
+            grad_scores = weights * (grad_weights - row_sum[None, :])
+            acc_k = tl.dot(grad_scores.to(q.dtype), q, acc_k, input_precision=FP32_PRODUCT)
+
+    in_groups = (sample * groups + key_index).to(tl.int64) * HEAD_DIM
+    width = batch * groups * HEAD_DIM
+    _store_rows(
+        grad_key + in_groups, acc_k * scale, first_column, width, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
+    )
+    _store_rows(
+        grad_value + in_groups, acc_v * keep_scale, first_column, width, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
+    )
+
+
+@triton.jit
+def _load_rows(
+    pointer, first, stride, seq, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    """Rows `first` to first + BLOCK of one head, [BLOCK, BLOCK_DIM]; zero outside of the sequence."""
+    row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
+    place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    return tl.load(place, mask=(first + row < seq)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    pointer, values, first, stride, seq, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
+    place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    inside = (first + row < seq)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(place, values.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """(first key of each row [rows, 1], first key of the first block that a row of the tile attends to)."""
+    firsts, first_block = rows, 0
+    if HAS_RANGES:
+        first_keys += sample.to(tl.int64) * seq
+        firsts = tl.load(first_keys + rows, mask=rows < seq, other=0)
+        first_block = tl.load(first_keys + first_row) // BLOCK_KEYS * BLOCK_KEYS
+    return firsts[:, None], first_block
+
+
+@triton.jit
+def _masked_scores(
+    scores, rows, columns, firsts, scale, slope, HAS_SLOPES: tl.constexpr, HAS_RANGES: tl.constexpr
+):
+    """Scaled scores with ALiBi's bias, times log2(e); -inf where a query does not attend to a key."""
+    scores *= scale * LOG2_E
+    if HAS_SLOPES:
+        scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
+    allowed = columns <= rows
+    if HAS_RANGES:
+        allowed &= columns >= firsts
+    return tl.where(allowed, scores, -float("inf"))
+
+
+@triton.jit
+def _hash_rows(sample_keys, sample, head, rows, seq):
+    """uint64 for each row: the keys of `mpu.random._row_keys` for scores [batch, heads, seq, seq]."""
+    row = head.to(tl.int64) * seq + rows
+    return _mix64((tl.load(sample_keys + sample) + row * -0x61C8864680B583EB).to(tl.uint64))
+
+
+@triton.jit
+def _keep(row_keys, columns, dropped_below):
+    """Booleans: the mask of `mpu.random.keep_mask`."""
+    low, high = row_keys.to(tl.uint32), (row_keys >> 32).to(tl.uint32)
+    bits = (_mix32(columns.to(tl.uint32)) ^ low) * (high | 1)
+    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D
+    return bits.to(tl.int32, bitcast=True) >= dropped_below
+
+
+def launch_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    slopes: torch.Tensor | None,
+    first_keys: torch.Tensor | None,
+    sample_keys: torch.Tensor | None,
+    scale: float,
+    p: float,
+    first_head: int,
+) -> None:
+    """Fills `out` and `log_sums`; see `megatron::attention_forward`."""
+    sizes, common = _common("forward", query, key, value, scale, p)
+    seq, batch, heads, _ = query.shape
+    if query.numel():
+        attention_forward_kernel[(triton.cdiv(seq, sizes.queries), batch * heads)](
+            query,
+            key,
+            value,
+            out,
+            log_sums,
+            slopes,
+            first_keys,
+            sample_keys,
+            first_head=first_head,
+            HAS_SLOPES=slopes is not None,
+            HAS_RANGES=first_keys is not None,
+            HAS_DROPOUT=sample_keys is not None,
+            **common,
+        )
+
+
+def launch_backward_query(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    log_sums: torch.Tensor,
+    grad_query: torch.Tensor,
+    row_sums: torch.Tensor,
+    row_keys: torch.Tensor,
+    slopes: torch.Tensor | None,
+    first_keys: torch.Tensor | None,
+    sample_keys: torch.Tensor | None,
+    scale: float,
+    p: float,
+    first_head: int,
+) -> None:
+    """Fills `grad_query`, `row_sums` and `row_keys`; see `megatron::attention_backward_query`."""
+    sizes, common = _common("query", query, key, value, scale, p)
+    seq, batch, heads, _ = query.shape
+    if query.numel():
+        attention_backward_query_kernel[(triton.cdiv(seq, sizes.queries), batch * heads)](
+            query,
+            key,
+            value,
+            out,
+            grad,
+            log_sums,
+            grad_query,
+            row_sums,
+            row_keys,
+            slopes,
+            first_keys,
+            sample_keys,
+            first_head=first_head,
+            HAS_SLOPES=slopes is not None,
+            HAS_RANGES=first_keys is not None,
+            HAS_DROPOUT=sample_keys is not None,
+            **common,
+        )
+
+
+def launch_backward_key(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad: torch.Tensor,
+    log_sums: torch.Tensor,
+    row_sums: torch.Tensor,
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    slopes: torch.Tensor | None,
+    first_keys: torch.Tensor | None,
+    end_queries: torch.Tensor | None,
+    row_keys: torch.Tensor,
+    scale: float,
+    p: float,
+) -> None:
+    """Fills `grad_key` and `grad_value`; see `megatron::attention_backward_key`."""
+    sizes, common = _common("key", query, key, value, scale, p)
+    seq, batch, groups, _ = key.shape
+    if query.numel():
+        attention_backward_key_kernel[(triton.cdiv(seq, sizes.keys), batch * groups)](
+            query,
+            key,
+            value,
+            grad,
+            log_sums,
+            row_sums,
+            grad_key,
+            grad_value,
+            slopes,
+            first_keys,
+            end_queries,
+            row_keys,
+            HAS_SLOPES=slopes is not None,
+            HAS_RANGES=first_keys is not None,
+            HAS_DROPOUT=p > 0,
+            **common,
+        )
+
+
+def _common(
+    kernel: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, p: float
+) -> tuple[Tiles, dict[str, Any]]:
+    """Tile sizes, and the arguments that all kernels have."""
+    seq, batch, heads, head_dim = query.shape
+    block_dim = max(triton.next_power_of_2(head_dim), 16)
+    sizes = tiles(kernel, query.dtype, head_dim)
+    strides = {
+        f"{name}_{dim}": stride
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+        for dim, stride in zip(("seq", "batch", "head"), tensor.stride(), strict=False)
+    }
+    return sizes, {
+        "seq": seq,
+        "batch": batch,
+        "heads": heads,
+        "group": heads // key.shape[2],
+        **strides,
+        "scale": scale,
+        "dropped_below": drop_threshold(p),
+        "keep_scale": 1.0 / (1.0 - p),
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": block_dim,
+        **sizes.constants,
+        **sizes.options,
+    }

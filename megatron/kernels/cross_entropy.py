@@ -1,0 +1,91 @@
+"""Operators of the cross entropy of a chunk of logits, which become their gradient in the same memory.
+
+On one tensor-parallel rank one launch computes losses and gradient: each row is read once for its largest
+logit and sum, and a second time, from the cache as far as it fits there, when its gradient is written. On
+several ranks the three numbers per row are exchanged between two launches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("megatron::logit_statistics", mutates_args=())
+def logit_statistics_op(logits: Tensor, targets: Tensor, used: int) -> Tensor:
+    """fp32 [3, rows]: the largest logit of each row, sum(exp(logit - largest)), and the logit of the target.
+
+    logits: [rows, columns], contiguous, fp32, bf16 or fp16; columns from `used` on do not count.
+    targets: int64 [rows]; of a row whose target is on another rank -1, and its target's logit is 0.
+    """
+    return _statistics(logits, targets, used, 0.0, 0.0, with_gradient=False)
+
+
+@logit_statistics_op.register_fake
+def _(logits: Tensor, targets: Tensor, used: int) -> Tensor:
+    return _per_row(logits)
+
+
+@torch.library.custom_op("megatron::logit_statistics_and_gradient", mutates_args=("logits",))
+def logit_statistics_and_gradient_op(
+    logits: Tensor, targets: Tensor, used: int, gradient_scale: float, z_loss_weight: float
+) -> Tensor:
+    """`logit_statistics_op`, then `write_logit_gradient_op` with these statistics, in one launch."""
+    return _statistics(logits, targets, used, gradient_scale, z_loss_weight, with_gradient=True)
+
+
+@logit_statistics_and_gradient_op.register_fake
+def _(logits: Tensor, targets: Tensor, used: int, gradient_scale: float, z_loss_weight: float) -> Tensor:
+    return _per_row(logits)
+
+
+def _statistics(
+    logits: Tensor,
+    targets: Tensor,
+    used: int,
+    gradient_scale: float,
+    z_loss_weight: float,
+    with_gradient: bool,
+) -> Tensor:
+    from megatron.kernels.cross_entropy_triton import launch_statistics  # triton is optional
+
+    found = _per_row(logits)
+    launch_statistics(logits, targets, found, used, gradient_scale, z_loss_weight, with_gradient)
+    return found
+
+
+def _per_row(logits: Tensor) -> Tensor:
+    return torch.empty(3, logits.shape[0], dtype=torch.float32, device=logits.device)
+
+
+@torch.library.custom_op("megatron::write_logit_gradient", mutates_args=("logits",))
+def write_logit_gradient_op(
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    exp_sums: Tensor,
+    used: int,
+    gradient_scale: float,
+    z_loss_weight: float,
+) -> None:
+    """logits = gradient_scale * (softmax * (1 + 2 * z_loss_weight * log(Z)) - [target]), zero from `used` on.
+
+    largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Others: see
+    `logit_statistics_op`.
+    """
+    from megatron.kernels.cross_entropy_triton import launch_gradient  # triton is optional
+
+    launch_gradient(logits, targets, largest, exp_sums, used, gradient_scale, z_loss_weight)
+
+
+@write_logit_gradient_op.register_fake
+def _(
+    logits: Tensor,
+    targets: Tensor,
+    largest: Tensor,
+    exp_sums: Tensor,
+    used: int,
+    gradient_scale: float,
+    z_loss_weight: float,
+) -> None:
+    return None

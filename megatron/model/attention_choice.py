@@ -1,0 +1,101 @@
+"""Which implementation computes attention: one function decides, and says why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.attention import MAX_HEAD_DIM
+from megatron.kernels.selection import reason_against_kernels, uses_kernels
+
+_LOG = logging.getLogger(__name__)
+LONGEST_DENSE = 2048
+"""Tokens of the longest sequence for which a tensor [seq, seq] is made on a GPU."""
+
+
+class Implementation(Enum):
+    """How `CoreAttention` computes."""
+
+    SDPA = "torch.nn.functional.scaled_dot_product_attention, without a bias"
+    TRITON = "megatron.kernels.attention: nothing of size [seq, seq] is stored"
+    BIASED_SDPA = "scaled_dot_product_attention with a bias [seq, seq]"
+    UNFUSED = "PyTorch operations on all scores"
+    BLOCKS = (
+        "PyTorch operations on the scores of a block of queries at a time, recomputed in the backward pass"
+    )
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What decides.
+
+    dropout: its rate, 0 outside of training.
+    kernels: None if Triton kernels compute with such tensors, else the reason why they do not.
+    """
+
+    dropout: float
+    alibi: bool
+    documents: bool
+    seq_length: int
+    head_dim: int
+    on_cpu: bool
+    kernels: str | None
+
+    @property
+    def features(self) -> list[str]:
+        """What plain causal attention does not have."""
+        found = [f"dropout {self.dropout:g}"] if self.dropout else []
+        found += ["ALiBi"] if self.alibi else []
+        return found + (["document boundaries"] if self.documents else [])
+
+
+def choose_attention(needs: AttentionNeeds) -> tuple[Implementation, str]:
+    """The implementation, and the reason in words.
+
+    Plain causal attention is PyTorch's fused kernel, which is faster than ours. Dropout, ALiBi and documents
+    need our kernel: PyTorch's kernels hash another dropout mask, take biases only as tensors [seq, seq], and
+    documents only as lengths that the host must know. Without kernels small sequences are dense.
+    """
+    features = ", ".join(needs.features)
+    if not features:
+        return Implementation.SDPA, "flash, plain causal by scaled_dot_product_attention"
+    against = needs.kernels
+    if against is None and needs.head_dim > MAX_HEAD_DIM:
+        against = f"heads of {needs.head_dim} are larger than {MAX_HEAD_DIM}"
+    if against is None:
+        return Implementation.TRITON, f"flash, {features} by the triton kernel"
+    if not needs.on_cpu and needs.seq_length > LONGEST_DENSE:
+        sizes = f"{needs.seq_length} tokens are more than {LONGEST_DENSE}"
+        return Implementation.BLOCKS, f"PyTorch by blocks of queries, since {against}; {features}; {sizes}"
+    if needs.dropout:
+        return Implementation.UNFUSED, f"PyTorch, all scores are stored, since {against}; {features}"
+    return (
+        Implementation.BIASED_SDPA,
+        f"scaled_dot_product_attention with a bias per score, since {against}; {features}",
+    )
+
+
+def implementation_for(query: Tensor, dropout: float, alibi: bool, documents: bool) -> Implementation:
+    """The choice for query [seq, batch, heads, head_dim]. Each reason is logged once per process."""
+    seq, _, _, head_dim = query.shape
+    on_cpu, against = query.device.type == "cpu", None
+    if on_cpu:
+        against = "the device is a CPU"
+    elif (dropout or alibi or documents) and not uses_kernels(query):
+        against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
+    choice, reason = choose_attention(
+        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, against)
+    )
+    if not torch.compiler.is_compiling():
+        _log_once(reason)
+    return choice
+
+
+@lru_cache
+def _log_once(reason: str) -> None:
+    _LOG.info("attention: %s", reason)

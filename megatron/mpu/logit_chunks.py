@@ -1,0 +1,242 @@
+"""The logits of the fused loss, one chunk of tokens at a time, and their gradient (`mpu.cross_entropy`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.kernels.cross_entropy import (
+    logit_statistics_and_gradient_op,
+    logit_statistics_op,
+    write_logit_gradient_op,
+)
+from megatron.kernels.selection import uses_kernels
+from megatron.mpu.layout import TPGroup
+
+MIB = 2**20
+# Largest size of the logits of a chunk of tokens.
+LOGITS_BYTES = 128 * MIB
+# Tokens per chunk, by bytes per element. Each chunk reads and writes the weight's fp32 gradient once; with
+# this many tokens that is already cheap relative to the matrix products. Larger chunks would only use CPU
+# caches worse.
+CHUNK_TOKENS = {4: 256, 2: 1024}
+# fp32 work space of a softmax: on a CPU it fits in a core's cache, on a GPU fewer and larger kernels are
+# faster.
+CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
+# Size of a part of the 16-bit product that is added to the weight's fp32 gradient.
+CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """The work buffers of the fused loss: tokens of a chunk of logits, rows of its fp32 softmax, rows of the
+    16-bit product that is added to the weight's gradient."""
+
+    tokens: int
+    softmax_rows: int
+    product_rows: int
+
+
+def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_cpu: bool) -> ChunkSizes:
+    """For hidden [tokens, width] and weight [columns, width] of element_size bytes per element."""
+    per_chunk = max(min(CHUNK_TOKENS[element_size], LOGITS_BYTES // (columns * element_size), tokens), 1)
+    work = CPU_WORK_BYTES if on_cpu else WORK_BYTES
+    product = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
+    return ChunkSizes(
+        tokens=per_chunk,
+        softmax_rows=max(min(work // (columns * 4), per_chunk), 1),
+        product_rows=max(min(product // (width * element_size), columns), 1),
+    )
+
+
+class LogitChunks:
+    """This rank's columns of the logits, one chunk of tokens at a time, in one reused buffer.
+
+    A chunk's logits are overwritten by the gradient of its losses: on a GPU by one kernel, else fp32 logits
+    directly, and 16-bit logits after a conversion to fp32 of a few rows at a time, in a work buffer that fits
+    in a cache.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        tp_group: TPGroup,
+        vocab_size: int,
+        z_loss_weight: float,
+    ) -> None:
+        tokens, columns = hidden.shape[0], weight.shape[0]
+        self.hidden, self.weight, self.tp_group, self.z_loss_weight = hidden, weight, tp_group, z_loss_weight
+        first = tp_group.rank * columns
+        self.used = min(max(vocab_size - first, 0), columns)
+        self.own_label = (labels >= first) & (labels < first + self.used)
+        self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
+        size = hidden.element_size()
+        self.sizes = chunk_sizes(tokens, columns, hidden.shape[1], size, on_cpu=hidden.device.type == "cpu")
+        per_chunk, self.rows = self.sizes.tokens, self.sizes.softmax_rows
+        self.chunks = [slice(i, min(i + per_chunk, tokens)) for i in range(0, tokens, per_chunk)]
+        self.buffer = hidden.new_empty(per_chunk, columns)
+        self.in_kernel = uses_kernels(hidden)
+        self.work = (
+            None if size == 4 or self.in_kernel else hidden.new_empty(self.rows, columns, dtype=torch.float32)
+        )
+        # The range of fp16 is too small for a large vocabulary: probabilities of 1e-6 are subnormal, and sums
+        # over a chunk overflow. These scales keep both in range; powers of two are exact.
+        fp16 = hidden.dtype == torch.float16
+        self.gradient_scale = 64.0 if fp16 else 1.0
+        self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if fp16 else 1.0
+        if self.in_kernel:
+            self.kernel_target = self.target.squeeze(-1).masked_fill(~self.own_label, -1)
+        else:
+            self.minus_label = self.own_label.unsqueeze(-1) * -self.gradient_scale
+        self.product: torch.Tensor | None = None
+
+    def losses(
+        self, chunk: slice, with_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the n tokens of the chunk: losses, largest logit and sum(exp(logit - largest)) over the full
+        vocabulary, fp32 [n]. The fourth result, with_gradient, is gradient_scale * gradient [n, columns].
+        """
+        logits = self._make_logits(chunk)
+        compute = self._statistics_in_kernel if self.in_kernel else self._statistics
+        largest, exp_sum, target_logit = compute(logits, chunk, with_gradient)
+        log_sum = exp_sum.log()
+        losses = (largest - target_logit).add_(log_sum)
+        if self.z_loss_weight:
+            losses.add_((largest + log_sum).square(), alpha=self.z_loss_weight)
+        return losses, largest, exp_sum, logits
+
+    def _statistics(
+        self, logits: torch.Tensor, chunk: slice, with_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Largest logit, sum(exp(logit - largest)) and the label's logit over the full vocabulary, fp32 [n].
+        with_gradient: overwrites the logits by their gradient."""
+        alone = self.tp_group.size == 1
+        target_logit = logits.gather(-1, self.target[chunk]).squeeze(-1).float()
+        target_logit.masked_fill_(~self.own_label[chunk], 0.0)
+        # The clamp is for ranks that hold padding only: exp(-inf - largest) is then 0, not NaN.
+        largest = local = logits.amax(-1).float().clamp_(min=torch.finfo(torch.float32).min)
+        exp_sum = torch.empty_like(local)
+        for rows in self._row_blocks(logits):
+            exponentials = self._exponentials(logits[rows], local[rows])
+            torch.sum(exponentials, -1, out=exp_sum[rows])
+            if with_gradient and alone:
+                factor = self._factor(local[rows], exp_sum[rows])
+                self._write_gradient(logits, chunk, rows, exponentials, factor)
+        if not alone:
+            largest, exp_sum, target_logit = self._over_ranks(local, exp_sum, target_logit)
+        if with_gradient and not alone:
+            factor = self._factor(largest, exp_sum) * torch.exp(local - largest)
+            for rows in self._row_blocks(logits):
+                in_place = self.work is None
+                exponentials = logits[rows] if in_place else self._exponentials(logits[rows], local[rows])
+                self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
+        return largest, exp_sum, target_logit
+
+    def _statistics_in_kernel(
+        self, logits: torch.Tensor, chunk: slice, with_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`_statistics` in one launch, with several ranks in two."""
+        targets = self.kernel_target[chunk]
+        if self.tp_group.size == 1 and with_gradient:
+            scale, z_loss_weight = self.gradient_scale, self.z_loss_weight
+            return logit_statistics_and_gradient_op(logits, targets, self.used, scale, z_loss_weight).unbind()
+        largest, exp_sum, target_logit = logit_statistics_op(logits, targets, self.used).unbind()
+        if self.tp_group.size > 1:
+            largest, exp_sum, target_logit = self._over_ranks(largest, exp_sum, target_logit)
+            if with_gradient:
+                self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)
+        return largest, exp_sum, target_logit
+
+    def _write_gradient_in_kernel(
+        self, logits: torch.Tensor, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor
+    ) -> None:
+        targets, scale = self.kernel_target[chunk], self.gradient_scale
+        write_logit_gradient_op(logits, targets, largest, exp_sum, self.used, scale, self.z_loss_weight)
+
+    def gradient(self, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
+        """Recomputes the gradient of `losses` from its results."""
+        logits = self._make_logits(chunk)
+        if self.in_kernel:
+            self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)
+            return logits
+        factor = self._factor(largest, exp_sum)
+        for rows in self._row_blocks(logits):
+            exponentials = self._exponentials(logits[rows], largest[rows])
+            self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
+        return logits
+
+    def add_to_weight_gradient(
+        self, total: torch.Tensor, chunk: slice, gradient: torch.Tensor, relative: torch.Tensor | None
+    ) -> None:
+        """total, fp32, += gradient.T @ (relative * hidden) * hidden_scale; relative: [tokens], at most 1."""
+        hidden = self.hidden[chunk]
+        if relative is not None:
+            hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)
+        elif self.hidden_scale != 1.0:
+            hidden = hidden * self.hidden_scale
+        if total.dtype == hidden.dtype:
+            total.addmm_(gradient.t(), hidden)
+            return
+        # The product of 16-bit matrices is 16-bit: it is computed in parts, each added to the fp32 total.
+        columns, width = total.shape
+        per_part = self.sizes.product_rows
+        if self.product is None:
+            self.product = hidden.new_empty(per_part, width)
+        for first in range(0, columns, per_part):
+            part = slice(first, min(first + per_part, columns))
+            product = self.product[: part.stop - first]
+            torch.mm(gradient[:, part].t(), hidden, out=product)
+            total[part].add_(product)
+
+    def _make_logits(self, chunk: slice) -> torch.Tensor:
+        logits = self.buffer[: chunk.stop - chunk.start]
+        torch.mm(self.hidden[chunk], self.weight.t(), out=logits)
+        if self.used < logits.shape[-1] and not self.in_kernel:
+            logits[:, self.used :] = -torch.inf
+        return logits
+
+    def _row_blocks(self, logits: torch.Tensor) -> list[slice]:
+        count = logits.shape[0]
+        return [slice(i, min(i + self.rows, count)) for i in range(0, count, self.rows)]
+
+    def _exponentials(self, logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        """exp(logits - largest), [rows, columns] fp32; fp32 logits are overwritten."""
+        work = logits if self.work is None else self.work[: logits.shape[0]].copy_(logits)
+        return work.sub_(largest.unsqueeze(-1)).exp_()
+
+    def _over_ranks(
+        self, largest: torch.Tensor, exp_sum: torch.Tensor, target_logit: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        own = torch.stack((largest, exp_sum, target_logit))
+        of_ranks = [torch.empty_like(own) for _ in range(self.tp_group.size)]
+        dist.all_gather(of_ranks, own, group=self.tp_group.group)
+        all_largest, all_sums, all_targets = torch.stack(of_ranks, dim=1)
+        largest = all_largest.amax(0)
+        return largest, (all_sums * torch.exp(all_largest - largest)).sum(0), all_targets.sum(0)
+
+    def _factor(self, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
+        """The factor f in gradient_scale * gradient = f * exp(logit - largest) - gradient_scale * [label].
+
+        The loss log(Z) + w log(Z)^2 - logit[label] has the gradient softmax * (1 + 2 w log(Z)) - [label].
+        """
+        factor = self.gradient_scale / exp_sum
+        if self.z_loss_weight:
+            factor.mul_(1.0 + 2.0 * self.z_loss_weight * (largest + exp_sum.log()))
+        return factor
+
+    def _write_gradient(
+        self,
+        logits: torch.Tensor,
+        chunk: slice,
+        rows: slice,
+        exponentials: torch.Tensor,
+        factor: torch.Tensor,
+    ) -> None:
+        exponentials.mul_(factor.unsqueeze(-1))
+        exponentials.scatter_add_(-1, self.target[chunk][rows], self.minus_label[chunk][rows])
+        if self.work is not None:
+            logits[rows].copy_(exponentials)

@@ -1,0 +1,31 @@
+"""How a run computes attention and dropout in training, as the plan and the simulation count it."""
+
+from __future__ import annotations
+
+import os
+
+from megatron.config import Config
+from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.model.attention_choice import AttentionNeeds, Implementation, choose_attention
+
+
+def counts_kernels(config: Config) -> bool:
+    """Whether the plan and the simulation count the Triton kernels: not with MEGATRON_KERNELS=pytorch, and
+    not for --gpu v100-... (compute capability 7.0), which the kernels do not support."""
+    is_old = (config.training.gpu or "").startswith("v100")
+    return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
+
+
+def attention_of(config: Config) -> Implementation:
+    """The implementation that `model.attention_choice` selects in training on a GPU."""
+    model = config.model
+    needs = AttentionNeeds(
+        dropout=model.attention_dropout,
+        alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,
+        documents=config.data.reset_attention_mask,
+        seq_length=model.seq_length,
+        head_dim=model.kv_channels,
+        on_cpu=False,
+        kernels=None if counts_kernels(config) else "no kernels",
+    )
+    return choose_attention(needs)[0]

@@ -1,0 +1,179 @@
+"""Flash attention against dense attention in PyTorch, in triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron.kernels.attention import AttentionMask, flash_attention
+from megatron.model.position import alibi_slopes, document_ids_of
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.random import DropoutRNG, keep_mask
+
+SALT, P = "4.self_attention.attention_dropout", 0.3
+EOD = 0
+# Of the kernel's results, in units of the largest value: sums in another order, and for 16 bits the rounding
+# of weights and of gradients of scores.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# seq, batch, heads, groups of heads that share keys and values, head_dim: ragged, padded and full tiles.
+SHAPES = {
+    "one token": (1, 1, 1, 1, 16),
+    "ragged": (37, 2, 2, 2, 24),
+    "blocks": (130, 1, 2, 2, 16),
+    "full tiles": (128, 1, 1, 1, 64),
+    "wide heads": (20, 1, 1, 1, 128),
+    "grouped": (70, 1, 4, 2, 16),
+    "one group": (33, 2, 3, 1, 16),
+}
+KINDS = tuple(itertools.product((False, True), repeat=3))
+
+
+def some(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def documents_of(batch, seq):
+    """Document ids with documents of one token, and one that ends with a block."""
+    tokens = torch.ones(batch, seq, dtype=torch.int64)
+    tokens[:, 0] = EOD
+    tokens[-1, seq // 3 :: 7] = EOD
+    tokens[0, min(63, seq - 1)] = EOD
+    return document_ids_of(tokens, EOD)
+
+
+def mask_of(seq, batch, slopes, documents, dropout, first_head=0, heads=1):
+    """(the kernel's mask, document ids, RNG)."""
+    rng = DropoutRNG(11, (7, 2**33 + 5)[:batch])
+    ids = documents_of(batch, seq) if documents else None
+    mask = AttentionMask(
+        slopes=torch.tensor(alibi_slopes(8)[first_head : first_head + heads]) if slopes else None,
+        first_keys=torch.searchsorted(ids, ids, out_int32=True) if documents else None,
+        end_queries=torch.searchsorted(ids, ids, right=True, out_int32=True) if documents else None,
+        sample_keys=torch.tensor(rng.sample_keys(SALT)) if dropout else None,
+        dropout=P if dropout else 0.0,
+        first_head=first_head,
+    )
+    return mask, ids, rng
+
+
+def dense_attention(query, key, value, scale, mask, ids, rng, tp_group):
+    """The definition, in fp64: [seq, batch, heads, head_dim], as the kernel's."""
+    seq, _, heads, _ = query.shape
+    repeats = heads // key.shape[2]
+    q, k, v = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = q @ k.transpose(2, 3) * scale
+    if mask.slopes is not None:
+        place = torch.arange(seq)
+        scores = scores + mask.slopes.double()[:, None, None] * (place[None, :] - place[:, None])
+    forbidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    if ids is not None:
+        forbidden = forbidden | (ids[:, None, :, None] != ids[:, None, None, :])
+    weights = scores.masked_fill(forbidden, -math.inf).softmax(-1)
+    if mask.dropout:
+        keep = keep_mask(weights, mask.dropout, rng, SALT, 0, 1, tp_group)
+        weights = weights * keep / (1.0 - mask.dropout)
+    return (weights @ v).permute(2, 0, 1, 3)
+
+
+def results(function, inputs, grad):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    output = function(*inputs)
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
+
+
+def assert_close(found, expected, dtype):
+    for name, a, b in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape
+        error = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(0.01)
+        assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1):
+    seq, batch, heads, groups, head_dim = SHAPES[shape]
+    scale = 1.0 / math.sqrt(head_dim)
+    inputs = [
+        some((seq, batch, count, head_dim), seed).to(dtype)
+        for seed, count in enumerate((heads, groups, groups))
+    ]
+    mask, ids, rng = mask_of(seq, batch, slopes, documents, dropout, rank * heads, heads)
+    grad = some((seq, batch, heads, head_dim), 9).to(dtype)
+    found = results(lambda q, k, v: flash_attention(q, k, v, scale, mask), inputs, grad)
+    tp_group = TPGroup(rank, size)
+    expected = results(
+        lambda q, k, v: dense_attention(q, k, v, scale, mask, ids, rng, tp_group), inputs, grad
+    )
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.gate(rows=8)
+@pytest.mark.parametrize("shape,kind", itertools.product(SHAPES, KINDS))
+def test_fp32_is_that_of_dense_attention(shape, kind):
+    """kind: whether ALiBi, document boundaries and dropout are used."""
+    compare(shape, torch.float32, *kind)
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize(
+    "dtype,shape,kind",
+    itertools.product((torch.bfloat16, torch.float16), SHAPES, ((False, False, False), (True, True, True))),
+)
+def test_16_bit_is_that_of_dense_attention_to_its_rounding(dtype, shape, kind):
+    compare(shape, dtype, *kind)
+
+
+@pytest.mark.parametrize("kind", [(True, True, True)])
+def test_a_tensor_parallel_rank_has_the_slopes_and_masks_of_its_heads(kind):
+    compare("ragged", torch.float32, *kind, rank=1, size=4)
+
+
+def test_the_dropout_mask_is_that_of_the_twin_bit_for_bit():
+    """With equal scores and one-hot values the outputs are the weights: zero where they are dropped."""
+    seq, mask = 48, None
+    mask, _, rng = mask_of(seq, 1, False, False, True)
+    values = torch.eye(seq).view(seq, 1, 1, seq)
+    zeros = torch.zeros_like(values)
+    weights = flash_attention(zeros, zeros, values, 1.0, mask)[:, 0, 0]
+    keep = keep_mask(torch.ones(1, 1, seq, seq), P, rng, SALT, 0, None, TPGroup())[0, 0].bool()
+    assert torch.equal(weights != 0, keep.tril())
+    expected = torch.ones(seq, seq).tril() / torch.arange(1, seq + 1)[:, None] / (1 - P)
+    torch.testing.assert_close(weights[weights != 0], expected[weights != 0])
+
+
+def test_parts_of_a_fused_projection_are_read_in_place_and_the_layout_changes_nothing():
+    """Views with strides, as the layer passes them, and copies give the same bits."""
+    fused = some((20, 2, 3, 3, 16), 1)
+    mask, _, _ = mask_of(20, 2, True, True, True, heads=3)
+    grad = some((20, 2, 3, 16), 2)
+    views = results(lambda x: flash_attention(*x.unbind(3), 0.25, mask), [fused], grad)
+    copies = results(
+        lambda x: flash_attention(*(part.contiguous() for part in x.unbind(3)), 0.25, mask), [fused], grad
+    )
+    for a, b in zip(views, copies, strict=True):
+        assert torch.equal(a, b)
+    transposed = fused[..., 0, :].transpose(2, 3).contiguous().transpose(2, 3)
+    plain = flash_attention(*fused.unbind(3), 0.25, mask)
+    assert torch.equal(flash_attention(transposed, *fused.unbind(3)[1:], 0.25, mask), plain)
+
+
+def test_a_sample_does_not_depend_on_the_others_in_its_micro_batch():
+    inputs = [some((20, 2, 2, 16), seed) for seed in range(3)]
+    mask, ids, rng = mask_of(20, 2, True, True, True, heads=2)
+    both = flash_attention(*inputs, 0.25, mask)
+    second = AttentionMask(
+        mask.slopes, mask.first_keys[1:], mask.end_queries[1:], mask.sample_keys[1:], mask.dropout
+    )
+    alone = flash_attention(*(x[:, 1:] for x in inputs), 0.25, second)
+    assert torch.equal(both[:, 1:], alone)
+
+
+def test_only_inputs_output_and_one_number_per_row_are_kept():
+    inputs = [some((64, 1, 2, 16), seed).requires_grad_() for seed in range(3)]
+    mask, _, _ = mask_of(64, 1, False, False, True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
+        flash_attention(*inputs, 0.25, mask)
+    assert sorted(kept) == [64 * 2, *([64 * 2 * 16] * 4)]

@@ -1,0 +1,54 @@
+"""The table of a step's work, from the real step of a small model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.end_to_end.command import ROOT
+
+QUICK = "--preset quick --world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+
+
+def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
+    """First words of a row -> (value, verdict)."""
+    output = subprocess.run(
+        [sys.executable, "benchmarks/step_cost.py", *arguments],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    _, heading, *rows = output.splitlines()
+    assert heading.split() == ["what", arguments[1], "goal"]
+    found = {}
+    for row in rows:
+        name, *cells = (part.strip() for part in row.strip().split("  ") if part.strip())
+        found[name] = (cells[0], cells[-1])
+    return found
+
+
+def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
+    rows = table_of("--kernels", "triton", *QUICK.split())
+    launches, verdict = rows["kernel launches per transformer layer, forward"]
+    assert 10 < int(launches) <= 30 and verdict == "met"
+    assert 10 < int(rows["the same without dropout"][0]) < int(launches)
+    assert rows["bytes moved per hidden dropout with residual, forward"] == ("6.0 per element", "met")
+    kept = rows["attention memory kept beside q, k, v and output, per layer and micro-batch"]
+    assert kept[0].endswith(" 5 bytes per row") and kept[1] == "met"  # 4, and the hash keys of the samples
+    assert rows["host synchronizations per micro-batch"] == ("0", "met")
+    assert float(rows["ZeRO-1 bytes on the wire per rank and step"][0].removesuffix(" GB")) > 0
+    steps = {name.rpartition(": ")[2]: row for name, row in rows.items()}
+    assert (steps["1f1b"], steps["dualpipev"]) == (("138", "met"), ("130", "met"))
+
+
+@pytest.mark.full
+def test_with_pytorch_every_score_is_kept() -> None:
+    rows = table_of("--kernels", "pytorch", *QUICK.split())
+    assert int(rows["kernel launches per transformer layer, forward"][0]) > 100
+    assert rows["kernel launches per transformer layer, forward"][1] == "MISSED"
+    kept = rows["attention memory kept beside q, k, v and output, per layer and micro-batch"]
+    # Softmax in fp32, mask, dropped softmax in bf16 of 256 keys; a causal mask shared by two heads.
+    assert kept[0].endswith(f" {256 * (4 + 1 + 2) + 128:,} bytes per row") and kept[1] == "MISSED"
