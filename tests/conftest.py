@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,12 @@ from tests.end_to_end.command import ROOT
 
 NUM_FILES = 30
 VOCAB_SIZE = 600
+
+
+def pytest_configure() -> None:
+    """Under nohup and in the background signals are ignored, and so would be those of processes of tests."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -70,6 +70,7 @@ def run(command: str, clone: Path) -> str:
     return finished.stdout
 
 
+@pytest.mark.full
 def test_the_page_fine_tunes_bloom_and_converts_it_back(clone: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

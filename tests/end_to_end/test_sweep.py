@@ -52,6 +52,7 @@ def check_report(folder: Path, repeats: int) -> None:
     assert result["commit"] and result["host"]
 
 
+@pytest.mark.full
 def test_a_sweep_runs_and_reports(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.simulation.collectives import describe_call
 from megatron.simulation.processes import run_in_processes
+from megatron.simulation.record import StepRecord
 from megatron.simulation.world import simulate_rank
 from megatron.testing.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
 from megatron.testing.pool import run_world
@@ -64,12 +66,18 @@ def real_step(row: Row):
     return counter.calls, counter.flops, sum(p.numel() for p in engine.module.parameters())
 
 
+def simulate_without_kernels(*arguments: Any) -> StepRecord:
+    """The step of a GPU that runs the operations of PyTorch, as a CPU does. In a process of its own."""
+    os.environ["MEGATRON_KERNELS"] = "pytorch"
+    return simulate_rank(*arguments)
+
+
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_simulated_step_is_the_real_one(row):
     count = GLOBAL_BATCH // (row.micro_batch * row.dp)
     ranks = [(settings(row), rank, count) for rank in range(row.world_size)]
-    simulated = run_in_processes(simulate_rank, ranks)
+    simulated = run_in_processes(simulate_without_kernels, ranks)
     for record, (calls, flops, parameters) in zip(
         simulated, run_world(row.world_size, real_step, row), strict=True
     ):

@@ -21,7 +21,7 @@ def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
         capture_output=True,
         text=True,
     ).stdout
-    _, heading, *rows = output.splitlines()
+    heading, *rows = output[output.index("\nwhat ") + 1 :].splitlines()
     assert heading.split() == ["what", arguments[1], "goal"]
     found = {}
     for row in rows:

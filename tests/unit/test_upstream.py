@@ -68,6 +68,7 @@ def test_a_patch_applies_to_the_installed_version(patch: Path, tmp_path: Path) -
     assert any(name.startswith("tests/unit/") for name in changed_files(patch))
 
 
+@pytest.mark.full
 def test_the_tests_of_the_patches_pass_with_them_and_fail_without(tmp_path: Path) -> None:
     folder = copy_of_deepspeed(tmp_path)
     for patch in PATCHES:

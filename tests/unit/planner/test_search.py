@@ -139,12 +139,13 @@ def test_a_recipe_ends_with_a_plan_that_fits(recipe: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_planned_with_the_command_that_it_prints(script: str) -> None:
-    flags = run_flags(["--gpu", "a100-80gb", "--vocab-size", "250000"], str(EXAMPLES / script), None)
+    vocab = 128_000 if "llama3" in script else 250_000
+    flags = run_flags(["--gpu", "a100-80gb", "--vocab-size", str(vocab)], str(EXAMPLES / script), None)
     if script == "smoke.slurm":
         flags = [*flags, "--bf16"]
     config = parse_args([*flags, "--make-vocab-size-divisible-by", "128"], {})
     assert config.parallel.world_size % (config.parallel.node_size or 1) == 0
-    assert len(plan_stages(config, 250000).bounds) == config.parallel.num_stages + 1
+    assert len(plan_stages(config, vocab).bounds) == config.parallel.num_stages + 1
 
 
 def test_given_flags_override_those_of_a_script() -> None:

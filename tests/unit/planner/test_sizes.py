@@ -57,7 +57,9 @@ def test_a_size_that_cannot_be_planned_is_refused(words: str, parts: tuple[str, 
 LARGEST = (
     "--num-layers 100000 --hidden-size 1048576 --ffn-hidden-size 16777216 --num-attention-heads 65536 "
     "--kv-channels 1048576 --seq-length 16777216 --max-position-embeddings 16777216 "
-    "--pad-vocab-size-to 2147483647"
+    "--pad-vocab-size-to 2147483647 --group-query-attention --num-query-groups 65536 "
+    "--position-embedding-type rotary --rope-scaling-type yarn "
+    "--rope-original-max-position-embeddings 16777216"
 )
 
 
