@@ -184,8 +184,8 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
     rows = [
         Row(
             f"ZeRO-{config.parallel.zero_stage} bytes on the wire per rank and step",
-            f"{sent / 1e9:.2f} GB",
-            f"gradients + weights: {goal / 1e9:.2f} GB",
+            f"{sent / 1e9:.3g} GB",
+            f"gradients + weights: {goal / 1e9:.3g} GB",
             sent <= 1.01 * goal,
         )
     ]
@@ -256,6 +256,8 @@ def main() -> None:
     os.environ["MEGATRON_KERNELS"] = arguments.kernels  # read by the simulation and by the plan
     try:
         config = parse_args([*_COMMON.split(), *PRESETS[arguments.preset].split(), *flags], {})
+        if config.parallel.pipeline_model_parallel_size < 3:
+            raise ConfigError("--pipeline-model-parallel-size must be at least 3: a middle stage is measured")
         simulated = simulate(config)
     except ConfigError as error:
         sys.exit(f"{parser.prog}: error: {error}")
