@@ -21,7 +21,7 @@ from megatron.config.errors import ConfigError
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
-# What torch and its launcher tell a process. Empty ones count as unset.
+# The variables that torch's launcher sets. Empty ones count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The number of processes that MPI's launcher has started, and the variables with their ranks.
 _MPI_VARIABLES = {

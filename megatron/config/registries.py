@@ -37,35 +37,6 @@ NORMALIZATIONS = Registry(
     },
 )
 
-# Instances of megatron.model.position.PositionScheme.
-POSITION_EMBEDDINGS = Registry(
-    "--position-embedding-type",
-    {
-        "absolute": Choice(
-            "learned position embeddings",
-            "megatron.model.position:ABSOLUTE",
-            settings=("max_position_embeddings",),
-        ),
-        "rotary": Choice(
-            "rotary embeddings (RoPE, arXiv:2104.09864)",
-            "megatron.model.position:ROTARY",
-            settings=(
-                "rotary_base",
-                "rotary_percent",
-                "rotary_interleaved",
-                "rope_scaling_type",
-                "rope_scaling_factor",
-                "rope_original_max_position_embeddings",
-                "rope_low_freq_factor",
-                "rope_high_freq_factor",
-                "rope_beta_slow",
-                "rope_beta_fast",
-            ),
-        ),
-        "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "megatron.model.position:ALIBI"),
-    },
-)
-
 # Functions (rotary frequencies, ModelConfig) -> scaled frequencies and a multiplier of cosines and sines.
 _SCALING = ("rope_scaling_factor",)
 _ORIGINAL = (*_SCALING, "rope_original_max_position_embeddings")
@@ -87,6 +58,30 @@ ROPE_SCALINGS = Registry(
             "megatron.model.rope_scaling:yarn",
             settings=(*_ORIGINAL, "rope_beta_slow", "rope_beta_fast"),
         ),
+    },
+)
+
+# Instances of megatron.model.position.PositionScheme.
+POSITION_EMBEDDINGS = Registry(
+    "--position-embedding-type",
+    {
+        "absolute": Choice(
+            "learned position embeddings",
+            "megatron.model.position:ABSOLUTE",
+            settings=("max_position_embeddings",),
+        ),
+        "rotary": Choice(
+            "rotary embeddings (RoPE, arXiv:2104.09864)",
+            "megatron.model.position:ROTARY",
+            settings=(
+                "rotary_base",
+                "rotary_percent",
+                "rotary_interleaved",
+                "rope_scaling_type",
+                *ROPE_SCALINGS.settings(),
+            ),
+        ),
+        "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "megatron.model.position:ALIBI"),
     },
 )
 

@@ -61,7 +61,10 @@ class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
         """All choices with their descriptions, for --help."""
         return "; ".join(f"{name}: {choice.description}" for name, choice in self._choices.items())
 
+    def settings(self) -> tuple[str, ...]:
+        """The settings that any choice uses."""
+        return tuple(dict.fromkeys(field for choice in self._choices.values() for field in choice.settings))
+
     def unused_settings(self, name: str) -> tuple[str, ...]:
         """The settings that other choices use and the choice `name` does not."""
-        every = dict.fromkeys(field for choice in self._choices.values() for field in choice.settings)
-        return tuple(field for field in every if field not in self[name].settings)
+        return tuple(field for field in self.settings() if field not in self[name].settings)

@@ -127,17 +127,7 @@ def attention_forward_op(
 
 
 @attention_forward_op.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Tensor | None,
-    first_keys: Tensor | None,
-    sample_keys: Tensor | None,
-    scale: float,
-    p: float,
-    first_head: int,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return _like(query), _per_row(query, torch.float32)
 
 
@@ -181,20 +171,8 @@ def attention_backward_query_op(
 
 
 @attention_backward_query_op.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad: Tensor,
-    log_sums: Tensor,
-    slopes: Tensor | None,
-    first_keys: Tensor | None,
-    sample_keys: Tensor | None,
-    scale: float,
-    p: float,
-    first_head: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, p, _first_head = others
     return _like(query), _per_row(query, torch.float32), _row_keys(query, p)
 
 
@@ -237,20 +215,7 @@ def attention_backward_key_op(
 
 
 @attention_backward_key_op.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    log_sums: Tensor,
-    row_sums: Tensor,
-    slopes: Tensor | None,
-    first_keys: Tensor | None,
-    end_queries: Tensor | None,
-    row_keys: Tensor,
-    scale: float,
-    p: float,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return _like(key), _like(value)
 
 

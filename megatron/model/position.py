@@ -94,8 +94,7 @@ class AttentionMasks:
         (None, None) if tokens attend to other documents. Computed once per micro-batch."""
         if not self.within_documents:
             return None, None
-        if document_ids is None:
-            raise ValueError("document boundaries are needed, but the layer received no document_ids")
+        document_ids = _required(document_ids)
         if self._document_ranges is None or self._document_ranges[0]() is not document_ids:
             ids = document_ids.contiguous()
             first = torch.searchsorted(ids, ids, out_int32=True)
@@ -107,19 +106,8 @@ class AttentionMasks:
         self, rows: range, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
         """`bias` of the queries `rows` and the keys 0 to rows.stop - 1; also for plain causal attention."""
-        query = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        key = torch.arange(rows.stop, device=device)
-        forbidden = (key > query)[None, None]
-        bias = torch.zeros(1, 1, len(rows), rows.stop, device=device)
-        slopes = self.slopes_on(device)
-        if slopes is not None:
-            bias = slopes[None, :, None, None] * (key - query)
-        if self.within_documents:
-            if document_ids is None:
-                raise ValueError("document boundaries are needed, but the layer received no document_ids")
-            of_rows, of_keys = document_ids[:, rows.start : rows.stop], document_ids[:, : rows.stop]
-            forbidden = forbidden | (of_rows[:, None, :, None] != of_keys[:, None, None, :])
-        return bias.masked_fill(forbidden, -math.inf).to(dtype)
+        bias = self._causal(rows, dtype, device)
+        return _separated(bias, rows, _required(document_ids)) if self.within_documents else bias
 
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
@@ -134,15 +122,13 @@ class AttentionMasks:
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
         if not self.within_documents:
-            return self._causal(seq, dtype, device)
-        if document_ids is None:
-            raise ValueError("document boundaries are needed, but the layer received no document_ids")
+            return self._cached_causal(seq, dtype, device)
+        document_ids = _required(document_ids)
         if self._document_bias is not None:
             bias_ids, bias = self._document_bias
             if bias_ids() is document_ids and bias.dtype == dtype:
                 return bias
-        other_document = document_ids[:, None, :, None] != document_ids[:, None, None, :]
-        bias = self._causal(seq, dtype, device).masked_fill(other_document, -math.inf)
+        bias = _separated(self._cached_causal(seq, dtype, device), range(seq), document_ids)
         # Kept for one micro-batch only, and freed together with its document_ids.
         self._document_bias = (weakref.ref(document_ids, self._forget), bias)
         return bias
@@ -153,20 +139,37 @@ class AttentionMasks:
         if self._document_ranges is not None and self._document_ranges[0] is document_ids:
             self._document_ranges = None
 
-    def _causal(self, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _cached_causal(self, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (seq, dtype, device)
         if key not in self._cache:
             # One sequence length at a time: a curriculum would otherwise fill the cache with all lengths.
             self._cache.clear()
-            future = torch.ones(seq, seq, dtype=torch.bool, device=device).triu_(1)
-            if self.slopes is None:
-                bias = torch.zeros(1, 1, seq, seq, device=device)
-            else:
-                position = torch.arange(seq, device=device, dtype=torch.float32)
-                distance = position[None, :] - position[:, None]
-                bias = torch.tensor(self.slopes, device=device)[None, :, None, None] * distance
-            self._cache[key] = bias.masked_fill_(future, -math.inf).to(dtype)
+            self._cache[key] = self._causal(range(seq), dtype, device)
         return self._cache[key]
+
+    def _causal(self, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """ALiBi's bias of the queries `rows` and the keys 0 to rows.stop - 1, -inf for later keys."""
+        shape = (len(rows), rows.stop)
+        future = torch.ones(shape, dtype=torch.bool, device=device).triu_(rows.start + 1)
+        slopes = self.slopes_on(device)
+        if slopes is None:
+            bias = torch.zeros(1, 1, *shape, device=device)
+        else:
+            key = torch.arange(rows.stop, device=device, dtype=torch.float32)
+            bias = slopes[None, :, None, None] * (key[None, :] - key[rows.start :, None])
+        return bias.masked_fill_(future, -math.inf).to(dtype)
+
+
+def _required(document_ids: Tensor | None) -> Tensor:
+    if document_ids is None:
+        raise ValueError("document boundaries are needed, but the layer received no document_ids")
+    return document_ids
+
+
+def _separated(bias: Tensor, rows: range, document_ids: Tensor) -> Tensor:
+    """The bias of the queries `rows`, with -inf where the key belongs to another document."""
+    of_rows, of_keys = document_ids[:, rows.start : rows.stop], document_ids[:, : rows.stop]
+    return bias.masked_fill(of_rows[:, None, :, None] != of_keys[:, None, None, :], -math.inf)
 
 
 class RotaryEmbedding:

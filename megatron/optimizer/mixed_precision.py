@@ -33,6 +33,7 @@ from megatron.kernels.norms import fused_norms
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
+from megatron.mpu.world import largest_of_all_ranks
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import FlatGroup, accurate_norm, is_host_memory
 from megatron.optimizer.gradient_reduction import GradientReduction
@@ -318,7 +319,9 @@ class MixedPrecisionOptimizer:
     def _global_norm(self) -> float:
         """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks. Sets
         `exit_code`."""
-        exit_code = self._largest_exit_code()
+        codes = []
+        if self._exit_code_fn is not None:
+            codes = [largest_of_all_ranks(self._exit_code_fn(), self._device(), torch.float64)]
         norms = self._norms_before_reduction
         if self._reduction.exchanges:
             norms = self._local_grad_norms(self.flat)
@@ -335,20 +338,9 @@ class MixedPrecisionOptimizer:
             # Each model-parallel group may round differently, but all replicas must clip by the same factor.
             dist.broadcast(square, group=self.groups.data, group_src=0)
         # The only synchronization with the device in a step.
-        total, *codes = torch.stack([square, *exit_code]).tolist()
-        self.exit_code = int(codes[0]) if codes else None
+        total, *exit_code = torch.stack([square, *codes]).tolist()
+        self.exit_code = int(exit_code[0]) if exit_code else None
         return math.sqrt(total) if math.isfinite(total) else math.inf
-
-    def _largest_exit_code(self) -> list[Tensor]:
-        """The largest result of `exit_code_fn` over all ranks, an fp64 scalar on the device; empty without
-        that function. Collective."""
-        if self._exit_code_fn is None:
-            return []
-        # Filled on the device: a copy from the host would synchronize with it.
-        code = torch.full((), self._exit_code_fn(), dtype=torch.float64, device=self._device())
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(code, op=dist.ReduceOp.MAX)
-        return [code]
 
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().current_device_name())

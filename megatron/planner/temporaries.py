@@ -154,12 +154,11 @@ def table_bytes(config: Config, *, exchanges: bool) -> float:
     model, size = config.model, memory.parameter_bytes(config)
     scheme = memory.position_scheme(config)
     bias: float = 0
-    if attention_of(config) not in (Implementation.BIASED_SDPA, Implementation.UNFUSED):
-        pass
-    elif scheme.slopes is not None:
-        bias = model.num_attention_heads / config.parallel.tensor_model_parallel_size
-    elif config.data.reset_attention_mask:
-        bias = 1
+    if attention_of(config) in (Implementation.BIASED_SDPA, Implementation.UNFUSED):
+        if scheme.slopes is not None:
+            bias = model.num_attention_heads / config.parallel.tensor_model_parallel_size
+        elif config.data.reset_attention_mask:
+            bias = 1
     rotary = 2 * model.seq_length * model.rotary_dim if scheme.rotary else 0
     buffer = memory.sent_activation_bytes(config) if exchanges else 0
     return (bias * model.seq_length**2 + rotary) * size + buffer

@@ -20,7 +20,7 @@ from megatron.sweep.axes import run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
 
-# What a launcher tells its processes: the sweep may itself run under one.
+# The variables that a launcher sets: the sweep may itself run under one.
 _LAUNCHER = (*TORCH_VARIABLES, FOLDER_VARIABLE)
 # torch's launcher ends after its ranks, and the diagnosis of a failure after the launcher.
 _MAX_WAIT_FOR_OUTPUT_S = 100.0

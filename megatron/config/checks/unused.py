@@ -15,6 +15,7 @@ from megatron.config.registries import (
     ROPE_SCALINGS,
     TOKENIZERS,
 )
+from megatron.config.sections.model import ModelConfig
 
 
 def unused_setting_notes(config: Config) -> tuple[str, ...]:
@@ -53,24 +54,7 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     elif not training.dry_run and (training.no_preflight or config.parallel.world_size == 1):
         reason = "with --no-preflight" if training.no_preflight else "with one process"
         yield config.parallel, ("network_figures",), reason
-    if model.pad_vocab_size_to is not None:
-        yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
-    if model.glu_activation is not None:
-        yield model, ("activation",), f"with --glu-activation {model.glu_activation}"
-    if not model.disable_bias_linear:
-        yield model, ("add_qkv_bias",), "without --disable-bias-linear"
-    if model.position_embedding_type != "rotary":
-        names = POSITION_EMBEDDINGS["rotary"].settings
-        yield model, names, f"with --position-embedding-type {model.position_embedding_type}"
-    elif model.rope_scaling_type is None:
-        names = tuple(dict.fromkeys(name for kind in ROPE_SCALINGS.values() for name in kind.settings))
-        yield model, names, "without --rope-scaling-type"
-    else:
-        names = ROPE_SCALINGS.unused_settings(model.rope_scaling_type)
-        yield model, names, f"with --rope-scaling-type {model.rope_scaling_type}"
-    if not model.mup:
-        names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
-        yield model, names, "without --mup"
+    yield from _unused_model_settings(model)
     if config.parallel.tensor_model_parallel_size == 1:
         reason = "with --tensor-model-parallel-size 1"
         yield config.parallel, ("sequence_parallel",), reason
@@ -132,3 +116,24 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
             "log_validation_ppl_to_tensorboard",
         )
         yield logging, names, "without --tensorboard-dir and --wandb-project"
+
+
+def _unused_model_settings(model: ModelConfig) -> Iterator[tuple[Section, tuple[str, ...], str]]:
+    if model.pad_vocab_size_to is not None:
+        yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
+    if model.glu_activation is not None:
+        yield model, ("activation",), f"with --glu-activation {model.glu_activation}"
+    if not model.disable_bias_linear:
+        yield model, ("add_qkv_bias",), "without --disable-bias-linear"
+    if model.position_embedding_type != "rotary":
+        names = POSITION_EMBEDDINGS["rotary"].settings
+        yield model, names, f"with --position-embedding-type {model.position_embedding_type}"
+    elif model.rope_scaling_type is None:
+        names = ROPE_SCALINGS.settings()
+        yield model, names, "without --rope-scaling-type"
+    else:
+        names = ROPE_SCALINGS.unused_settings(model.rope_scaling_type)
+        yield model, names, f"with --rope-scaling-type {model.rope_scaling_type}"
+    if not model.mup:
+        names = ("mup_base_hidden_size", "mup_input_mult", "mup_output_mult", "mup_attn_mult")
+        yield model, names, "without --mup"

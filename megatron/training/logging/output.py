@@ -68,7 +68,7 @@ class Outputs:
         return bool(self._writers)
 
     def print(self, text: str, print_to_console: Callable[[str], object] | None = None) -> None:
-        """Writes a line. print_to_console: in place of the console's own write."""
+        """Writes a line. print_to_console: called instead of the console's own write."""
         sound = [output for output in self._texts if output.problem is None]
         for output in sound:
             if output is self.console and print_to_console is not None:
