@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.logging.log_lines import parse_log_line
-from tests.end_to_end.command import ROOT, Run, environment, pretrain
+from tests.end_to_end.command import ROOT, Run, environment, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--zero-stage", "1"]
@@ -49,14 +49,14 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
             os.kill(children(process.pid)[-1], signal.SIGUSR2)
 
     left = pretrain([*flags, "--exit-interval", "3"], processes=2)
-    killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
+    killed = pretrain_typed([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
     # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
     newest = checkpoints / (checkpoints / "latest").read_text()
     shutil.copytree(newest, checkpoints / "global_step19", ignore=shutil.ignore_patterns("run.json"))
-    switched = pretrain(
+    switched = pretrain_typed(
         [*flags, "--kill-switch-path", str(switch)], processes=2, on_line=flip_switch_after_step_10
     )
-    signalled = pretrain(flags, processes=2, on_line=signal_one_process_after_step_14)
+    signalled = pretrain_typed(flags, processes=2, on_line=signal_one_process_after_step_14)
     finished = pretrain(flags, processes=2)
     return [left, killed, switched, signalled, finished], checkpoints
 
@@ -108,7 +108,7 @@ def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path:
             process.terminate()
 
     folders = ["--save", str(tmp_path), "--load", str(tmp_path)]
-    run = pretrain([*MODEL, *ABSOLUTE, *RAMPED, *data, *folders], on_line=end_after_step_3)
+    run = pretrain_typed([*MODEL, *ABSOLUTE, *RAMPED, *data, *folders], on_line=end_after_step_3)
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 75 and (tmp_path / "latest").read_text() == f"global_step{last}"
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
@@ -204,7 +204,7 @@ def test_kills_at_random_instants_of_saving_lose_nothing_that_was_complete(
                 # However slow the timer is, the run is killed before it ends. Its status is read later.
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-        run = pretrain(flags, on_line=kill)
+        run = pretrain_typed(flags, on_line=kill)
         assert run.exit_code == -signal.SIGKILL
         saved = [int(step) for step in re.findall(r"saved \S+/global_step(\d+) ", run.stdout)]
         started = re.search(r"starting from \S+/global_step(\d+)", run.stdout)

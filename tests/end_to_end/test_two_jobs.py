@@ -9,7 +9,7 @@ import subprocess
 import threading
 from pathlib import Path
 
-from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.command import Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL
 
 # Ended by the kill switch: no duration decides.
@@ -25,7 +25,7 @@ def test_two_jobs_at_once_after_a_killed_one(data: list[str], tmp_path: Path) ->
         if line.startswith("saved "):
             os.kill(process.pid, signal.SIGKILL)
 
-    killed = pretrain([*flags, "--load", str(checkpoints)], on_line=kill_once_saved)
+    killed = pretrain_typed([*flags, "--load", str(checkpoints)], on_line=kill_once_saved)
     assert killed.exit_code == -signal.SIGKILL and list(checkpoints.glob("owner-000001-*.json"))
 
     runs: list[Run] = []
