@@ -19,6 +19,7 @@ from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 ROOT = Path(__file__).resolve().parents[2]
 # Far above what any of these runs takes: a run that hangs fails, a slow machine does not.
 TIMEOUT_S = 300.0
+STEP_BY_STEP = "tests/end_to_end/step_by_step.py"
 
 # What a line says of speed differs from run to run; all else may not.
 SPEEDS = ("seconds_per_iteration", "samples_per_second", "tflops_per_device")
@@ -62,9 +63,23 @@ class TypedRun(Run):
     peak_bytes: int
 
 
-def pretrain(flags: list[str], *, processes: int = 0) -> Run:
-    """Runs the program in forked processes, with the variables of a launcher unless `processes` is 0."""
-    ended = run_script(ROOT / "pretrain_gpt.py", flags, environment(), processes, TIMEOUT_S)
+def pretrain(
+    flags: list[str], *, processes: int = 0, on_line: Callable[[str, list[int]], None] | None = None
+) -> Run:
+    """Runs the program in forked processes, with the variables of a launcher unless `processes` is 0.
+
+    on_line: called with each line of stdout and the process ids by rank; after a training line the run waits
+    until it has returned.
+    """
+
+    def answer(line: str, pids: list[int]) -> bytes:
+        assert on_line is not None
+        on_line(line, pids)
+        return b"\n" if (parse_log_line(line) or {}).get("kind") == "training" else b""
+
+    script = ROOT / ("pretrain_gpt.py" if on_line is None else STEP_BY_STEP)
+    follow = None if on_line is None else answer
+    ended = run_script(script, flags, environment(), processes, TIMEOUT_S, follow)
     codes = set(ended.exit_codes) - {-signal.SIGTERM}
     return Run(next((code for code in codes if code), 0), ended.stdout, ended.stderr, codes)
 
@@ -86,7 +101,7 @@ def pretrain_typed(
         # The launcher itself finds a port that is free, and keeps it.
         command += ["-m", f"torch.distributed.{launcher}", "--standalone"]
         command += ["--nproc_per_node", str(processes)]
-    script = script if on_line is None else "tests/end_to_end/step_by_step.py"
+    script = script if on_line is None else STEP_BY_STEP
     return _run([*command, script, *flags], on_line)
 
 

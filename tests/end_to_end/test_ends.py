@@ -14,9 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.training.logging.log_lines import parse_log_line
 from tests.end_to_end.command import Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.end_to_end.test_resume import children
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--pipeline-model-parallel-size", "2"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
 
 
 def last_line(run: Run) -> str:
@@ -83,7 +88,12 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--eval-interval", "2", "--eval-iters", "20"]
     whole = pretrain([*flags, "--tensorboard-dir", str(tmp_path / "whole")])
     folders = ["--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path / "parts")]
-    run = pretrain_typed([*flags, *folders], on_line=at_step(2, lambda process: process.terminate()))
+
+    def terminate(line: str, pids: list[int]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 2:
+            os.kill(pids[0], signal.SIGTERM)
+
+    run = pretrain([*flags, *folders], on_line=terminate)
     assert run.exit_code == 75 and run.evaluations == []
     assert "the evaluation on validation data at iteration 2 was stopped" in run.stdout
     assert (tmp_path / "latest").read_text() == "global_step2"

@@ -21,12 +21,6 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--zero-stage", "1"]
 
 
-def children(pid: int) -> list[int]:
-    """The processes that `pid` has started."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(word) for word in found.stdout.split()]
-
-
 @pytest.fixture(scope="module")
 def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
     """Five starts of one run: it leaves at an interval, is killed, leaves by the kill switch, leaves as one
@@ -35,28 +29,28 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     checkpoints, switch = folder / "checkpoints", folder / "stop"
     flags = [*FLAGS, *data, "--save", str(checkpoints), "--load", str(checkpoints)]
 
-    def kill_after_step_8(line: str, process: subprocess.Popen[str]) -> None:
+    def kill_after_step_8(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 8:
-            for pid in [*children(process.pid), process.pid]:
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
-    def flip_switch_after_step_10(line: str, process: subprocess.Popen[str]) -> None:
+    def flip_switch_after_step_10(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 10:
             switch.touch()
 
-    def signal_one_process_after_step_14(line: str, process: subprocess.Popen[str]) -> None:
+    def signal_one_process_after_step_14(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 14:
-            os.kill(children(process.pid)[-1], signal.SIGUSR2)
+            os.kill(pids[-1], signal.SIGUSR2)
 
     left = pretrain([*flags, "--exit-interval", "3"], processes=2)
-    killed = pretrain_typed([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
+    killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
     # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
     newest = checkpoints / (checkpoints / "latest").read_text()
     shutil.copytree(newest, checkpoints / "global_step19", ignore=shutil.ignore_patterns("run.json"))
-    switched = pretrain_typed(
+    switched = pretrain(
         [*flags, "--kill-switch-path", str(switch)], processes=2, on_line=flip_switch_after_step_10
     )
-    signalled = pretrain_typed(flags, processes=2, on_line=signal_one_process_after_step_14)
+    signalled = pretrain(flags, processes=2, on_line=signal_one_process_after_step_14)
     finished = pretrain(flags, processes=2)
     return [left, killed, switched, signalled, finished], checkpoints
 
@@ -96,19 +90,19 @@ def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     assert f"starting from {checkpoints / f'global_step{last}'}," in signalled.stdout
 
     last = signalled.steps[-1]["iteration"]
-    assert signalled.exit_code == 0  # 75 would be a failure to the launcher
+    assert signalled.exit_code == 75
     assert f"exiting program at iteration {last}: SIGUSR2 (--exit-signal)" in signalled.stdout
     assert f"starting from {checkpoints / f'global_step{last}'}," in finished.stdout
     assert finished.exit_code == 0 and (checkpoints / "latest").read_text() == f"global_step{RAMPED_STEPS}"
 
 
 def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path: Path) -> None:
-    def end_after_step_3(line: str, process: subprocess.Popen[str]) -> None:
+    def end_after_step_3(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 3:
-            process.terminate()
+            os.kill(pids[0], signal.SIGTERM)
 
     folders = ["--save", str(tmp_path), "--load", str(tmp_path)]
-    run = pretrain_typed([*MODEL, *ABSOLUTE, *RAMPED, *data, *folders], on_line=end_after_step_3)
+    run = pretrain([*MODEL, *ABSOLUTE, *RAMPED, *data, *folders], on_line=end_after_step_3)
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 75 and (tmp_path / "latest").read_text() == f"global_step{last}"
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
