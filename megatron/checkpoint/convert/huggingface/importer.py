@@ -233,11 +233,13 @@ def _known_weights(
     buffers = family.buffer_names(num_layers)
     found: dict[str, Tensor] = {}
     unexpected, heads = [], []
-    for name, tensor in stored.items():
+    head_names = {LM_HEAD, *(family.head.theirs if family.head else ())}
+    for stored_name, tensor in stored.items():
+        name = family.aliases.get(stored_name, stored_name)
         full_name = name if name.startswith(family.prefix) or name in expected else family.prefix + name
         if full_name in expected:
             found[full_name] = tensor
-        elif name == LM_HEAD:
+        elif name in head_names:
             heads.append(tensor)
         elif full_name not in buffers:
             unexpected.append(name if is_plain(name) else shown(name))
