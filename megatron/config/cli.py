@@ -320,8 +320,8 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
         return
     if settings.get("checkpoint.load", folder) != folder:
         raise ConfigError(
-            f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one of "
-            "them, remove the other"
+            f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
+            "of them, remove the other"
         )
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise ConfigError(

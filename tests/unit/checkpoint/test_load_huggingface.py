@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as a checkpoint: the shards that ranks read, the flags that a run takes from it."""
+"""A folder of Hugging Face as a checkpoint: the shards that ranks read, and the flags of a run."""
 
 from __future__ import annotations
 
