@@ -93,8 +93,8 @@ class _NormOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rate = ctx.saved_tensors
-        norm = ctx.norm
-        scaled = grad * x * rate  # fp32
+        norm, grad = ctx.norm, grad.float()
+        scaled = grad * x * rate
         grad_weight = scaled.flatten(0, -2).sum(0)
         # Ranks with the same heads have different parts of their gradient: each subtracts its share.
         inner = all_reduce_((scaled * weight).sum(-1, keepdim=True), norm.tp_group)

@@ -31,7 +31,7 @@ from megatron.checkpoint.integrity.names import one_line, read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config import ConfigError
-from megatron.config.sections.model import model_summary
+from megatron.config.model_fields import model_summary
 from megatron.files import HostileFileError
 from megatron.text_table import first_few
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
-from megatron.config.fields import Section, flag, flag_of
+from megatron.config.fields import Section, flag
 from megatron.config.registries import (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
@@ -494,22 +493,3 @@ class ModelConfig(Section):
                 )
             derived["max_position_embeddings"] = self.seq_length
         return derived
-
-
-MEGATRON_MODEL_ARGS = tuple(
-    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
-)
-"""Fields that Megatron's checkpoints have in their `args` under the same name."""
-
-
-def model_summary(model: ModelConfig) -> str:
-    """Sizes and variants of the model in one line, for logs and reports."""
-    variants = [
-        summary.format(value)
-        for field in dataclasses.fields(ModelConfig)
-        if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
-    ]
-    return (
-        f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
-        + ", ".join([f"sequence {model.seq_length}", f"{model.position_embedding_type} positions", *variants])
-    )
