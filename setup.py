@@ -33,6 +33,8 @@ setup(
         "gpu": ["triton; sys_platform == 'linux'"],
         # 8-bit Adam. NVIDIA's apex is not on the package index: install it from its own repository.
         "bitsandbytes": ["bitsandbytes>=0.50"],
+        # tools/evaluate.py --tasks: EleutherAI's lm-evaluation-harness.
+        "eval": ["lm_eval>=0.4.9"],
         # Tests run the kernels in triton's interpreter and compile them for GPUs; neither needs a GPU.
         "dev": [
             "hypothesis",

@@ -189,7 +189,7 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Write the universal checkpoint; return notes for the user."""
     from megatron.checkpoint.convert.huggingface.importer import (
-        has_tokenizer,
+        own_tokenizer,
         read_hugging_face,
         start_flags,
         write_universal,
@@ -198,9 +198,7 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
     model = read_hugging_face(source)
-    tokenizer = tokenizer_settings(arguments)
-    if not tokenizer and has_tokenizer(source):
-        tokenizer = {"tokenizer_name_or_path": str(source.resolve())}
+    tokenizer = tokenizer_settings(arguments) or own_tokenizer(source)
     config = model.config(DataConfig(**tokenizer), arguments.vocab_size)
     vocabulary = find_vocabulary(config)
     check_tokenizer_fits(model.rows, vocabulary.size, arguments.vocab_size)

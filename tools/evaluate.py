@@ -1,12 +1,16 @@
 #!/usr/bin/env python
-"""Compute loss and perplexity of a checkpoint on data sets, each by itself.
+"""Compute loss and perplexity of a checkpoint on data sets, each by itself, or run lm-evaluation-harness.
 
     python tools/evaluate.py --load checkpoints --data-path data/text_text_document data/code_text_document
+    python tools/evaluate.py --load checkpoints --tasks lambada_openai hellaswag
 
 The checkpoint may be native, of any layout, or universal. Model, sequence length, split, seed and precision
 are those of the checkpoint. Each data set is read once, in samples of the sequence length; the remaining
 tokens, fewer than a sample, are not read. The loss is the mean over the samples, computed as in training: on
 the same samples it equals the validation loss of the run. Runs in one process.
+
+--tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval), with the checkpoint's
+tokenizer; --tasks-path adds a folder of tasks.
 """
 
 from __future__ import annotations
@@ -53,9 +57,16 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--data-path",
         nargs="+",
-        required=True,
+        default=[],
         metavar="PREFIX",
         help="paths of .bin/.idx pairs, without suffix and without weights",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-evaluation-harness"
+    )
+    parser.add_argument("--tasks-path", metavar="FOLDER", help="folder with the YAML files of more tasks")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="use the first N documents of each task (default: all)"
     )
     parser.add_argument("--split", metavar="WEIGHTS", help="as in training (default: that of the checkpoint)")
     parser.add_argument(
@@ -85,7 +96,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for invalid arguments."""
     if not os.path.isdir(arguments.load):
         raise ConfigError(f"--load {arguments.load}: there is no such folder")
-    for flag in ("seq_length", "samples", "micro_batch_size"):
+    if not arguments.data_path and not arguments.tasks:
+        raise ConfigError("nothing to evaluate: give --data-path, or --tasks")
+    if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
+        raise ConfigError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
+    for flag in ("seq_length", "samples", "micro_batch_size", "limit"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}, expected 1 or more")
@@ -210,6 +225,31 @@ def mean_loss(
     return total / num_samples
 
 
+def evaluate_tasks(arguments: argparse.Namespace, model: GPTModel, checkpoint: Checkpoint) -> None:
+    """Run the tasks and print a line for each metric. ConfigError if lm_eval is not installed."""
+    from pathlib import Path
+
+    from megatron.checkpoint.reading import find_tokenizer
+
+    try:
+        from megatron.training.eval_harness import HarnessModel, run_tasks
+    except ImportError as error:
+        raise ConfigError(
+            f"--tasks needs EleutherAI's lm-evaluation-harness ({error}): install it with 'pip install "
+            "lm_eval'"
+        ) from error
+    config = checkpoint.config
+    tokenizer = find_tokenizer(config.data, checkpoint)
+    length = arguments.seq_length or config.model.seq_length
+    size = arguments.micro_batch_size or config.batch.micro_batch_size
+    folder = None if arguments.tasks_path is None else Path(arguments.tasks_path)
+    harness = HarnessModel(model, tokenizer, length, size)
+    for task, metrics in run_tasks(harness, arguments.tasks, folder, arguments.limit).items():
+        print(
+            f"{task} | " + " | ".join(f"{name}: {value:.6G}" for name, value in metrics.items()), flush=True
+        )
+
+
 def run(argv: Sequence[str] | None) -> None:
     """Run the tool. Raises ConfigError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
@@ -235,6 +275,8 @@ def run(argv: Sequence[str] | None) -> None:
             f"{dataset.seq_length:,} tokens | lm loss: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}",
             flush=True,
         )
+    if arguments.tasks:
+        evaluate_tasks(arguments, model, checkpoint)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

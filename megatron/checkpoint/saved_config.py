@@ -1,6 +1,7 @@
 """The configuration in a checkpoint's `run.json`: its checks, and its use by --use-checkpoint-args.
 
-Imports neither torch nor DeepSpeed: every rank reads it while it reads the command line.
+Imports neither torch nor DeepSpeed, except for a model of Hugging Face: every rank reads it while it reads
+the command line.
 """
 
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
+from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
 from megatron.checkpoint.integrity.names import one_line
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.latest import read_latest
@@ -59,13 +61,18 @@ def _sizes(settings: Any) -> Iterator[int]:
 
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     """The configuration of the checkpoint in --load (with --branch-at: of the branch point); or of one in
-    --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only.
-    ConfigError if there is none.
+    --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only, of a
+    model of Hugging Face its config.json. ConfigError if there is none.
 
     It may be another checkpoint than the one that the run resumes from, if the newest one is damaged. The
     checkpoint that is loaded is compared with the configuration again.
     """
     load, save = Path(options.load or ""), options.save
+    if format_of(load) == HUGGING_FACE:
+        # Imported only here: it loads torch and transformers, which takes seconds.
+        from megatron.checkpoint.convert.huggingface.importer import read_flags
+
+        return SavedConfig(str(load), read_flags(load))
     is_own = False
     try:
         if options.branch_at is not None:

@@ -64,6 +64,7 @@ def read_command_line(
     given = _parse(argv)
     _apply_launcher_env(given.settings, env)
     _read_groups_files(given.settings)
+    _use_hugging_face(given.settings)
     notes = [*given.notes, *_use_checkpoint_args(given.settings, read_saved_config)]
     notes += _use_branch_point(given.settings, read_saved_config)
     _check_required(given.settings)
@@ -310,6 +311,26 @@ def _read_groups_files(settings: dict[str, Any]) -> None:
             )
         if os.path.exists(file) or not settings.get("training.dry_run"):
             settings[groups] = read_groups_file(option, file)
+
+
+def _use_hugging_face(settings: dict[str, Any]) -> None:
+    """Fill in the flags that --load-huggingface stands for."""
+    folder = settings.get("checkpoint.load_huggingface")
+    if folder is None:
+        return
+    if settings.get("checkpoint.load", folder) != folder:
+        raise ConfigError(
+            f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
+            "of them, remove the other"
+        )
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ConfigError(
+            f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
+        )
+    settings["checkpoint.load"] = folder
+    settings["checkpoint.use_checkpoint_args"] = True
+    if not settings.get("training.no_train"):
+        settings["checkpoint.finetune"] = True
 
 
 def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:

@@ -13,7 +13,14 @@ from megatron.config.registry import Choice, Registry
 # Functions Tensor -> Tensor, element by element.
 ACTIVATIONS = Registry(
     "--activation",
-    {"gelu": Choice("GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.activations:gelu")},
+    {
+        "gelu": Choice(
+            "GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.activations:gelu"
+        ),
+        "gelu_exact": Choice(
+            "GELU by the error function, as GPT-NeoX and Falcon", "torch.nn.functional:gelu"
+        ),
+    },
 )
 
 # Functions Tensor -> Tensor of the gate in value * activation(gate): "GLU Variants Improve Transformer",
@@ -34,6 +41,66 @@ NORMALIZATIONS = Registry(
     {
         "LayerNorm": Choice("layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm"),
         "RMSNorm": Choice("RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm"),
+    },
+)
+
+
+@dataclass(frozen=True)
+class LayerArrangement(Choice):
+    """How a transformer layer combines norms, attention and MLP. Its implementation is a function (layer,
+    hidden, document_ids) -> hidden.
+
+    norms: those of the layer. saved_states: hidden states that the backward pass needs, besides the layer's
+    input. ends_with_norm: the MLP's output is normalized, so the backward pass needs it.
+    """
+
+    norms: tuple[str, ...] = ()
+    saved_states: int = 3
+    ends_with_norm: bool = False
+
+
+LAYER_ARRANGEMENTS = Registry(
+    "--layer-arrangement",
+    {
+        "pre-norm": LayerArrangement(
+            "attention, then MLP, each x + f(norm(x)), as in GPT-2 and Llama",
+            "megatron.model.gpt_model:pre_norm",
+            settings=("apply_residual_connection_post_layernorm",),
+            norms=("input_layernorm", "post_attention_layernorm"),
+        ),
+        "post-norm": LayerArrangement(
+            "attention, then MLP, each x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656)",
+            "megatron.model.gpt_model:post_norm",
+            norms=("post_attention_layernorm", "post_mlp_layernorm"),
+            ends_with_norm=True,
+        ),
+        "parallel": LayerArrangement(
+            "x + attention(norm(x)) + mlp(norm(x)) with two norms, as in GPT-NeoX (arXiv:2204.06745)",
+            "megatron.model.gpt_model:parallel",
+            norms=("input_layernorm", "post_attention_layernorm"),
+            saved_states=2,
+        ),
+        "parallel-one-norm": LayerArrangement(
+            "x + attention(norm(x)) + mlp(norm(x)) with one norm, as in Falcon 7B (arXiv:2311.16867)",
+            "megatron.model.gpt_model:parallel_one_norm",
+            norms=("input_layernorm",),
+            saved_states=1,
+        ),
+    },
+)
+
+# Functions LayerContext -> (norm of the queries, norm of the keys), modules [seq, batch, heads, head_dim] ->
+# the same shape.
+QK_NORMS = Registry(
+    "--qk-layernorm-scope",
+    {
+        "head": Choice(
+            "each head by itself, the same parameters for all heads, as in Qwen 3 (arXiv:2505.09388)",
+            "megatron.model.qk_norm:head_norms",
+        ),
+        "projection": Choice(
+            "all heads together, as in OLMo 2 (arXiv:2501.00656)", "megatron.model.qk_norm:projection_norms"
+        ),
     },
 )
 
@@ -258,6 +325,8 @@ REGISTRIES = (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
     NORMALIZATIONS,
+    LAYER_ARRANGEMENTS,
+    QK_NORMS,
     POSITION_EMBEDDINGS,
     ROPE_SCALINGS,
     OPTIMIZERS,

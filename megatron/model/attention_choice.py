@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.kernels.attention import MAX_HEAD_DIM
 from megatron.kernels.selection import reason_against_kernels, uses_kernels
+from megatron.model.position import AttentionMasks
 
 _LOG = logging.getLogger(__name__)
 LONGEST_DENSE = 2048
@@ -34,7 +35,7 @@ class Implementation(Enum):
 class AttentionNeeds:
     """What decides.
 
-    dropout: its rate, 0 outside of training.
+    dropout: its rate, 0 outside of training. window: tokens that a token attends to, if that is not all.
     kernels: None if Triton kernels compute with such tensors, else the reason why they do not.
     """
 
@@ -45,21 +46,24 @@ class AttentionNeeds:
     head_dim: int
     on_cpu: bool
     kernels: str | None
+    window: int | None = None
 
     @property
     def features(self) -> list[str]:
         """What plain causal attention does not have."""
         found = [f"dropout {self.dropout:g}"] if self.dropout else []
         found += ["ALiBi"] if self.alibi else []
-        return found + (["document boundaries"] if self.documents else [])
+        found += ["document boundaries"] if self.documents else []
+        return found + ([f"a window of {self.window} tokens"] if self.window else [])
 
 
 def choose_attention(needs: AttentionNeeds) -> tuple[Implementation, str]:
     """The implementation, and the reason in words.
 
-    Plain causal attention is PyTorch's fused kernel, which is faster than ours. Dropout, ALiBi and documents
-    need our kernel: PyTorch's kernels hash another dropout mask, take biases only as tensors [seq, seq], and
-    documents only as lengths that the host must know. Without kernels small sequences are dense.
+    Plain causal attention is PyTorch's fused kernel, which is faster than ours. Dropout, ALiBi, documents
+    and windows need our kernel: PyTorch's kernels hash another dropout mask, take biases and windows only as
+    tensors [seq, seq], and documents only as lengths that the host must know. Without kernels small sequences
+    are dense.
     """
     features = ", ".join(needs.features)
     if not features:
@@ -80,14 +84,15 @@ def choose_attention(needs: AttentionNeeds) -> tuple[Implementation, str]:
     )
 
 
-def implementation_for(query: Tensor, dropout: float, alibi: bool, documents: bool) -> Implementation:
+def implementation_for(query: Tensor, dropout: float, masks: AttentionMasks) -> Implementation:
     """The choice for query [seq, batch, heads, head_dim]. Each reason is logged once per process."""
     seq, _, _, head_dim = query.shape
+    alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
     on_cpu, against = query.device.type == "cpu", None
-    if (dropout or alibi or documents) and not uses_kernels(query):
+    if (dropout or alibi or documents or window) and not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     choice, reason = choose_attention(
-        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, against)
+        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, against, window)
     )
     if not torch.compiler.is_compiling():
         _log_once(reason)

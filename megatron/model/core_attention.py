@@ -20,8 +20,9 @@ QUERIES_PER_BLOCK = 512
 
 
 class CoreAttention(nn.Module):
-    """query, key, value [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim]. It has no
-    parameters.
+    """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim]. It has no parameters.
+
+    key, value: [seq, batch, groups, head_dim], each used by an equal number of query heads.
 
     `attention_choice.choose_attention` says which implementation computes it.
     """
@@ -41,9 +42,11 @@ class CoreAttention(nn.Module):
         """document_ids: [batch, seq], or None if the mask does not depend on documents."""
         seq, batch, heads, head_dim = query.shape
         rate = self.dropout_rate if self.training else 0.0
-        choice = implementation_for(query, rate, self.masks.slopes is not None, self.masks.within_documents)
+        choice = implementation_for(query, rate, self.masks)
         if choice == Implementation.TRITON:
             return self._flash_attention(query, key, value, document_ids, rate).flatten(2)
+        if key.shape[2] < heads:  # each query head gets a copy of its group's key and value
+            key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
         if choice == Implementation.BLOCKS:
             output = self._attend_by_blocks(query, key, value, document_ids, rate)
@@ -62,7 +65,7 @@ class CoreAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
     ) -> Tensor:
         """The Triton kernel: [seq, batch, heads, head_dim]."""
-        first_keys, end_queries = self.masks.ranges(document_ids)
+        first_keys, end_queries = self.masks.ranges(*query.shape[:2], query.device, document_ids)
         mask = AttentionMask(
             self.masks.slopes_on(query.device),
             first_keys,

@@ -11,6 +11,7 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     3 .. L+2     ParallelTransformerLayerPipe                           [s, b, h]
                      x = x + dropout(attention(norm(x)))                ParallelSelfAttention
                      x = x + dropout(mlp(norm(x)))                      ParallelMLP
+                     or another of the arrangements below the class (--layer-arrangement)
     L+3          to_batch_first (function)                              [b, s, h]
     L+4          MixedFusedLayerNorm or RMSNorm, the final norm         [b, s, h]
     L+5          EmbeddingPipe again, as LM head: x @ word weight.T     [b, s, V]
@@ -34,8 +35,8 @@ product of attention and MLP sums over the ranks. Hidden states are replicated o
 The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
 
 The parts beside this file: core_attention.py (scores, softmax, dropout), position.py (learned, rotary, ALiBi,
-masks), norm.py, activations.py, loss.py, layer_context.py (what layers share). pipeline_module.py runs a part
-of the list as a pipeline stage, single_process.py all of it in one process.
+masks), norm.py, qk_norm.py, activations.py, loss.py, layer_context.py (what layers share). pipeline_module.py
+runs a part of the list as a pipeline stage, single_process.py all of it in one process.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS
+from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, split_layer_io
@@ -212,26 +213,28 @@ def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Pre-norm transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden].
+    """Transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden].
 
     With --sequence-parallel hidden is this rank's shard [seq / TP, batch, hidden]. document_ids, if any, are
-    returned unchanged.
-
-        x = x + dropout(attention(norm(x)))
-        x = x + dropout(mlp(norm(x)))
-
-    With --apply-residual-connection-post-layernorm the residual is norm(x) instead of x.
+    returned unchanged. The functions below this class arrange norms, attention and MLP.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         """`layer_index`: this layer's index in `pipeline_layers`. It is also part of its dropout's salt."""
         super().__init__()
         model = context.config.model
-        norm = norm_class(context.config)
-        self.input_layernorm = norm(*norm_arguments(context.config))
+        self.arrange = LAYER_ARRANGEMENTS.load(model.layer_arrangement)
+
+        def norm(name: str) -> nn.Module | None:
+            if name not in LAYER_ARRANGEMENTS[model.layer_arrangement].norms:
+                return None
+            return norm_class(context.config)(*norm_arguments(context.config))
+
+        self.input_layernorm = norm("input_layernorm")
         self.self_attention = ParallelSelfAttention(context, layer_index)
-        self.post_attention_layernorm = norm(*norm_arguments(context.config))
+        self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = ParallelMLP(context)
+        self.post_mlp_layernorm = norm("post_mlp_layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout_rate = model.hidden_dropout
         self.layer_index = layer_index
@@ -245,15 +248,11 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     def forward(self, layer_io: LayerIO) -> LayerIO:
         hidden, document_ids = split_layer_io(layer_io)
-        normed = self.input_layernorm(hidden)
-        residual = normed if self.residual_after_norm else hidden
-        hidden = self._dropout_add(self.self_attention(normed, document_ids), residual, "self_attention")
-        normed = self.post_attention_layernorm(hidden)
-        residual = normed if self.residual_after_norm else hidden
-        hidden = self._dropout_add(self.mlp(normed), residual, "mlp")
+        hidden = self.arrange(self, hidden, document_ids)
         return hidden if document_ids is None else (hidden, document_ids)
 
-    def _dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
+    def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
+        """residual + dropout(output of `block`, which is self_attention or mlp)."""
         if not self.training or self.dropout_rate == 0:
             return residual + output
         return self._drop_and_add(output, residual, block)
@@ -271,6 +270,43 @@ class ParallelTransformerLayerPipe(nn.Module):
             shard_dim=0 if self.sequence_parallel else None,
             tp_group=self.tp_group,
         )
+
+
+def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
+    """x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
+
+    With --apply-residual-connection-post-layernorm the residual is norm(x) instead of x.
+    """
+    normed = layer.input_layernorm(x)
+    residual = normed if layer.residual_after_norm else x
+    x = layer.dropout_add(layer.self_attention(normed, document_ids), residual, "self_attention")
+    normed = layer.post_attention_layernorm(x)
+    residual = normed if layer.residual_after_norm else x
+    return layer.dropout_add(layer.mlp(normed), residual, "mlp")
+
+
+def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
+    """x = x + dropout(norm(attention(x))), then x = x + dropout(norm(mlp(x))).
+
+    OLMo 2 (arXiv 2501.00656, section 3.2). The first Transformer normalized the sum instead.
+    """
+    output = layer.post_attention_layernorm(layer.self_attention(x, document_ids))
+    x = layer.dropout_add(output, x, "self_attention")
+    return layer.dropout_add(layer.post_mlp_layernorm(layer.mlp(x)), x, "mlp")
+
+
+def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
+    """x + dropout(attention(norm1(x))) + dropout(mlp(norm2(x))): GPT-NeoX (arXiv 2204.06745)."""
+    attended = layer.self_attention(layer.input_layernorm(x), document_ids)
+    output = layer.mlp(layer.post_attention_layernorm(x))
+    return layer.dropout_add(output, layer.dropout_add(attended, x, "self_attention"), "mlp")
+
+
+def parallel_one_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
+    """x + dropout(attention(y)) + dropout(mlp(y)) with y = norm(x): GPT-J, Falcon 7B (arXiv 2311.16867)."""
+    normed = layer.input_layernorm(x)
+    attended = layer.self_attention(normed, document_ids)
+    return layer.dropout_add(layer.mlp(normed), layer.dropout_add(attended, x, "self_attention"), "mlp")
 
 
 class ParallelSelfAttention(nn.Module):
@@ -304,6 +340,9 @@ class ParallelSelfAttention(nn.Module):
             bias=model.qkv_bias,
             sequence_parallel=context.sequence_parallel,
         )
+        self.has_qk_norms = model.qk_layernorm
+        if self.has_qk_norms:
+            self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
         self.rotary = context.rotary
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
@@ -320,11 +359,11 @@ class ParallelSelfAttention(nn.Module):
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], document_ids [batch, seq] or None -> [seq, batch, hidden]."""
         query, key, value = self._project(hidden)
+        if self.has_qk_norms:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
             positions = positions_within_documents(document_ids) if self.reset_position_ids else None
             query, key = self.rotary.rotate(query, key, positions)
-        if self.groups < self.heads:  # each query head gets a copy of its group's key and value
-            key, value = (x.repeat_interleave(self.heads // self.groups, dim=2) for x in (key, value))
         return self.dense(self.core_attention(query, key, value, document_ids))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

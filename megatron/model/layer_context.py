@@ -41,7 +41,11 @@ class LayerContext:
             heads = self.config.model.num_attention_heads // self.tp_group.size
             first = self.tp_group.rank * heads
             slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
-        return AttentionMasks(slopes, within_documents=self.config.data.reset_attention_mask)
+        return AttentionMasks(
+            slopes,
+            within_documents=self.config.data.reset_attention_mask,
+            window=self.config.model.window_size,
+        )
 
     @cached_property
     def rotary(self) -> RotaryEmbedding | None:

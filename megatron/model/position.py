@@ -69,19 +69,28 @@ class AttentionMasks:
     """The additive attention bias, shared by all layers of a stage.
 
     Plain causal attention has no bias (None): the kernel applies the causal mask. ALiBi has a bias per head,
-    cached per shape. With document boundaries the bias is computed once per micro-batch; since autograd saves
-    the bias, sharing it saves memory in every layer. Biases are contiguous and in the query's dtype, as
-    PyTorch's memory-efficient attention kernel requires.
+    a sliding window one for all heads, cached per shape. With document boundaries the bias is computed once
+    per micro-batch; since autograd saves the bias, sharing it saves memory in every layer. Biases are
+    contiguous and in the query's dtype, as PyTorch's memory-efficient attention kernel requires.
     """
 
-    def __init__(self, alibi_slopes: list[float] | None, within_documents: bool) -> None:
-        """alibi_slopes: of this rank's heads. within_documents: tokens attend to their own document only."""
+    def __init__(
+        self, alibi_slopes: list[float] | None, within_documents: bool, window: int | None = None
+    ) -> None:
+        """alibi_slopes: of this rank's heads. within_documents: tokens attend to their own document only.
+        window: tokens that a token attends to, itself and those before it; None: all."""
         self.slopes = alibi_slopes
         self.within_documents = within_documents
+        self.window = window
         self._cache: dict[tuple, Tensor] = {}
         self._document_bias: tuple[weakref.ref, Tensor] | None = None
         self._document_ranges: tuple[weakref.ref, tuple[Tensor, Tensor]] | None = None
+        self._window_ranges: tuple[tuple, tuple[Tensor, Tensor]] | None = None
         self._device_slopes: Tensor | None = None
+
+    def window_of(self, seq: int) -> int | None:
+        """The window, unless it covers a sequence of `seq` tokens."""
+        return self.window if self.window is not None and self.window < seq else None
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
         """fp32 [heads], or None without ALiBi. Copied once."""
@@ -89,18 +98,35 @@ class AttentionMasks:
             self._device_slopes = torch.tensor(self.slopes, device=device)
         return self._device_slopes
 
-    def ranges(self, document_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """For each token, int32 [batch, seq]: the first token of its document, and the token after its last.
-        (None, None) if tokens attend to other documents. Computed once per micro-batch."""
+    def ranges(
+        self, seq: int, batch: int, device: torch.device, document_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """For each token, int32 [batch, seq]: the first token that it attends to, and the token after the
+        last one that attends to it. (None, None) if the causal mask alone decides. Computed once per
+        micro-batch, without documents once per shape."""
+        window = self.window_of(seq)
         if not self.within_documents:
-            return None, None
+            return (None, None) if window is None else self._ranges_of_window(seq, batch, device, window)
         document_ids = _required(document_ids)
         if self._document_ranges is None or self._document_ranges[0]() is not document_ids:
             ids = document_ids.contiguous()
             first = torch.searchsorted(ids, ids, out_int32=True)
             end = torch.searchsorted(ids, ids, right=True, out_int32=True)
+            if window is not None:
+                from_window, to_window = self._ranges_of_window(seq, batch, device, window)
+                first, end = first.maximum(from_window), end.minimum(to_window)
             self._document_ranges = (weakref.ref(document_ids, self._forget), (first, end))
         return self._document_ranges[1]
+
+    def _ranges_of_window(
+        self, seq: int, batch: int, device: torch.device, window: int
+    ) -> tuple[Tensor, Tensor]:
+        key = (seq, batch, device)
+        if self._window_ranges is None or self._window_ranges[0] != key:
+            token = torch.arange(seq, dtype=torch.int32, device=device).expand(batch, seq)
+            ranges = (token - (window - 1)).clamp(min=0), (token + window).clamp(max=seq)
+            self._window_ranges = key, ranges
+        return self._window_ranges[1]
 
     def bias_of_rows(
         self, rows: range, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
@@ -113,7 +139,7 @@ class AttentionMasks:
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor | None:
         """Bias that broadcasts to [batch, heads, seq, seq], -inf where attention is forbidden; or None."""
-        if self.slopes is None and not self.within_documents:
+        if self.slopes is None and not self.within_documents and self.window_of(seq) is None:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
 
@@ -148,16 +174,19 @@ class AttentionMasks:
         return self._cache[key]
 
     def _causal(self, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """ALiBi's bias of the queries `rows` and the keys 0 to rows.stop - 1, -inf for later keys."""
+        """ALiBi's bias of the queries `rows` and the keys 0 to rows.stop - 1, -inf for later keys and for
+        those before the window."""
         shape = (len(rows), rows.stop)
-        future = torch.ones(shape, dtype=torch.bool, device=device).triu_(rows.start + 1)
+        forbidden = torch.ones(shape, dtype=torch.bool, device=device).triu_(rows.start + 1)
+        if (window := self.window_of(rows.stop)) is not None:
+            forbidden |= torch.ones(shape, dtype=torch.bool, device=device).tril_(rows.start - window)
         slopes = self.slopes_on(device)
         if slopes is None:
             bias = torch.zeros(1, 1, *shape, device=device)
         else:
             key = torch.arange(rows.stop, device=device, dtype=torch.float32)
             bias = slopes[None, :, None, None] * (key[None, :] - key[rows.start :, None])
-        return bias.masked_fill_(future, -math.inf).to(dtype)
+        return bias.masked_fill_(forbidden, -math.inf).to(dtype)
 
 
 def _required(document_ids: Tensor | None) -> Tensor:

@@ -118,7 +118,8 @@ def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
 
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
-    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial, to be summed."""
+    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial, to be summed:
+    with --sequence-parallel those of a transformer layer, and always those of --qk-layernorm."""
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 

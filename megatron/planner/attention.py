@@ -27,5 +27,6 @@ def attention_of(config: Config) -> Implementation:
         head_dim=model.kv_channels,
         on_cpu=False,
         kernels=None if counts_kernels(config) else "no kernels",
+        window=model.attention_window,
     )
     return choose_attention(needs)[0]

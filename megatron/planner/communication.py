@@ -11,6 +11,8 @@ Tensor-parallel group, per micro-batch (arXiv 1909.08053; with --sequence-parall
       sequence parallel    forward 2 all-gathers and 2 reduce-scatters of H; backward 4 and 2
       fewer query groups   forward and recomputation all-gather, backward reduce-scatter of the projections,
       than TP              e b s (n + 2 g) d
+      qk-layernorm over    forward and recomputation 2 all-reduces of 4 b s, backward 2
+      the projection
     LM head, fused loss    forward all-reduce H and all-gather 12 t b s, in chunks of tokens
     LM head, plain loss    forward all-reduces of 4 b s and 8 b s, backward all-reduce H
     input of a stage       forward all-gather H, and of its output's gradient: DeepSpeed sends 1 / t of them
@@ -45,11 +47,13 @@ from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head, is_untied
 from megatron.planner.flat_buffers import (
     flat_buffers,
+    has_partial_gradient,
     is_replicated,
     is_sequence_parallel,
     layer_parameters,
     rank_buffers,
 )
+from megatron.planner.flops import skips_last_product
 from megatron.planner.stages import StagePlan
 
 ALL_REDUCE, BROADCAST = "allreduce_", "broadcast_"
@@ -222,8 +226,7 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
     recomputes = training.recomputes_layers
     per_group = training.checkpoint_num_layers
     groups = -(-count // per_group)
-    by_deepspeed = recomputes and (training.partition_activations or training.checkpoint_in_cpu)
-    skipped = groups if recomputes and config.model.hidden_dropout == 0 and not by_deepspeed else 0
+    skipped = groups if recomputes and skips_last_product(config) else 0
     again = count if recomputes else 0
 
     def calls(operation: str, number: int, purpose: str = "layers") -> list[Exchange]:
@@ -245,6 +248,10 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
         backward.append(Exchange(TENSOR, REDUCE_SCATTER, "query groups", projected, count))
         if again:
             backward.append(Exchange(TENSOR, ALL_GATHER, "recomputation", projected, again))
+    if model.qk_layernorm and model.qk_layernorm_scope == "projection" and count:
+        squares = FP32 * config.batch.micro_batch_size * model.seq_length  # of the queries, and of the keys
+        forward.append(Exchange(TENSOR, ALL_REDUCE, "query and key norms", squares, 2 * count))
+        backward.append(Exchange(TENSOR, ALL_REDUCE, "query and key norms", squares, 2 * (count + again)))
     if recomputes and training.partition_activations and groups:
         size = hidden * _residual_bytes(config) // _parameter_bytes(config)
         backward.append(Exchange(TENSOR, ALL_GATHER, "partitioned activations", size, groups))
@@ -301,10 +308,10 @@ def _step_exchanges(
     parallel = config.parallel
     tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
     ranks, flats = parallel.pipeline_model_parallel_size, rank_buffers(config, plan, vocab_size, stages)
-    if parallel.sequence_parallel and tp_size > 1:
-        summed = sum(flat.local_gradients(is_sequence_parallel) for flat in flats)
-        if summed:
-            yield Exchange(TENSOR, ALL_REDUCE, "sequence-parallel gradients", FP32 * summed)
+    partial = is_sequence_parallel if parallel.sequence_parallel else has_partial_gradient
+    summed = sum(flat.local_gradients(partial) for flat in flats) if tp_size > 1 else 0
+    if summed:
+        yield Exchange(TENSOR, ALL_REDUCE, "partial gradients", FP32 * summed)
     if dp_size > 1:
         for flat in flats:
             if not flat.shards_gradients:

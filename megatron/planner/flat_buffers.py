@@ -22,7 +22,7 @@ from megatron.config.sections.schedule import ScheduleConfig
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import spec_of
+from megatron.mpu.parameters import is_sequence_parallel_grad, spec_of
 from megatron.mpu.random import DropoutRNG
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.flat_group import ALIGNMENT
@@ -38,6 +38,8 @@ class Parameter:
     elements: int
     is_replicated: bool
     """Over the tensor-parallel ranks."""
+    has_partial_gradient: bool
+    """Whether each tensor-parallel rank has a part of the gradient, without --sequence-parallel too."""
     in_transformer_layer: bool
     kind: tuple[bool, int, float]
     """Weight decay, bits of a moment, multiplier of the learning rate: the flat group that it is in."""
@@ -78,6 +80,11 @@ def is_replicated(parameter: Parameter) -> bool:
 def is_sequence_parallel(parameter: Parameter) -> bool:
     """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
     return parameter.is_replicated and parameter.in_transformer_layer
+
+
+def has_partial_gradient(parameter: Parameter) -> bool:
+    """Whether each tensor-parallel rank has a part of the gradient, without --sequence-parallel too."""
+    return parameter.has_partial_gradient
 
 
 def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[FlatBuffer]:
@@ -172,6 +179,7 @@ def _describe(config: Config, name: str, parameter: torch.Tensor, layer: str) ->
     return Parameter(
         parameter.numel(),
         spec.shard_dim is None,
+        is_sequence_parallel_grad(parameter),
         layer == TRANSFORMER_LAYER,
         (spec.weight_decay, bits, spec.lr_mult),
     )

@@ -11,6 +11,7 @@ counts only three quarters of the head. It is kept, because published throughput
 from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
+from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.model.attention_choice import Implementation
 from megatron.planner.attention import attention_of
 
@@ -102,16 +103,20 @@ def transformer_layer_flops(config: Config) -> float:
         total += scores
     if training.recomputes_layers:
         total += _RECOMPUTED_FORWARD * forward
-        if model.hidden_dropout == 0 and not _recomputes_in_deepspeed(config):
+        if skips_last_product(config):
             last_product = 2 * tokens * model.ffn_hidden_size * model.hidden_size
             total -= last_product / training.checkpoint_num_layers
     return total / config.parallel.tensor_model_parallel_size
 
 
-def _recomputes_in_deepspeed(config: Config) -> bool:
-    """Whether DeepSpeed's recomputation is used, which recomputes a group of layers to its end."""
+def skips_last_product(config: Config) -> bool:
+    """Whether recomputation ends before the last matrix product of a group of layers: nothing after it is
+    saved for the backward pass. DeepSpeed's recomputation goes to the end."""
     training, tp_size = config.training, config.parallel.tensor_model_parallel_size
-    return training.checkpoint_in_cpu or (training.partition_activations and tp_size > 1)
+    if training.checkpoint_in_cpu or (training.partition_activations and tp_size > 1):
+        return False
+    arrangement = LAYER_ARRANGEMENTS[config.model.layer_arrangement]
+    return config.model.hidden_dropout == 0 and not arrangement.ends_with_norm
 
 
 def recomputes_scores(config: Config) -> bool:

@@ -5,7 +5,8 @@ equation 1. For a micro-batch of b samples of s tokens, hidden size h and tensor
 transformer layer keeps for its backward pass
 
     2 sbh                   inputs of the two norms
-    2 sbh                   inputs of the two column-parallel matrices
+    2 sbh                   inputs of the two column-parallel matrices; for other arrangements than
+                            pre-norm see `LayerArrangement.saved_states`
     4 sbh / t               query, key, value and the attention output
     2 (ffn / h) sbh / t     input and output of the activation; 4 for a gated MLP
 
@@ -24,7 +25,7 @@ on the device with --checkpoint-in-cpu. The temporary memory of the recomputatio
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS, LayerArrangement
 from megatron.model.attention_choice import Implementation
 from megatron.model.position import PositionScheme
 from megatron.planner.attention import attention_of, counts_kernels
@@ -83,12 +84,20 @@ def saved_within_layer_bytes(config: Config) -> float:
 
 
 def _norm_bytes(config: Config) -> float:
-    """Two norms: their outputs, which are the inputs of the column-parallel matrices; the input of the second
-    one; mean and reciprocal deviation of each row in fp32. Dropout masks of the two residual additions."""
-    values = residual_values(config)
-    per_value = 2 * parameter_bytes(config) + _residual_bytes(config)
+    """Inputs of the column-parallel matrices and of norms, except the layer's input (with pre-norm the
+    outputs of two norms, and the input of the second one, which is the residual stream); mean and reciprocal
+    deviation of each row in fp32. Dropout masks of the two residual additions."""
+    values, arrangement = residual_values(config), arrangement_of(config)
+    per_value = arrangement.saved_states * parameter_bytes(config)
+    if config.model.layer_arrangement == "pre-norm":
+        per_value += _residual_bytes(config) - parameter_bytes(config)
     per_value += 2 if keeps_dropout_masks(config) else 0
-    return values * per_value + 2 * norm_statistics_bytes(config, values)
+    return values * per_value + len(arrangement.norms) * norm_statistics_bytes(config, values)
+
+
+def arrangement_of(config: Config) -> LayerArrangement:
+    """What --layer-arrangement says."""
+    return LAYER_ARRANGEMENTS[config.model.layer_arrangement]
 
 
 def keeps_dropout_masks(config: Config) -> bool:
@@ -121,19 +130,44 @@ def _attention_bytes(config: Config) -> float:
     if position_scheme(config).rotary and config.data.reset_position_ids:
         angles = 2 * batch * model.seq_length  # cosines and sines of this micro-batch
     elements = copies * rows * model.kv_channels + angles * model.rotary_dim
-    return elements * parameter_bytes(config) + statistics
+    return elements * parameter_bytes(config) + statistics + _qk_norm_bytes(config)
 
 
 def _head_copies(config: Config) -> float:
-    """Queries, keys and values that attention keeps, in units of this rank's queries. Rotary embeddings make
-    new queries and keys, while the values keep the whole projection. With grouped queries keys and values are
-    copied to all heads; the projection is kept if the queries are a view of it, as those of one group are."""
+    """What attention keeps of queries, keys and values, in units of this rank's queries: each of them, or the
+    projection if one of them is still a part of it (`model.gpt_model.ParallelSelfAttention`).
+
+    Norms and rotary embeddings make new queries and keys. Queries of several groups that share keys are
+    copied out of the projection. Only the Triton kernel takes fewer key heads than query heads; other
+    implementations get copies of keys and values. A norm keeps its input.
+    """
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
-    rotary = bool(position_scheme(config).rotary)
     groups, heads = max(model.query_groups // ranks, 1), model.num_attention_heads // ranks
-    if groups == heads:
-        return 5 if rotary else 3
-    return 3 + (2 / heads if groups == 1 and not rotary else 0)
+    keys, shares = groups / heads, groups < heads
+    repeats = shares and attention_of(config) != Implementation.TRITON
+    copies_queries = shares and groups > 1
+    joins = model.qk_layernorm_scope == "projection"
+    is_new = bool(position_scheme(config).rotary) or model.qk_layernorm
+    # Elements in units of the queries; 0 of what is a part of the projection.
+    query = 1 if is_new or copies_queries else 0
+    key = 1 if repeats else keys if is_new else 0
+    kept = [query, key, 1 if repeats else 0]
+    if model.qk_layernorm:
+        kept += [1 if copies_queries or (joins and not shares) else 0, keys if joins and groups > 1 else 0]
+    return sum(kept) + (0 if all(kept) else 1 + 2 * keys)
+
+
+def _qk_norm_bytes(config: Config) -> float:
+    """The statistics of --qk-layernorm, fp32: of each head, or of all heads together."""
+    model = config.model
+    if not model.qk_layernorm:
+        return 0.0
+    tokens = config.batch.micro_batch_size * model.seq_length
+    if model.qk_layernorm_scope == "projection":
+        return 2 * FP32 * tokens
+    ranks = config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads // ranks + max(model.query_groups // ranks, 1)
+    return (1 if model.normalization == "RMSNorm" else 2) * FP32 * tokens * heads
 
 
 def _score_bytes(config: Config) -> float:
@@ -155,7 +189,8 @@ def scores(config: Config) -> float:
 
 def _has_bias(config: Config) -> bool:
     scheme = position_scheme(config)
-    return scheme.slopes is not None or config.data.reset_attention_mask
+    window = config.model.attention_window
+    return scheme.slopes is not None or config.data.reset_attention_mask or window is not None
 
 
 def _mlp_bytes(config: Config) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron.config import BatchSchedule, Config
-from megatron.config.sections.model import model_summary
+from megatron.config.model_fields import model_summary
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble

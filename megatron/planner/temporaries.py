@@ -157,7 +157,7 @@ def table_bytes(config: Config, *, exchanges: bool) -> float:
     if attention_of(config) in (Implementation.BIASED_SDPA, Implementation.UNFUSED):
         if scheme.slopes is not None:
             bias = model.num_attention_heads / config.parallel.tensor_model_parallel_size
-        elif config.data.reset_attention_mask:
+        elif config.data.reset_attention_mask or model.attention_window:
             bias = 1
     rotary = 2 * model.seq_length * model.rotary_dim if scheme.rotary else 0
     buffer = memory.sent_activation_bytes(config) if exchanges else 0

@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import Config
+from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
@@ -110,28 +111,39 @@ def program_of(config: Config) -> Program:
     """This program with the run's flags."""
     model, size = config.model, _element_bytes(config)
     dropout = model.hidden_dropout > 0
-    attention = attention_of(config)
-    unfused = attention == Implementation.UNFUSED  # else attention is one kernel
-    kernels = counts_kernels(config)
-    hashed = dropout and not kernels
+    kernels, attention = counts_kernels(config), attention_of(config)
+    unfused, biased = attention == Implementation.UNFUSED, attention == Implementation.BIASED_SDPA
     in_kernel = attention == Implementation.TRITON
+    hashed = dropout and not kernels
     shards = config.parallel.tensor_model_parallel_size > 1
-    biased = attention == Implementation.BIASED_SDPA
-    gated = model.glu_activation is not None
-    biases = not model.disable_bias_linear
-    # Of keys, or of values, in units of the queries; what rotation moves in either pass: 10 per element.
+    gated, biases = model.glu_activation is not None, not model.disable_bias_linear
+    # Of keys, or of values, in units of the queries. Rotation moves 10 bytes per rotated byte in either pass;
+    # if a part of each head is rotated, the parts are joined.
     keys = model.key_width / model.query_width
-    rotary = 10 * (1 + keys) if model.position_embedding_type == "rotary" else 0
-    grouped = model.query_groups < model.num_attention_heads  # copies of keys and values, and of queries
-    copies = 2 * (1 + keys) * grouped
+    rotates, partial = model.position_embedding_type == "rotary", model.rotary_percent < 1
+    rotary, joins = ((1 + keys) * rotates * units for units in (10 * model.rotary_percent, 2 * partial))
+    shares = model.query_groups < model.num_attention_heads
+    repeats = shares and not in_kernel  # copies of keys and values
+    splits = shares and model.query_groups > config.parallel.tensor_model_parallel_size  # copies of queries
+    copies = 2 * (1 + keys) * repeats
+    one_norm = len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1
+    forward_norms, backward_norms = _qk_norm_traffic(config)
     fused_loss = config.training.loss_implementation == "fused"
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
         # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
         forward=Traffic(
-            hidden=size * (18 if shards else 14) + 2 * 79 * hashed,
-            attention=size
-            * ((6 if unfused else 14 if biased else 8) - 2 * (1 - keys) + rotary + copies + 2 * grouped),
+            hidden=size * ((18 if shards else 14) - 2 * one_norm) + 2 * 79 * hashed,
+            attention=forward_norms.attention
+            + size
+            * (
+                (6 if unfused else 14 if biased else 8)
+                - 2 * (1 - keys)
+                + rotary
+                + joins
+                + copies
+                + 2 * splits
+            ),
             mlp=size * (8 if gated else 4),
             score=(12 * size + 2 + 79) * unfused,
             launches=(12 if shards else 10)
@@ -140,17 +152,22 @@ def program_of(config: Config) -> Program:
             + (44 if hashed else 1) * 2 * dropout
             + 50 * unfused
             + (in_kernel and model.attention_dropout > 0)
-            + 10 * bool(rotary)
-            + 3 * grouped,
+            + (10 + 2 * partial) * rotates
+            + 2 * repeats
+            + splits
+            - one_norm
+            + forward_norms.launches,
         ),
         backward=Traffic(
-            hidden=size * (26 if biases else 24) + (15 if hashed else 4 * size) * dropout,
-            attention=size
+            hidden=size * ((26 if biases else 24) - 3 * one_norm) + (15 if hashed else 4 * size) * dropout,
+            attention=backward_norms.attention
+            + size
             * (
                 (21 if unfused else 27 if biased else 29 if in_kernel else 25)
                 - (10 if model.qkv_bias else 8) * (1 - keys)
                 - (0 if model.qkv_bias else 3)
                 + rotary
+                + 3 * joins
                 + copies
             ),
             mlp=size * ((21 if gated else 8) - (0 if biases else 2 if gated else 1)),
@@ -160,14 +177,28 @@ def program_of(config: Config) -> Program:
             + (10 if hashed else 2) * dropout
             + 5 * unfused
             + in_kernel
-            + 10 * bool(rotary)
-            + 2 * grouped,
+            + (10 + 6 * partial) * rotates
+            + 2 * repeats
+            - one_norm
+            + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
         gradient_bytes=FP32,
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
     )
+
+
+def _qk_norm_traffic(config: Config) -> tuple[Traffic, Traffic]:
+    """What --qk-layernorm adds to the forward and the backward pass. Over several ranks a norm of the
+    projection is made of fp32 operations (`model.qk_norm`), otherwise it is one kernel."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    if not model.qk_layernorm:
+        return Traffic(0, 0, 0, 0, 0), Traffic(0, 0, 0, 0, 0)
+    elements = _element_bytes(config) * (1 + model.key_width / model.query_width)
+    if model.qk_layernorm_scope == "projection" and tp_size > 1:
+        return Traffic(0, 19 * elements, 0, 0, 20), Traffic(0, 45 * elements, 0, 0, 32)
+    return Traffic(0, 2 * elements, 0, 0, 2), Traffic(0, 3 * elements, 0, 0, 4)
 
 
 def _logit_bytes(size: int, shards: bool, kernels: bool) -> int:

@@ -13,6 +13,7 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 from megatron.testing.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
 from megatron.testing.pool import run_world
 from megatron.training.logging.moments import describe_moments, local_moments
+from tests.distributed.test_model_variants import QWEN3
 
 # Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
 # number of blocks, and one of the attention's is smaller than the threshold.
@@ -28,13 +29,17 @@ LAYOUTS = {
 }
 
 
-def train_steps(row, steps, optimizer):
-    return train(build_engine(config_of(row, model=MODEL, optimizer=optimizer)), range(steps))
+QWEN3_LIKE = {**QWEN3, **MODEL}
+
+
+def train_steps(row, steps, optimizer, model=MODEL):
+    return train(build_engine(config_of(row, model=model, optimizer=optimizer)), range(steps))
 
 
 @cache
-def one_process(eight_bit):
-    return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {})[0]
+def one_process(eight_bit, is_qwen3=False):
+    model = QWEN3_LIKE if is_qwen3 else MODEL
+    return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {}, model)[0]
 
 
 def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
@@ -51,6 +56,17 @@ def test_every_layout_trains_as_one_process_does(layout):
         # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
         assert relative_errors(history, one_process(eight_bit=True))[0] < 2e-3
         assert relative_errors(history, one_process(eight_bit=False))[0] < 0.01
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_a_qwen3_like_model_as_one_process_does(layout):
+    row = LAYOUTS[layout]
+    for history in run_world(
+        row.world_size, train_steps, row, STEPS, EIGHT_BIT, model=QWEN3_LIKE, timeout=300.0
+    ):
+        assert relative_errors(history, one_process(True, is_qwen3=True))[0] < 2e-3
+        assert relative_errors(history, one_process(False, is_qwen3=True))[0] < 0.01
 
 
 @pytest.mark.parametrize("row", [Row(dp=2, micro_batch=2), Row(pp=2, dp=2, micro_batch=2)], ids=str)

@@ -1,5 +1,5 @@
-"""The parts of Llama-like models: one process against a GPT in plain PyTorch, and every layout against one
-process."""
+"""The parts of Llama-like models, of OLMo 2, GPT-NeoX and Falcon: one process against a GPT in plain PyTorch,
+and every layout against one process."""
 
 from functools import cache
 
@@ -35,12 +35,41 @@ LLAMA = {
 }
 QWEN2 = {**LLAMA, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "rotary_base": 1e6}
 MULTI_QUERY = {**LLAMA, "num_query_groups": 1}
+QWEN3 = {**LLAMA, "qk_layernorm": True}
+# Norms of small outputs enlarge rounding errors: the initial weights are larger.
+OLMO2 = {
+    **QWEN3,
+    "qk_layernorm_scope": "projection",
+    "layer_arrangement": "post-norm",
+    "init_method_std": 0.1,
+}
+NEOX = {
+    "position_embedding_type": "rotary",
+    "rotary_percent": 0.5,
+    "layer_arrangement": "parallel",
+    "activation": "gelu_exact",
+    "untie_embeddings_and_output_weights": True,
+}
+FALCON = {
+    "position_embedding_type": "rotary",
+    "layer_arrangement": "parallel-one-norm",
+    "activation": "gelu_exact",
+    "disable_bias_linear": True,
+    "group_query_attention": True,
+}
+WINDOW = {**LLAMA, "window_size": 7}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
     "llama": (LLAMA, {"groups": 2}),
     "qwen2": (QWEN2, {"groups": 2, "rotary": {"base": 1e6}}),
     "multi-query": ({"group_query_attention": True}, {"groups": 1}),
+    "qwen3": (QWEN3, {"groups": 2}),
+    "olmo2": (OLMO2, {"groups": 2, "arrangement": "post-norm"}),
+    "layer-norms-of-heads": ({"qk_layernorm": True}, {}),
+    "neox": (NEOX, {"arrangement": "parallel", "rotary": {"part": 0.5}, "exact_gelu": True}),
+    "falcon": (FALCON, {"groups": 1, "arrangement": "parallel-one-norm", "exact_gelu": True}),
+    "window": (WINDOW, {"groups": 2, "window": 7}),
     "rms-norm": ({"normalization": "RMSNorm"}, {}),
     "untied": ({"untie_embeddings_and_output_weights": True}, {}),
     "no-bias": ({"disable_bias_linear": True}, {}),
@@ -56,7 +85,7 @@ PLAIN_CASES = {
 }
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
@@ -105,6 +134,25 @@ LAYOUTS = {
     "qwen2-tp2-pp2-sequence": (QWEN2, Row(tp=2, pp=2), SEQUENCE),
     "qwen2-tp4-dp2-zero1": (QWEN2, Row(tp=4, dp=2, zero=1), {}),
     "qwen2-pp2-dualpipev": (QWEN2, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "qwen3-tp2": (QWEN3, Row(tp=2), {}),
+    "qwen3-tp4-pp2-sequence": (QWEN3, Row(tp=4, pp=2, micro_batch=2), SEQUENCE),
+    "qwen3-tp2-dp2-zero3-recompute": (QWEN3, Row(tp=2, dp=2, recompute=True), ZERO3),
+    "qwen3-pp2-dualpipev": (QWEN3, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "olmo2-tp2-pp2": (OLMO2, Row(tp=2, pp=2), {}),
+    "olmo2-tp4-sequence-recompute": (OLMO2, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE),
+    "olmo2-tp2-dp2-zero1": (OLMO2, Row(tp=2, dp=2, zero=1, recompute=True), {}),
+    "olmo2-tp2-dp2-zero2": (OLMO2, Row(tp=2, dp=2), ZERO2),
+    "olmo2-tp2-pp2-dualpipev": (OLMO2, Row(tp=2, pp=2), DUALPIPEV),
+    "neox-tp2-pp2-sequence-recompute": (NEOX, Row(tp=2, pp=2, recompute=True), SEQUENCE),
+    "neox-tp2-pp2-dp2-zero1": (NEOX, Row(tp=2, pp=2, dp=2, zero=1, recompute=True), {}),
+    "neox-pp2-dualpipev": (NEOX, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "falcon-tp2-pp2": (FALCON, Row(tp=2, pp=2), {}),
+    "falcon-tp4-sequence": (FALCON, Row(tp=4, micro_batch=2), SEQUENCE),
+    "falcon-dp2-zero3": (FALCON, Row(dp=2), ZERO3),
+    "falcon-pp2-dualpipev": (FALCON, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "window-tp2-pp2-sequence-recompute": (WINDOW, Row(tp=2, pp=2, recompute=True), SEQUENCE),
+    "window-pp2-dp2-zero1": (WINDOW, Row(pp=2, dp=2, zero=1), {}),
+    "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
 }
 
 

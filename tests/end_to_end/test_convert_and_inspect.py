@@ -126,6 +126,32 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     assert losses[0] == pytest.approx(first_loss(flags, theirs), rel=1e-6)
 
 
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(("axis", "processes"), [("tensor", 2), ("pipeline", 2)])
+def test_load_huggingface_starts_a_run_that_the_same_command_resumes(
+    axis: str, processes: int, corpus: Path, data: list[str], tmp_path: Path
+) -> None:
+    from transformers import GPT2TokenizerFast
+
+    theirs, saved = tmp_path / "theirs", tmp_path / "saved"
+    save_theirs(theirs, "gpt2", max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
+    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(theirs)
+    corpus_flags = data[: data.index("--tokenizer-type")]
+    start = ["--load-huggingface", str(theirs), *NO_DROPOUT, *SHORT, *corpus_flags]
+    command = [*start, "--save", str(saved), f"--{axis}-model-parallel-size", str(processes)]
+    run = pretrain([*command, "--exit-interval", "3"], processes=processes)
+    assert run.exit_code == 0, run.stderr
+    assert f"weights from {theirs}, iteration 0" in run.stdout
+    losses = [step["lm_loss"] for step in run.steps]
+    model = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
+    positions = ["--max-position-embeddings", "32", *start[2:], "--vocab-size", str(VOCAB_SIZE)]
+    expected = first_loss([*model, *positions], theirs)
+    assert len(losses) == 3 and losses[0] == pytest.approx(expected, rel=1e-6)
+    again = pretrain(command, processes=processes)
+    assert again.exit_code == 0, again.stderr
+    assert [step["iteration"] for step in again.steps] == [4, 5]
+
+
 @pytest.mark.full
 def test_a_native_checkpoint_has_the_same_loss_after_a_round_trip_through_hugging_face(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

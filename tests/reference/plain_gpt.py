@@ -22,11 +22,15 @@ def plain_gpt_logits(
     vocab,
     groups=None,
     rotary=None,
+    arrangement="pre-norm",
+    window=None,
+    exact_gelu=False,
 ):
     """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
 
-    groups: of heads with common keys and values. rotary: arguments of `rotate`. Norms without bias are RMS
-    norms; linear layers have the biases that `weights` has; a head of its own replaces the embedding.
+    groups: of heads with common keys and values. rotary: arguments of `rotate`. window: tokens that a token
+    attends to. Norms without bias are RMS norms; linear layers have the biases that `weights` has, and
+    attention the norms of queries and keys; a head of its own replaces the embedding.
     """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
@@ -37,16 +41,26 @@ def plain_gpt_logits(
     if positions == "absolute":
         x = x + weights["tied_modules.embed.position_embeddings.weight"][:seq]
     for index in range(3, 3 + layers):
-        x = x + attention(
-            weights,
-            index,
-            norm(weights, f"{index}.input_layernorm", x),
-            heads,
-            groups or heads,
-            positions,
-            rotary or {},
-        )
-        x = x + mlp(weights, index, norm(weights, f"{index}.post_attention_layernorm", x), glu)
+
+        def attend(x, index=index):
+            return attention(weights, index, x, heads, groups or heads, positions, rotary or {}, window)
+
+        def feed(x, index=index):
+            return mlp(weights, index, x, glu, exact_gelu)
+
+        def normed(name, x, index=index):
+            return norm(weights, f"{index}.{name}_layernorm", x)
+
+        if arrangement == "pre-norm":
+            x = x + attend(normed("input", x))
+            x = x + feed(normed("post_attention", x))
+        elif arrangement == "post-norm":
+            x = x + normed("post_attention", attend(x))
+            x = x + normed("post_mlp", feed(x))
+        elif arrangement == "parallel":
+            x = x + attend(normed("input", x)) + feed(normed("post_attention", x))
+        elif arrangement == "parallel-one-norm":
+            x = x + attend(normed("input", x)) + feed(normed("input", x))
     x = norm(weights, str(layers + 4), x)
     return x @ weights.get(f"{layers + 5}.lm_head.weight", embedding)[:vocab].T
 
@@ -61,13 +75,15 @@ def linear(weights, name, x):
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def attention(weights, index, x, heads, groups, positions, rotary):
+def attention(weights, index, x, heads, groups, positions, rotary, window):
     batch, seq, hidden = x.shape
     dim, shared = hidden // heads, heads // groups
     qkv = linear(weights, f"{index}.self_attention.query_key_value", x)
     qkv = qkv.reshape(batch, seq, groups, shared + 2, dim).transpose(1, 2)  # [batch, groups, seq, ., dim]
     q = torch.stack([qkv[:, h // shared, :, h % shared] for h in range(heads)], 1)  # [batch, heads, seq, dim]
     k, v = (torch.stack([qkv[:, h // shared, :, shared + i] for h in range(heads)], 1) for i in range(2))
+    q = heads_norm(weights, f"{index}.self_attention.q_layernorm", q)
+    k = heads_norm(weights, f"{index}.self_attention.k_layernorm", k, shared)
     if positions == "rotary":
         q, k = rotate(q, **rotary), rotate(k, **rotary)
     scores = q @ k.transpose(2, 3) / math.sqrt(dim)
@@ -76,9 +92,22 @@ def attention(weights, index, x, heads, groups, positions, rotary):
         distance = torch.arange(seq)[None, :] - torch.arange(seq)[:, None]
         scores = scores + slopes[None, :, None, None] * distance
     allowed = torch.ones(seq, seq, dtype=torch.bool).tril()
+    if window is not None:
+        allowed = allowed.triu(1 - window)
     scores = scores.masked_fill(~allowed, float("-inf"))
     context = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, seq, hidden)
     return linear(weights, f"{index}.self_attention.dense", context)
+
+
+def heads_norm(weights, name, x, copies=1):
+    """x [batch, heads, seq, dim], in which each head stands `copies` times."""
+    if f"{name}.weight" not in weights:
+        return x
+    if len(weights[f"{name}.weight"]) == x.shape[-1]:
+        return norm(weights, name, x)
+    first = x[:, ::copies]
+    joined = norm(weights, name, first.transpose(1, 2).flatten(2))
+    return joined.unflatten(2, first.shape[1::2]).transpose(1, 2).repeat_interleave(copies, 1)
 
 
 def rotate(x, base=10000.0, part=1.0, interleaved=False):
@@ -93,10 +122,10 @@ def rotate(x, base=10000.0, part=1.0, interleaved=False):
     return torch.cat((torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1), rest), -1)
 
 
-def mlp(weights, index, x, glu):
+def mlp(weights, index, x, glu, exact_gelu):
     wide = linear(weights, f"{index}.mlp.dense_h_to_4h", x)
     if glu is None:
-        wide = F.gelu(wide, approximate="tanh")
+        wide = F.gelu(wide, approximate="none" if exact_gelu else "tanh")
     else:
         value, gate = wide.chunk(2, -1)
         wide = value * {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}[glu](gate)

@@ -15,6 +15,14 @@ LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
     f"--disable-bias-linear --untie-embeddings-and-output-weights --ffn-hidden-size 704 {NO_DROPOUT}"
 )
+GROUPS = "--group-query-attention --num-query-groups 4"
+QWEN3 = f"{LLAMA} {GROUPS} --qk-layernorm"
+OLMO2 = f"{QWEN3} --qk-layernorm-scope projection --layer-arrangement post-norm"
+NEOX = "--position-embedding-type rotary --rotary-percent 0.25 --layer-arrangement parallel"
+FALCON = (
+    "--position-embedding-type rotary --layer-arrangement parallel-one-norm --disable-bias-linear "
+    "--group-query-attention --activation gelu_exact"
+)
 
 # Name -> flags. The order matters to the gate, which takes evenly spaced rows.
 LAYOUTS = {
@@ -69,6 +77,22 @@ LAYOUTS = {
     "dualpipev-2-llama-8-bit": "--world-size 2 --pipeline-model-parallel-size 2 "
     f"--pipeline-schedule dualpipev --bf16 --use-bnb-optimizer {LLAMA} --group-query-attention "
     "--num-query-groups 4",
+    "alone-qwen3": f"--bf16 {QWEN3}",
+    "alone-olmo2-recompute": f"--bf16 {OLMO2} --checkpoint-activations",
+    "alone-neox": f"--bf16 {NEOX}",
+    "alone-falcon-recompute": f"--bf16 {FALCON} {NO_DROPOUT} --checkpoint-activations",
+    "alone-window-multi-query": f"--bf16 {LLAMA} {GROUPS} --window-size 32",
+    "alone-window-without-kernels": f"--fp16 {LLAMA} {GROUPS} --window-size 32 --gpu v100-32gb",
+    "alone-qk-layernorm-absolute": "--bf16 --qk-layernorm",
+    "tensor-2-qwen3": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {QWEN3}",
+    "tensor-2-olmo2-recompute": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {OLMO2} "
+    "--checkpoint-activations",
+    "tensor-2-neox-sequence": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {NEOX} "
+    "--sequence-parallel",
+    "pipeline-2-tensor-2-olmo2": "--world-size 4 --pipeline-model-parallel-size 2 "
+    f"--tensor-model-parallel-size 2 --bf16 {OLMO2} --sequence-parallel --zero-stage 1",
+    "dualpipev-2-falcon-recompute": "--world-size 4 --pipeline-model-parallel-size 2 "
+    f"--tensor-model-parallel-size 2 --pipeline-schedule dualpipev --bf16 {FALCON} --checkpoint-activations",
     "all-three": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
     f"--zero-stage 1 --checkpoint-activations --position-embedding-type alibi --embed-layernorm {NO_DROPOUT}",
     "all-three-sequence": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

@@ -14,6 +14,10 @@ BASE = (
     "--dry-run --hidden-size 512 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-samples 6400 --vocab-size 512 --bf16"
 )
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --ffn-hidden-size 1408"
+)
 # Flags, and how far the planned bytes may be from those counted.
 ROWS = {
     "fused": (NO_DROPOUT, 0.02),
@@ -24,10 +28,24 @@ ROWS = {
     "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),
     "swiglu": (f"{NO_DROPOUT} --glu-activation swiglu", 0.05),
     "llama": (
-        f"{NO_DROPOUT} --position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
-        "--disable-bias-linear --group-query-attention --num-query-groups 2 --ffn-hidden-size 1408",
+        f"{NO_DROPOUT} {LLAMA}",
         0.05,
     ),
+    "qwen3": (f"{NO_DROPOUT} {LLAMA} --qk-layernorm", 0.05),
+    "olmo2": (
+        f"{NO_DROPOUT} {LLAMA} --qk-layernorm --qk-layernorm-scope projection --layer-arrangement post-norm",
+        0.05,
+    ),
+    "neox": (
+        f"{NO_DROPOUT} --position-embedding-type rotary --rotary-percent 0.25 --layer-arrangement parallel",
+        0.05,
+    ),
+    "falcon": (
+        f"{NO_DROPOUT} --position-embedding-type rotary --layer-arrangement parallel-one-norm "
+        "--disable-bias-linear --group-query-attention",
+        0.05,
+    ),
+    "window": (f"{NO_DROPOUT} {LLAMA} --window-size 64", 0.05),
     "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.08),
 }
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.convert.patterns import check_pattern, matches
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.sections.model import MEGATRON_MODEL_ARGS
+from megatron.config.model_fields import MEGATRON_MODEL_ARGS
 from megatron.files import HostileFileError
 
 if TYPE_CHECKING:

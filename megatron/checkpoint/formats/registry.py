@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.formats.reader import StateReader
     from megatron.checkpoint.record import Checkpoint
 
-NATIVE, UNIVERSAL = "native", "universal"
+NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
 LATEST_UNIVERSAL_FILE = "latest_universal"
 # In a universal checkpoint: one folder per parameter.
 PARAMETER_FOLDER = "zero"
@@ -45,12 +45,20 @@ FORMATS = Registry(
             marker=PARAMETER_FOLDER,
             latest_file=LATEST_UNIVERSAL_FILE,
         ),
+        HUGGING_FACE: CheckpointFormat(
+            "a model of Hugging Face transformers: weights only",
+            "megatron.checkpoint.convert.huggingface.reader:HuggingFaceReader",
+            marker="config.json",
+        ),
     },
 )
 
 
 def format_of(folder: Path) -> str:
-    """The name of the format of a checkpoint's folder: native, unless it contains another one's marker."""
+    """The name of the format of a checkpoint's folder: native, unless it contains another one's marker. A
+    folder of checkpoints may contain any other file."""
+    if any(entry.latest_file and (folder / entry.latest_file).exists() for entry in FORMATS.values()):
+        return NATIVE
     marked = (name for name, entry in FORMATS.items() if entry.marker and (folder / entry.marker).exists())
     return next(marked, NATIVE)
 

@@ -40,7 +40,7 @@ from megatron.checkpoint.formats.torch_archive import load_file, matches_checksu
 from megatron.checkpoint.integrity.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
 from megatron.config import Config, ConfigError
-from megatron.config.sections.model import MEGATRON_MODEL_ARGS
+from megatron.config.model_fields import MEGATRON_MODEL_ARGS
 from megatron.files import expect_layout
 from megatron.mpu.parameters import ParameterSpec
 

@@ -17,14 +17,21 @@ from typing import Any
 from megatron.checkpoint.convert.to_universal import PARTIAL, SOURCE_FILE
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.reader import ParameterRecord, StateReader
-from megatron.checkpoint.formats.registry import FORMATS, NATIVE, PARAMETER_FOLDER, format_of, open_reader
+from megatron.checkpoint.formats.registry import (
+    FORMATS,
+    HUGGING_FACE,
+    NATIVE,
+    PARAMETER_FOLDER,
+    format_of,
+    open_reader,
+)
 from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import Files, first_size_mismatch
 from megatron.checkpoint.integrity.names import one_line, read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config import ConfigError
-from megatron.config.sections.model import model_summary
+from megatron.config.model_fields import model_summary
 from megatron.files import HostileFileError
 from megatron.text_table import first_few
 
@@ -145,6 +152,8 @@ def _kind(path: Path) -> str:
     if path.name.startswith(SAVING):
         return "being saved"
     name = format_of(path)
+    if name == HUGGING_FACE:
+        return ""  # an export beside the checkpoints
     if path.name.endswith(PARTIAL) and (name != NATIVE or (path / SOURCE_FILE).is_file()):
         return "being converted"
     if path.name.endswith(_REPLACED) and step_of(path.name) >= 0:

@@ -25,6 +25,7 @@ def check_model(config: Config) -> None:
                 "change one of them"
             )
     _check_attention(model, tensor)
+    _check_norms(config)
     if model.mup and config.optimizer.optimizer == "sgd":
         raise ConfigError(
             "--mup with --optimizer sgd: muP's learning rates hold for Adam, use --optimizer adam or remove "
@@ -72,6 +73,26 @@ def _check_attention(model: ModelConfig, tensor: int) -> None:
             f"--num-query-groups {groups} and a head dimension of {model.kv_channels} make "
             f"{2 * model.kv_channels * groups} rows of keys and values, which are not divisible by "
             f"--tensor-model-parallel-size {tensor}: decrease the latter"
+        )
+
+
+def _check_norms(config: Config) -> None:
+    model = config.model
+    if model.layer_arrangement == "post-norm" and config.precision.fp32_residual_connection:
+        raise ConfigError(
+            "--fp32-residual-connection with --layer-arrangement post-norm: attention and MLP read the "
+            "residual stream itself, in the precision of the weights: remove one of the two"
+        )
+    scope = model.qk_layernorm_scope
+    if scope != "head" and not model.qk_layernorm:
+        raise ConfigError(
+            f"--qk-layernorm-scope {scope} without --qk-layernorm, which enables it: add that flag, or "
+            "remove this one"
+        )
+    if scope == "projection" and model.normalization != "RMSNorm":
+        raise ConfigError(
+            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm, "
+            "change one of them"
         )
 
 

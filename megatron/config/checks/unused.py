@@ -9,6 +9,7 @@ from megatron.config.checks.data import what_is_evaluated
 from megatron.config.config import Config
 from megatron.config.fields import Section, option_name
 from megatron.config.registries import (
+    LAYER_ARRANGEMENTS,
     LR_DECAY_STYLES,
     OPTIMIZERS,
     POSITION_EMBEDDINGS,
@@ -123,6 +124,8 @@ def _unused_model_settings(model: ModelConfig) -> Iterator[tuple[Section, tuple[
         yield model, ("make_vocab_size_divisible_by",), "with --pad-vocab-size-to"
     if model.glu_activation is not None:
         yield model, ("activation",), f"with --glu-activation {model.glu_activation}"
+    arrangement = model.layer_arrangement
+    yield model, LAYER_ARRANGEMENTS.unused_settings(arrangement), f"with --layer-arrangement {arrangement}"
     if not model.disable_bias_linear:
         yield model, ("add_qkv_bias",), "without --disable-bias-linear"
     if model.position_embedding_type != "rotary":

@@ -30,6 +30,13 @@ class CheckpointConfig(Section):
         help="--load contains a universal checkpoint, made by tools/ds_to_universal.py, "
         "tools/convert_huggingface.py, DeepSpeed or for BLOOM",
     )
+    load_huggingface: str | None = flag(
+        None,
+        metavar="FOLDER",
+        help="start a new training from the model of Hugging Face transformers in this folder: --load FOLDER "
+        "--finetune --use-checkpoint-args, where the flags of the model and the tokenizer come from the "
+        "folder; the same command, given again, resumes from --save",
+    )
     finetune: bool = flag(
         False,
         help="start a new training from the weights of --load: iteration 0, fresh optimizer, learning-rate "

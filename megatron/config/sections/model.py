@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.errors import ConfigError
-from megatron.config.fields import Section, flag, flag_of
+from megatron.config.fields import Section, flag
 from megatron.config.registries import (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
+    LAYER_ARRANGEMENTS,
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
+    QK_NORMS,
     ROPE_SCALINGS,
 )
 
@@ -82,6 +83,31 @@ class ModelConfig(Section):
         help="number of key and value heads with --group-query-attention (1: multi-query attention)",
         changes_layer_time=True,
         megatron_arg=True,
+    )
+    qk_layernorm: bool = flag(
+        False,
+        summary="query and key norms",
+        help="normalize queries and keys before they are rotated (arXiv:2302.05442)",
+        changes_layer_time=True,
+        megatron_arg=True,
+    )
+    qk_layernorm_scope: str = flag(
+        "head",
+        choices=QK_NORMS,
+        summary="over the {}",
+        help="what --qk-layernorm normalizes together",
+        changes_layer_time=True,
+        megatron_arg=False,
+    )
+    window_size: int | None = flag(
+        None,
+        at_least=1,
+        at_most=2**24,
+        metavar="TOKENS",
+        summary="window of {} tokens",
+        help="sliding-window attention: each token attends to itself and to the TOKENS - 1 before it",
+        changes_layer_time=True,
+        megatron_arg=False,
     )
     seq_length: int = flag(
         changes_model=False,
@@ -245,6 +271,14 @@ class ModelConfig(Section):
         changes_layer_time=True,
         megatron_arg=False,
     )
+    layer_arrangement: str = flag(
+        "pre-norm",
+        choices=LAYER_ARRANGEMENTS,
+        summary="{} layers",
+        help="arrangement of norms, attention and MLP in a transformer layer",
+        changes_layer_time=True,
+        megatron_arg=False,
+    )
     activation: str = flag(
         "gelu",
         choices=ACTIVATIONS,
@@ -377,6 +411,11 @@ class ModelConfig(Section):
         return tp_size <= groups or 2 * self.kv_channels * groups % tp_size == 0
 
     @property
+    def attention_window(self) -> int | None:
+        """Tokens that each token attends to at most; None if that is the whole sequence."""
+        return self.window_size if self.window_size and self.window_size < self.seq_length else None
+
+    @property
     def query_width(self) -> int:
         """Size of all query heads, which is also the size of the attention's output."""
         return self.num_attention_heads * self.kv_channels
@@ -454,22 +493,3 @@ class ModelConfig(Section):
                 )
             derived["max_position_embeddings"] = self.seq_length
         return derived
-
-
-MEGATRON_MODEL_ARGS = tuple(
-    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
-)
-"""Fields that Megatron's checkpoints have in their `args` under the same name."""
-
-
-def model_summary(model: ModelConfig) -> str:
-    """Sizes and variants of the model in one line, for logs and reports."""
-    variants = [
-        summary.format(value)
-        for field in dataclasses.fields(ModelConfig)
-        if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
-    ]
-    return (
-        f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
-        + ", ".join([f"sequence {model.seq_length}", f"{model.position_embedding_type} positions", *variants])
-    )

@@ -1,4 +1,5 @@
-"""Llama, Mistral and Qwen 2 from and to Hugging Face: equal logits and bits; others are refused by name."""
+"""Llama and its relatives, GPT-NeoX and Falcon from and to Hugging Face: equal logits and bits; others are
+refused by name."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import ConfigError, read_command_line
 from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
+from tests.distributed.test_model_variants import FALCON, NEOX, OLMO2
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.checkpoint.test_huggingface_import import make_universal, our_logits, save_tokenizer
@@ -33,6 +35,13 @@ SIZES = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+# Settings that a family names differently, or does not have.
+RENAMED = {
+    "gpt_neox": {"num_key_value_heads": None},
+    "falcon": {"num_key_value_heads": None, "intermediate_size": "ffn_hidden_size"},
+}
+NEOX_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 # Name -> model type and what differs from SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2": ("llama", {"num_key_value_heads": 4}),
@@ -42,6 +51,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear scaling": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     "llama, multi-query": ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "qwen-3": ("qwen3", {"head_dim": 16}),
+    "olmo-2": ("olmo2", {}),
+    "pythia": ("gpt_neox", NEOX_ROPE),
+    "falcon": ("falcon", {}),
+    "mistral v0.1, window": ("mistral", {"sliding_window": 5}),
+    "qwen-2, window": ("qwen2", WINDOW),
+    "qwen-3, tied, window": ("qwen3", {"tie_word_embeddings": True, "head_dim": 8, **WINDOW}),
+    "olmo-2, tied, one key head": ("olmo2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gpt-neox, sequential, tied": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    ),
+    "falcon, all heads, untied": ("falcon", {"multi_query": False, "tie_word_embeddings": False}),
     "qwen-2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen-2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen-2.5, yarn": ("qwen2", {"rope_parameters": YARN}),
@@ -53,8 +75,10 @@ RELATIVE_BOUND = 1e-5
 def save_theirs(folder, name, max_shard_size="1GB", **sizes):
     """A model of Hugging Face's making, with norms and biases that are not at their start."""
     kind, changes = MODELS[name]
+    names = {name: name for name in SIZES} | RENAMED.get(kind, {})
+    settings = {names[name]: value for name, value in SIZES.items() if names[name]}
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes | sizes))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings | changes | sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn(parameter.shape))
@@ -71,7 +95,7 @@ def assert_equal_logits(found, expected):
     assert (found - expected).abs().max() <= RELATIVE_BOUND * (expected.max() - expected.min())
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
     save_theirs(tmp_path / "theirs", name, max_shard_size="20KB")
@@ -112,6 +136,11 @@ OURS = {
             Row(),
             "Qwen2ForCausalLM",
         ),
+        (OURS | {"window_size": 5}, Row(), "MistralForCausalLM"),
+        (OURS | {"qk_layernorm": True, "kv_channels": 16}, Row(tp=2), "Qwen3ForCausalLM"),
+        (OLMO2, Row(tp=4), "Olmo2ForCausalLM"),
+        (NEOX, Row(tp=2), "GPTNeoXForCausalLM"),
+        (FALCON, Row(tp=2), "FalconForCausalLM"),
     ],
 )
 def test_a_checkpoint_of_ours_survives_a_round_trip(model, row, architecture, tmp_path):
@@ -130,8 +159,24 @@ def test_a_checkpoint_of_ours_survives_a_round_trip(model, row, architecture, tm
 @pytest.mark.parametrize(
     "name, changes, named",
     [
-        ("mistral", {"sliding_window": 4096}, "sliding_window = 4096"),
-        ("qwen-2", {"use_sliding_window": True}, "use_sliding_window = True"),
+        (
+            "qwen-2, window",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "use_sliding_window = True and layer_types = .*full_attention",
+        ),
+        ("qwen-3", {"attention_bias": True}, "attention_bias = True"),
+        ("olmo-2", {"clip_qkv": 8.0}, "clip_qkv.* = 8.0"),
+        ("pythia", {"hidden_act": "relu"}, "hidden_act = relu: expected gelu"),
+        ("pythia", {"attention_bias": False}, "attention_bias = False"),
+        (
+            "pythia",
+            {"rope_parameters": NEOX_ROPE["rope_parameters"] | {"partial_rotary_factor": 1.5}},
+            "rotates 1.5 of each head",
+        ),
+        ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture = True"),
+        ("falcon", {"alibi": True}, "alibi = True"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn = 2: expected 1"),
+        ("falcon, all heads, untied", {"num_kv_heads": 2}, "num_kv_heads = 2 without multi_query"),
         ("llama-3", {"attention_bias": True}, "attention_bias = True"),
         ("llama-3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
         ("llama-3", {"logit_scale": 0.5}, "logit_scale.* = 0.5 .* no equivalent here: only a Llama model"),

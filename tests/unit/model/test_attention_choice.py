@@ -18,22 +18,23 @@ from megatron.model.attention_choice import (
 )
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext
-from megatron.model.position import document_ids_of
+from megatron.model.position import AttentionMasks, document_ids_of
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 
-ALL = itertools.product((0.0, 0.1), (False, True), (False, True), (2048, 2049), (128, 256), (False, True))
+BOTH = (False, True)
+ALL = itertools.product((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256), BOTH, (None, 64))
 
 
-@pytest.mark.parametrize("dropout,alibi,documents,seq,head_dim,on_cpu", list(ALL))
+@pytest.mark.parametrize("dropout,alibi,documents,seq,head_dim,on_cpu,window", list(ALL))
 @pytest.mark.parametrize("kernels", [None, "MEGATRON_KERNELS=pytorch is set"])
-def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, kernels):
+def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, kernels):
     if on_cpu:
         kernels = "the device is a CPU"
     choice, reason = choose_attention(
-        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, kernels)
+        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window)
     )
-    plain = not (dropout or alibi or documents)
+    plain = not (dropout or alibi or documents or window)
     assert (choice == Implementation.SDPA) == plain
     assert (choice == Implementation.TRITON) == (not plain and kernels is None and head_dim == 128)
     is_dense = choice in (Implementation.UNFUSED, Implementation.BIASED_SDPA)
@@ -41,7 +42,8 @@ def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, ker
         assert not is_dense
     if is_dense:
         assert (choice == Implementation.UNFUSED) == (dropout > 0)
-    for word, used in (("dropout 0.1", dropout), ("ALiBi", alibi), ("document boundaries", documents)):
+    words = ("dropout 0.1", "ALiBi", "document boundaries", "a window of 64 tokens")
+    for word, used in zip(words, (dropout, alibi, documents, window), strict=True):
         assert (word in reason) == bool(used)
     if choice in (Implementation.BLOCKS, Implementation.UNFUSED, Implementation.BIASED_SDPA):
         assert (kernels or "heads of 256 are larger than 128") in reason
@@ -52,7 +54,8 @@ def test_the_reason_is_logged_once(caplog):
     query = torch.empty(4, 1, 2, 8)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            assert implementation_for(query, 0.0, True, False) == Implementation.BIASED_SDPA
+            masks = AttentionMasks([0.5, 0.25], within_documents=False)
+            assert implementation_for(query, 0.0, masks) == Implementation.BIASED_SDPA
     assert caplog.messages == [
         "attention: scaled_dot_product_attention with a bias per score, since the device is a CPU; ALiBi"
     ]
@@ -69,10 +72,10 @@ def attention_of(flags):
     return CoreAttention(context, 4)
 
 
-def outputs_and_gradients(attention, document_ids):
+def outputs_and_gradients(attention, document_ids, key_heads):
     inputs = [
-        torch.randn(20, 2, 2, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        for seed in range(3)
+        torch.randn(20, 2, heads, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        for seed, heads in enumerate((2, key_heads, key_heads))
     ]
     output = attention(*inputs, document_ids)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4))
@@ -84,6 +87,8 @@ FLAGS = {
     "alibi": "--attention-dropout 0 --position-embedding-type alibi",
     "documents": "--attention-dropout 0 --reset-attention-mask",
     "all": "--attention-dropout 0.2 --position-embedding-type alibi --reset-attention-mask",
+    "window": "--attention-dropout 0 --window-size 6",
+    "window of documents, dropout": "--attention-dropout 0.2 --window-size 6 --reset-attention-mask",
 }
 
 
@@ -103,8 +108,10 @@ def compare(name, implementation, monkeypatch):
     tokens = torch.ones(2, 20, dtype=torch.int64)
     tokens[0, 3], tokens[1, 10] = 0, 0
     document_ids = document_ids_of(tokens, 0) if "reset" in FLAGS[name] else None
-    expected = outputs_and_gradients(attention, document_ids)
+    key_heads = 1 if "window" in name else 2  # the kernel shares them, other implementations copy them
+    expected = outputs_and_gradients(attention, document_ids, key_heads)
     monkeypatch.setattr(core_attention, "QUERIES_PER_BLOCK", 7)
     monkeypatch.setattr(core_attention, "implementation_for", lambda *_: implementation)
-    for found, dense in zip(outputs_and_gradients(attention, document_ids), expected, strict=True):
+    found_all = outputs_and_gradients(attention, document_ids, key_heads)
+    for found, dense in zip(found_all, expected, strict=True):
         torch.testing.assert_close(found, dense, rtol=1e-5, atol=1e-6)

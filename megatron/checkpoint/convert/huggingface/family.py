@@ -31,10 +31,15 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Transform:
-    """Conversion between one tensor of ours and one or more of theirs, with the model's sizes."""
+    """Conversion between one tensor of ours and one or more of theirs, with the model's sizes.
+
+    slice_dim: a tensor-parallel shard of ours is made from equal slices of theirs along this dimension, with
+    the number of heads and groups of one rank; None: not so, or in a dimension that depends on the parameter.
+    """
 
     to_theirs: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
     to_ours: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    slice_dim: int | None = None
 
 
 def one_to_one(
@@ -71,12 +76,14 @@ def with_bias(
 @dataclass(frozen=True)
 class Conversion:
     """Settings that do not correspond one to one: fields of ModelConfig, their settings, and functions that
-    give the values of the ones for those of the others. `to_ours` raises ConfigError."""
+    give the values of the ones for those of the others. `to_ours` raises ConfigError. our_values: the values
+    that a field of ours can have, if these are not all."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     to_theirs: Callable[[ModelConfig], dict[str, Any]]
     to_ours: Callable[[PreTrainedConfig], dict[str, Any]]
+    our_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Family:
     default_seq_length: for a config.json without a length. head: the parameter of an untied LM head. prefix:
     of all their names except the head's; files that were saved without the head lack it. buffers: names in
     their files that are not weights and are ignored. ignored: their settings that do not change the model.
+    aliases: names of weights in files of other versions of transformers -> names in the table.
     """
 
     title: str
@@ -108,6 +116,7 @@ class Family:
     head: Parameter | None = None
     prefix: str = "transformer."
     ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, model: ModelConfig) -> dict[str, Any]:
         """Field -> the value that the family has, for each setting of a model that the family cannot express.
@@ -116,7 +125,12 @@ class Family:
         """
         mapped = {ours for ours, _ in self.fields}.union(*(pair.ours for pair in self.conversions))
         unused = dataclasses.replace(model, **self.our_constants).unused_fields()
-        needed = {}
+        needed = {
+            name: values[0]
+            for pair in self.conversions
+            for name, values in pair.our_values.items()
+            if name not in unused and getattr(model, name) not in values
+        }
         for field in dataclasses.fields(model):
             name = field.name
             if not changes_model(ModelConfig, field) or name in mapped | unused:

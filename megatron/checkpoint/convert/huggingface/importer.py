@@ -87,13 +87,8 @@ class HuggingFaceModel:
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
         """The config of a run that could have saved this model. data: the tokenizer's flags. vocab_size:
         --vocab-size. Settings that do not affect the model have their defaults."""
-        return Config(
-            model=ModelConfig(**self.fields, vocab_size=vocab_size),
-            batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
-            schedule=ScheduleConfig(lr=1.0),
-            precision=PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16"),
-            data=data,
-        )
+        precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
+        return _config(self.fields, vocab_size, data, precision)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (our name, global weight) of every parameter, with `rows` word embeddings, in the dtype of
@@ -104,9 +99,30 @@ class HuggingFaceModel:
             yield parameter.ours, parameter.transform.to_ours(parts, model)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the model's folder also holds a tokenizer."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+def _config(
+    fields: Mapping[str, Any], vocab_size: int | None, data: DataConfig, precision: PrecisionConfig
+) -> Config:
+    return Config(
+        model=ModelConfig(**fields, vocab_size=vocab_size),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
+        schedule=ScheduleConfig(lr=1.0),
+        precision=precision,
+        data=data,
+    )
+
+
+def own_tokenizer(folder: Path) -> dict[str, Any]:
+    """The flags of the tokenizer that the model's folder holds; {} if it holds none."""
+    has_one = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return {"tokenizer_name_or_path": str(folder.resolve())} if has_one else {}
+
+
+def read_flags(folder: Path) -> Config:
+    """The flags of a run that starts from the model in `folder`, without weights: those of the model, and of
+    the tokenizer in the folder. Without one every word embedding is taken to be of a token."""
+    _, fields = read_settings(folder)
+    rows, tokenizer = fields.pop("vocab_size"), own_tokenizer(folder)
+    return _config(fields, None if tokenizer else rows, DataConfig(**tokenizer), PrecisionConfig())
 
 
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
@@ -233,11 +249,13 @@ def _known_weights(
     buffers = family.buffer_names(num_layers)
     found: dict[str, Tensor] = {}
     unexpected, heads = [], []
-    for name, tensor in stored.items():
+    head_names = {LM_HEAD, *(family.head.theirs if family.head else ())}
+    for stored_name, tensor in stored.items():
+        name = family.aliases.get(stored_name, stored_name)
         full_name = name if name.startswith(family.prefix) or name in expected else family.prefix + name
         if full_name in expected:
             found[full_name] = tensor
-        elif name == LM_HEAD:
+        elif name in head_names:
             heads.append(tensor)
         elif full_name not in buffers:
             unexpected.append(name if is_plain(name) else shown(name))

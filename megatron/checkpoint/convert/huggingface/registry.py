@@ -23,6 +23,10 @@ FAMILIES = Registry(
         "llama": Choice("Llama 1 to 3", f"{_FAMILIES}.llama:LLAMA"),
         "mistral": Choice("Mistral", f"{_FAMILIES}.mistral:MISTRAL"),
         "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.qwen2:QWEN2"),
+        "qwen3": Choice("Qwen 3", f"{_FAMILIES}.qwen3:QWEN3"),
+        "olmo2": Choice("OLMo 2", f"{_FAMILIES}.olmo2:OLMO2"),
+        "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
+        "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
     },
 )
 

@@ -37,7 +37,8 @@ def _to_theirs(model: ModelConfig) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-def _to_ours(their_config: PreTrainedConfig) -> dict[str, Any]:
+def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
+    """read: keys of rope_parameters that the caller reads."""
     found = getattr(their_config, "rope_parameters", None) or {}
     if not isinstance(found, dict):
         raise ConfigError(f"the model's rope_parameters are {one_line(found)}: expected an object")
@@ -59,7 +60,7 @@ def _to_ours(their_config: PreTrainedConfig) -> dict[str, Any]:
             raise ConfigError(f"the model's rope_parameters have {_KEYS.get(name, name)} = {one_line(value)}")
     for key, value in rope.items():
         # transformers adds the context of the model itself if the file has none.
-        unused = key == "original_max_position_embeddings" and kind in ("default", "linear")
+        unused = key in read or (key == "original_max_position_embeddings" and kind in ("default", "linear"))
         if value is not None and not unused and key != "type" and value != _WITHOUT_EFFECT.get(key):
             raise ConfigError(
                 f"the model's rope_parameters have {one_line(key)} = {one_line(value)}, which has no "
@@ -75,3 +76,27 @@ ROPE = Conversion(
     to_theirs=_to_theirs,
     to_ours=_to_ours,
 )
+
+
+def _partial_to_theirs(model: ModelConfig) -> dict[str, Any]:
+    rope = _to_theirs(model)["rope_parameters"]
+    return {"rope_parameters": {**rope, "partial_rotary_factor": model.rotary_percent}}
+
+
+def _partial_to_ours(their_config: PreTrainedConfig) -> dict[str, Any]:
+    rope = getattr(their_config, "rope_parameters", None)
+    part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
+    if type(part) not in (int, float) or not 0 < part <= 1:
+        raise ConfigError(
+            f"the model rotates {one_line(part)} of each head: expected a number above 0 and at most 1"
+        )
+    return {**_to_ours(their_config, ("partial_rotary_factor",)), "rotary_percent": float(part)}
+
+
+PARTIAL_ROPE = Conversion(
+    ours=(*ROPE.ours, "rotary_percent"),
+    theirs=(*ROPE.theirs, "rotary_emb_base", "rotary_pct"),
+    to_theirs=_partial_to_theirs,
+    to_ours=_partial_to_ours,
+)
+"""For families in which a part of each head may be rotated."""

@@ -38,9 +38,11 @@ def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     return torch.cat(grouped, dim=1).flatten(0, 2)
 
 
-HEADS = Transform(_split_heads, _join_heads)
+HEADS = Transform(_split_heads, _join_heads, slice_dim=0)
 # Ours is (value, gate); theirs are the gate and the value ("up").
-GATE = Transform(lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]))
+GATE = Transform(
+    lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]), slice_dim=0
+)
 
 
 def _our_groups(theirs: PreTrainedConfig) -> dict[str, Any]:

@@ -1,14 +1,25 @@
-"""Mistral: Llama with sliding-window attention in its first version, which is not supported."""
+"""Mistral: Llama, in its first version with sliding-window attention."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.checkpoint.convert.huggingface.families.llama import LLAMA
+from megatron.checkpoint.convert.huggingface.families.llama import CONVERSIONS, LLAMA
+from megatron.checkpoint.convert.huggingface.family import Conversion
+
+# Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
+WINDOW = Conversion(
+    ours=("window_size",),
+    theirs=("sliding_window",),
+    to_theirs=lambda model: {"sliding_window": model.window_size},
+    to_ours=lambda theirs: {} if theirs.sliding_window is None else {"window_size": theirs.sliding_window},
+)
 
 MISTRAL = replace(
     LLAMA,
     title="Mistral",
     architecture="MistralForCausalLM",
-    # Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
-    their_constants={"hidden_act": "silu", "sliding_window": None},
+    their_constants={"hidden_act": "silu"},
+    conversions=(*CONVERSIONS, WINDOW),
     ignored=(),
 )

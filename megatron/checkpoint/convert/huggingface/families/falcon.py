@@ -1,0 +1,109 @@
+"""Falcon 7B: multi-query attention and the MLP in parallel after one norm, rotary positions, no biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.convert.huggingface.activation import exact_or_tanh
+from megatron.checkpoint.convert.huggingface.families.llama import HEAD, UNTIED
+from megatron.checkpoint.convert.huggingface.family import (
+    WORD_EMBEDDINGS,
+    Conversion,
+    Family,
+    Parameter,
+    equal_heads,
+    with_bias,
+)
+from megatron.checkpoint.convert.huggingface.rope import ROPE
+from megatron.checkpoint.integrity.names import one_line
+from megatron.config import ConfigError, ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def _groups_to_theirs(model: ModelConfig) -> dict[str, Any]:
+    groups = 1 if model.group_query_attention else model.num_attention_heads
+    return {"multi_query": model.group_query_attention, "num_kv_heads": groups}
+
+
+def _groups_to_ours(theirs: PreTrainedConfig) -> dict[str, Any]:
+    heads, groups = theirs.num_attention_heads, theirs.num_kv_heads
+    if not theirs.multi_query and groups != heads:
+        raise ConfigError(
+            f"the model has num_kv_heads = {one_line(groups)} without multi_query: expected "
+            f"num_attention_heads, {one_line(heads)}"
+        )
+    return {"group_query_attention": bool(theirs.multi_query)}
+
+
+def _one_norm(theirs: PreTrainedConfig) -> dict[str, Any]:
+    if theirs.num_ln_in_parallel_attn not in (None, 1):
+        raise ConfigError(
+            f"the model has num_ln_in_parallel_attn = {one_line(theirs.num_ln_in_parallel_attn)}: expected 1"
+        )
+    return {}
+
+
+QUERY_GROUPS = Conversion(
+    ours=("group_query_attention",),
+    theirs=("multi_query", "num_kv_heads"),
+    to_theirs=_groups_to_theirs,
+    to_ours=_groups_to_ours,
+)
+ONE_NORM = Conversion(
+    ours=(),
+    theirs=("num_ln_in_parallel_attn",),
+    to_theirs=lambda _model: {"num_ln_in_parallel_attn": 1},
+    to_ours=_one_norm,
+)
+_LAYER = "transformer.h.{block}"
+
+FALCON = Family(
+    title="Falcon 7B",
+    architecture="FalconForCausalLM",
+    fields=(
+        ("num_layers", "num_hidden_layers"),
+        ("hidden_size", "hidden_size"),
+        ("ffn_hidden_size", "ffn_hidden_size"),
+        ("num_attention_heads", "num_attention_heads"),
+        ("layernorm_epsilon", "layer_norm_epsilon"),
+        ("vocab_size", "vocab_size"),
+        ("max_position_embeddings", "max_position_embeddings"),
+    ),
+    training_fields=(
+        ("init_method_std", "initializer_range"),
+        ("hidden_dropout", "hidden_dropout"),
+        ("attention_dropout", "attention_dropout"),
+    ),
+    our_constants={
+        "position_embedding_type": "rotary",
+        "layer_arrangement": "parallel-one-norm",
+        "disable_bias_linear": True,
+    },
+    our_derived={"kv_channels": equal_heads},
+    their_constants={
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "bias": False,
+        "new_decoder_architecture": False,
+        "parallel_attn": True,
+    },
+    conversions=(QUERY_GROUPS, ONE_NORM, UNTIED, ROPE, exact_or_tanh("activation")),
+    parameters=(
+        Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),
+        *with_bias("{layer}.input_layernorm", f"{_LAYER}.input_layernorm"),
+        Parameter(
+            "{layer}.self_attention.query_key_value.weight",
+            (f"{_LAYER}.self_attention.query_key_value.weight",),
+        ),
+        Parameter("{layer}.self_attention.dense.weight", (f"{_LAYER}.self_attention.dense.weight",)),
+        Parameter("{layer}.mlp.dense_h_to_4h.weight", (f"{_LAYER}.mlp.dense_h_to_4h.weight",)),
+        Parameter("{layer}.mlp.dense_4h_to_h.weight", (f"{_LAYER}.mlp.dense_4h_to_h.weight",)),
+        *with_bias("{final}", "transformer.ln_f"),
+    ),
+    head=HEAD,
+    # The modules of older versions, which transformers has replaced.
+    ignored=("auto_map",),
+    buffers=(f"{_LAYER}.self_attention.rotary_emb.inv_freq",),
+)

@@ -1,0 +1,68 @@
+"""GPT-NeoX and Pythia: rotary positions of a part of each head, attention and MLP in parallel."""
+
+from __future__ import annotations
+
+from megatron.checkpoint.convert.huggingface.activation import exact_or_tanh
+from megatron.checkpoint.convert.huggingface.families.llama import UNTIED
+from megatron.checkpoint.convert.huggingface.family import (
+    LM_HEAD,
+    WORD_EMBEDDINGS,
+    Conversion,
+    Family,
+    Parameter,
+    equal_heads,
+    with_bias,
+)
+from megatron.checkpoint.convert.huggingface.rope import PARTIAL_ROPE
+
+# With use_parallel_residual, and without.
+_ARRANGEMENTS = {True: "parallel", False: "pre-norm"}
+ARRANGEMENT = Conversion(
+    ours=("layer_arrangement",),
+    theirs=("use_parallel_residual",),
+    to_theirs=lambda model: {"use_parallel_residual": model.layer_arrangement == _ARRANGEMENTS[True]},
+    to_ours=lambda theirs: {"layer_arrangement": _ARRANGEMENTS[bool(theirs.use_parallel_residual)]},
+    our_values={"layer_arrangement": tuple(_ARRANGEMENTS.values())},
+)
+_LAYER = "gpt_neox.layers.{block}"
+_ATTENTION = f"{_LAYER}.attention"
+
+GPT_NEOX = Family(
+    title="GPT-NeoX",
+    architecture="GPTNeoXForCausalLM",
+    fields=(
+        ("num_layers", "num_hidden_layers"),
+        ("hidden_size", "hidden_size"),
+        ("ffn_hidden_size", "intermediate_size"),
+        ("num_attention_heads", "num_attention_heads"),
+        ("layernorm_epsilon", "layer_norm_eps"),
+        ("vocab_size", "vocab_size"),
+        ("max_position_embeddings", "max_position_embeddings"),
+    ),
+    training_fields=(
+        ("init_method_std", "initializer_range"),
+        ("hidden_dropout", "hidden_dropout"),
+        ("attention_dropout", "attention_dropout"),
+    ),
+    our_constants={"position_embedding_type": "rotary"},
+    our_derived={"kv_channels": equal_heads},
+    their_constants={"attention_bias": True},
+    conversions=(ARRANGEMENT, UNTIED, PARTIAL_ROPE, exact_or_tanh("hidden_act")),
+    parameters=(
+        Parameter(WORD_EMBEDDINGS, ("gpt_neox.embed_in.weight",)),
+        *with_bias("{layer}.input_layernorm", f"{_LAYER}.input_layernorm"),
+        *with_bias("{layer}.self_attention.query_key_value", f"{_ATTENTION}.query_key_value"),
+        *with_bias("{layer}.self_attention.dense", f"{_ATTENTION}.dense"),
+        *with_bias("{layer}.post_attention_layernorm", f"{_LAYER}.post_attention_layernorm"),
+        *with_bias("{layer}.mlp.dense_h_to_4h", f"{_LAYER}.mlp.dense_h_to_4h"),
+        *with_bias("{layer}.mlp.dense_4h_to_h", f"{_LAYER}.mlp.dense_4h_to_h"),
+        *with_bias("{final}", "gpt_neox.final_layer_norm"),
+    ),
+    head=Parameter("{head}.lm_head.weight", ("embed_out.weight",)),
+    aliases={LM_HEAD: "embed_out.weight"},
+    prefix="gpt_neox.",
+    # Of heads for other tasks, and of generation.
+    ignored=("classifier_dropout", "is_decoder"),
+    # The causal mask, the score of masked positions, and rotary frequencies.
+    buffers=(f"{_ATTENTION}.bias", f"{_ATTENTION}.masked_bias", f"{_ATTENTION}.rotary_emb.inv_freq"),
+)

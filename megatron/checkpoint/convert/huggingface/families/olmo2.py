@@ -1,0 +1,33 @@
+"""OLMo 2: Llama with norms after attention and MLP, and one over all query heads and one over all keys."""
+
+from dataclasses import replace
+
+from megatron.checkpoint.convert.huggingface.families.llama import CONSTANTS, FIELDS, LLAMA, PARAMETERS
+from megatron.checkpoint.convert.huggingface.families.qwen3 import QK_NORM_PARAMETERS
+from megatron.checkpoint.convert.huggingface.family import Parameter, equal_heads
+
+_INPUT_NORM = "{layer}.input_layernorm.weight"
+_OUTPUT_NORM = Parameter(
+    "{layer}.post_mlp_layernorm.weight", ("model.layers.{block}.post_feedforward_layernorm.weight",)
+)
+
+OLMO2 = replace(
+    LLAMA,
+    title="OLMo 2",
+    architecture="Olmo2ForCausalLM",
+    fields=FIELDS,
+    our_constants={
+        **CONSTANTS,
+        "layer_arrangement": "post-norm",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+    },
+    our_derived={"kv_channels": equal_heads},
+    their_constants={"hidden_act": "silu", "attention_bias": False},
+    parameters=(
+        *(parameter for parameter in PARAMETERS if parameter.ours != _INPUT_NORM),
+        *QK_NORM_PARAMETERS,
+        _OUTPUT_NORM,
+    ),
+    ignored=(),
+)

@@ -1,0 +1,29 @@
+"""Qwen 3: Llama with a norm of each query and key head, a head dimension of its own and no biases."""
+
+from dataclasses import replace
+
+from megatron.checkpoint.convert.huggingface.families.llama import (
+    ATTENTION,
+    CONSTANTS,
+    CONVERSIONS,
+    LLAMA,
+    PARAMETERS,
+)
+from megatron.checkpoint.convert.huggingface.families.qwen2 import WINDOW
+from megatron.checkpoint.convert.huggingface.family import Parameter
+
+QK_NORM_PARAMETERS = tuple(
+    Parameter(f"{{layer}}.self_attention.{part}_layernorm.weight", (f"{ATTENTION}.{part}_norm.weight",))
+    for part in "qk"
+)
+
+QWEN3 = replace(
+    LLAMA,
+    title="Qwen 3",
+    architecture="Qwen3ForCausalLM",
+    our_constants={**CONSTANTS, "qk_layernorm": True},
+    their_constants={"hidden_act": "silu", "attention_bias": False},
+    conversions=(*CONVERSIONS, WINDOW),
+    parameters=(*PARAMETERS, *QK_NORM_PARAMETERS),
+    ignored=(),
+)

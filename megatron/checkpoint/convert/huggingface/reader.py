@@ -1,0 +1,112 @@
+"""Reads a folder of Hugging Face transformers as a checkpoint at iteration 0, weights only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.convert.huggingface.family import SAME, Parameter
+from megatron.checkpoint.convert.huggingface.importer import (
+    HuggingFaceModel,
+    read_hugging_face,
+    read_settings,
+)
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.reader import StateReader, check_shape
+from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.config import Config, ConfigError, ModelConfig
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec
+
+
+class HuggingFaceReader(StateReader):
+    """Reads config.json and the weights beside it, which are memory-mapped: a rank reads its shards only."""
+
+    @classmethod
+    def open_external(cls, folder: Path) -> Checkpoint:
+        """See `StateReader`. Reads config.json."""
+        family, fields = read_settings(folder)
+        run = {"vocab_size": fields["vocab_size"], "eod": None}
+        note = f"{family.title} of Hugging Face: weights only, without digests"
+        return Checkpoint(folder, TrainingState(), run, unverified_note=note)
+
+    @cached_property
+    def _model(self) -> HuggingFaceModel:
+        return read_hugging_face(self.folder)
+
+    @cached_property
+    def _config(self) -> ModelConfig:
+        return ModelConfig(**self._model.fields)
+
+    @cached_property
+    def _parameters(self) -> dict[str, Parameter]:
+        names = self._model.family.names(
+            self._config.num_layers, self._config.untie_embeddings_and_output_weights
+        )
+        return {parameter.ours: parameter for parameter in names}
+
+    @property
+    def stored_names(self) -> Collection[str]:
+        """See `StateReader`."""
+        return self._parameters.keys()
+
+    def kinds(self, name: str) -> list[str]:
+        """See `StateReader`."""
+        return [VALUES]
+
+    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+        """See `StateReader`. ConfigError for numbers that are not finite."""
+        full = self._converted(name, self._parts(name), self._config)
+        if spec is not None:
+            check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
+        return full
+
+    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """See `StateReader`. Only a slice of their tensors is read, if it makes this rank's shard."""
+        ranks, transform = tp_group.size, self._parameters[name].transform
+        dim = spec.shard_dim if transform is SAME else transform.slice_dim
+        is_whole = ranks == 1 or spec.shard_dim is None or dim is None or spec.num_valid_rows is not None
+        if is_whole or self._config.query_groups % ranks:
+            return super().read_shard(name, kind, spec, tp_group)
+        slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._parts(name)]
+        of_rank = dataclasses.replace(
+            self._config,
+            num_attention_heads=self._config.num_attention_heads // ranks,
+            group_query_attention=True,
+            num_query_groups=self._config.query_groups // ranks,
+        )
+        return self._converted(name, slices, of_rank).reshape(-1)
+
+    def _parts(self, name: str) -> list[Tensor]:
+        return [self._model.stored[theirs] for theirs in self._parameters[name].theirs]
+
+    def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
+        values = self._parameters[name].transform.to_ours(parts, model).float()
+        if not torch.isfinite(values).all():
+            raise ConfigError(
+                f"{self.folder} holds numbers of {name} that are NaN or infinite: it is damaged, or its "
+                "training diverged: use another one"
+            )
+        return values
+
+    def external_differences(
+        self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
+    ) -> list[str]:
+        """See `StateReader`. Compares the settings of the model, and the vocabulary with the rows of the word
+        embeddings, which may be more."""
+        fields = {field.name for field in dataclasses.fields(ModelConfig)}
+        differences = [
+            f"{name} was {getattr(self._config, name)}, is {value}"
+            for name, value in config.model_settings().items()
+            if name in fields and getattr(self._config, name) != value
+        ]
+        if vocab_size > self._model.rows:
+            differences.append(
+                f"it has embeddings of {self._model.rows} tokens, and the vocabulary has {vocab_size}"
+            )
+        return differences

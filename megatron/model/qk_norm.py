@@ -1,0 +1,102 @@
+"""Norms of queries and keys (--qk-layernorm).
+
+They bound the attention scores (arXiv 2302.05442, section 2). The parameters are replicated over the
+tensor-parallel ranks. Each rank uses them for its own heads, so the ranks' gradients are partial.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.model.layer_context import LayerContext
+from megatron.model.norm import norm_class
+from megatron.mpu.compilation import not_compiled
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.mappings import all_reduce_
+from megatron.mpu.parameters import ParameterSpec, mark_sequence_parallel_grad, new_parameter
+
+
+def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
+    """--qk-layernorm-scope head: the norm of --normalization over each head, for queries and for keys."""
+    model, norm = context.config.model, norm_class(context.config)
+    arguments = (model.kv_channels, model.layernorm_epsilon, context.config.optimizer.use_apex)
+    return _with_partial_gradients(context, norm(*arguments), norm(*arguments))
+
+
+def projection_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
+    """--qk-layernorm-scope projection: an RMS norm over all heads of the queries, and one of the keys."""
+    model, tp_group = context.config.model, context.tp_group
+    queries = ProjectionNorm(model.query_width, model.layernorm_epsilon, tp_group)
+    replicas = max(tp_group.size // model.query_groups, 1)
+    keys = ProjectionNorm(model.key_width, model.layernorm_epsilon, tp_group, replicas)
+    return _with_partial_gradients(context, queries, keys)
+
+
+def _with_partial_gradients(
+    context: LayerContext, queries: nn.Module, keys: nn.Module
+) -> tuple[nn.Module, nn.Module]:
+    if context.tp_group.size > 1:
+        for parameter in (*queries.parameters(), *keys.parameters()):
+            mark_sequence_parallel_grad(parameter)
+    return queries, keys
+
+
+class ProjectionNorm(nn.Module):
+    """RMS norm over the heads of all tensor-parallel ranks; statistics in fp32.
+
+    The ranks add their sums of squares, in the backward pass the sums of gradient x input.
+    """
+
+    def __init__(self, width: int, epsilon: float, tp_group: TPGroup, replicas: int = 1) -> None:
+        """width: size of all heads. replicas: number of consecutive ranks that hold the same heads."""
+        super().__init__()
+        self.epsilon, self.tp_group, self.replicas = epsilon, tp_group, replicas
+        self.width = width
+        spec = ParameterSpec((width,), init_value=1.0, weight_decay=False)
+        self.weight = new_parameter(spec, TPGroup())
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[seq, batch, heads / TP, head_dim] -> the same shape, in the dtype of the parameter."""
+        x = heads.flatten(2)
+        if self.tp_group.size == 1:
+            normed = F.rms_norm(x, (self.width,), self.weight, self.epsilon)
+        else:
+            first = self.tp_group.rank // self.replicas * x.shape[-1]
+            normed = _norm_over_ranks(x, self.weight.narrow(0, first, x.shape[-1]), self)
+        return normed.view(heads.shape)
+
+
+@not_compiled  # collectives stay as they are written here
+def _norm_over_ranks(x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
+    return _NormOverRanks.apply(x, weight, norm)
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """x [seq, batch, n] and weight [n], this rank's part -> x * r * weight.
+
+    r = (sum(x^2) / width + epsilon)^(-1/2), summed over all ranks. With the gradient g of the output, that of
+    x is r * weight * g - r^3 * x * sum(g * weight * x) / width.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
+        squares = all_reduce_(x.float().square().sum(-1, keepdim=True), norm.tp_group)
+        rate = torch.rsqrt(squares / (norm.replicas * norm.width) + norm.epsilon)
+        ctx.save_for_backward(x, weight, rate)
+        ctx.norm = norm
+        return (x * rate * weight).to(weight.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rate = ctx.saved_tensors
+        norm, grad = ctx.norm, grad.float()
+        scaled = grad * x * rate
+        grad_weight = scaled.flatten(0, -2).sum(0)
+        # Ranks with the same heads have different parts of their gradient: each subtracts its share.
+        inner = all_reduce_((scaled * weight).sum(-1, keepdim=True), norm.tp_group)
+        grad_x = rate * (grad * weight - x * rate * (inner / (norm.replicas * norm.width)))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

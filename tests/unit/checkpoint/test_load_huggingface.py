@@ -1,0 +1,100 @@
+"""A folder of Hugging Face as a checkpoint: the shards that ranks read, and the flags of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.checkpoint.convert.huggingface import reader as reader_module
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
+from megatron.checkpoint.reshard import reshard
+from megatron.checkpoint.saved_config import read_saved_config
+from megatron.config import ConfigError, read_command_line
+from megatron.model.single_process import model_specs
+from megatron.mpu.layout import TPGroup
+from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
+from tests.unit.checkpoint.test_huggingface_llama import change_config, save_theirs
+
+RUN = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1 --dry-run".split()
+
+
+def load_flags(folder, *flags):
+    words = ["--load-huggingface", str(folder), *RUN, *flags]
+    return read_command_line(words, {}, read_saved_config)
+
+
+@pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
+    save_theirs(tmp_path, name)
+    assert format_of(tmp_path) == HUGGING_FACE
+    config = load_flags(tmp_path).config
+    reader = open_reader(open_checkpoint(tmp_path))
+    specs = model_specs(config, config.model.vocab_size, None)
+    assert set(reader.stored_names) == specs.keys()
+    whole = {key: reader.read(key, VALUES, spec) for key, spec in specs.items()}
+    read = []
+    monkeypatch.setattr(
+        reader_module.HuggingFaceReader, "read", lambda _self, key, *_: read.append(key) or whole[key]
+    )
+    for rank in range(ranks):
+        group = TPGroup(rank, ranks)
+        for key, spec in specs.items():
+            found = reader.read_shard(key, VALUES, spec, group)
+            expected = whole[key]
+            if spec.shard_dim is not None:
+                expected = reshard(spec, group, spec, 1, lambda _rank, key=key: whole[key])
+            assert torch.equal(found, expected.reshape(-1)), key
+    if ranks == 2:  # with 4 ranks there are more of them than groups of heads
+        sharded = {key for key in read if specs[key].shard_dim is not None}
+        assert all(specs[key].num_valid_rows is not None for key in sharded)
+
+
+def test_the_flags_come_from_the_folder(tmp_path):
+    tokens = save_tokenizer(tmp_path)
+    save_theirs(tmp_path, "qwen-3", vocab_size=tokens + 3)
+    config = load_flags(tmp_path, "--save", "runs").config
+    assert (config.checkpoint.load, config.checkpoint.finetune) == (str(tmp_path), True)
+    assert (config.model.qk_layernorm, config.model.kv_channels, config.model.seq_length) == (True, 16, 32)
+    assert (config.model.vocab_size, config.data.tokenizer_name_or_path) == (None, str(tmp_path))
+    checkpoint = open_checkpoint(tmp_path)
+    open_reader(checkpoint).check_external(config, tokens)
+    with pytest.raises(ConfigError, match=f"embeddings of {tokens + 3} tokens, and the vocabulary has"):
+        open_reader(checkpoint).check_external(config, tokens + 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--load", "elsewhere"], "--load elsewhere: a run starts from one of them"),
+        (["--num-layers", "3"], "--num-layers 3 contradicts .* has 2"),
+        (["--position-embedding-type", "alibi"], "--position-embedding-type alibi contradicts"),
+    ],
+)
+def test_flags_that_contradict_it_are_refused(flags, named, tmp_path):
+    save_theirs(tmp_path, "llama-3")
+    with pytest.raises(ConfigError, match=named):
+        load_flags(tmp_path, *flags)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no config.json"):
+        load_flags(tmp_path)
+    save_theirs(tmp_path, "llama-3")
+    change_config(tmp_path, hidden_act="gelu")
+    with pytest.raises(ConfigError, match="hidden_act = gelu"):
+        load_flags(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_theirs(tmp_path, "llama-3")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reader = open_reader(open_checkpoint(tmp_path))
+    with pytest.raises(ConfigError, match=r"6.weight that are NaN or infinite"):
+        reader.read("6.weight", VALUES)
