@@ -200,7 +200,7 @@ PIPELINE_SCHEDULES = Registry(
     {
         "1f1b": PipelineSchedule(
             "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
-            "megatron.pipeline.schedule:one_f_one_b",
+            "megatron.pipeline.orders:one_f_one_b",
             model="megatron.model.pipeline_module:GPTModelPipe",
             engine="megatron.engine.pipeline_engine:GPTEngine",
             instructions="deepspeed.runtime.pipe.schedule:TrainSchedule",
@@ -208,7 +208,7 @@ PIPELINE_SCHEDULES = Registry(
         "dualpipev": PipelineSchedule(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
             "pipeline bubble (DualPipeV, arXiv:2412.19437)",
-            "megatron.pipeline.schedule:dual_pipe_v",
+            "megatron.pipeline.orders:dual_pipe_v",
             model="megatron.model.pipeline_module:GPTModelDualPipeV",
             engine="megatron.engine.pipeline_engine:GPTDualPipeVEngine",
             instructions="deepspeed.runtime.pipe.schedule:DualPipeVSchedule",

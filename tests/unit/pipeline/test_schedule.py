@@ -11,17 +11,8 @@ from deepspeed.runtime.pipe import schedule as deepspeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule import (
-    SCHEDULES,
-    Order,
-    Step,
-    Work,
-    dual_pipe_v,
-    gpipe,
-    one_f_one_b,
-    simulate,
-    simulate_schedule,
-)
+from megatron.pipeline.orders import Order, Step, Work, dual_pipe_v, gpipe, one_f_one_b
+from megatron.pipeline.schedule import SCHEDULES, simulate, simulate_schedule
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 7, 8, 16, 17)]
 DUAL_SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (2 * p, 2 * p + 1, 3 * p + 1, 6 * p)]
