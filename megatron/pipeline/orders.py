@@ -1,8 +1,9 @@
 """Orders of work of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
 
 The model's layers are divided into chunks. Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b',
-called PipeDream-flush in arXiv 2104.04473) or two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r
-and 2p - 1 - r, so the first and the last chunk are on rank 0). An order of work is a list of steps per rank.
+called PipeDream-flush in arXiv 2104.04473), two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r
+and 2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved', arXiv 2104.04473
+section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order of work is a list of steps per rank.
 Each step exchanges messages and then computes.
 
 '1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
@@ -13,6 +14,9 @@ Each step exchanges messages and then computes.
 - `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
   overlaps a forward with a backward pass. A pair of passes only shares its message exchanges: the forward
   pass also waits for the gradient, and its output is sent after the backward pass.
+
+'interleaved' has the passes of Megatron-LM's `forward_backward_pipelining_with_interleaving` in the same
+order. Messages between two ranks are received in the order in which they are sent, in every schedule.
 """
 
 from __future__ import annotations
@@ -150,6 +154,84 @@ def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
     for _ in range(below):  # 7
         steps.add(next(backward_down))
     return steps.finished()
+
+
+def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> Order:
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): rank r of p holds chunks r, p + r, 2p + r, ...
+
+    Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on;
+    backward through its last chunk first. With v chunks, rank r runs 2 (p - 1 - r) + (v - 1) p forward passes
+    first (warm-up), then alternates one forward and one backward pass. Such a pair shares its messages: if
+    all passes take equally long, every message is needed in the step after the one that makes it.
+
+    Raises ValueError for a number of micro-batches that is not a multiple of the ranks.
+    """
+    if num_micro_batches % num_ranks:
+        raise ValueError(
+            f"interleaved on {num_ranks} ranks needs a multiple of {num_ranks} micro-batches, and has "
+            f"{num_micro_batches}: take another global batch or micro-batch, or another number of ranks"
+        )
+    rank_of_chunk = [chunk % num_ranks for chunk in range(num_ranks * chunks_per_rank)]
+    steps = [_interleaved_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
+    return Order(steps, rank_of_chunk)
+
+
+def _interleaved_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
+    num_ranks = max(rank_of_chunk) + 1
+    chunks = range(rank, len(rank_of_chunk), num_ranks)
+    groups = [range(first, first + num_ranks) for first in range(0, num_micro_batches, num_ranks)]
+    forwards = [Work("forward", k, chunk) for group in groups for chunk in chunks for k in group]
+    backwards = [Work("backward", k, chunk) for group in groups for chunk in reversed(chunks) for k in group]
+    warm_up = min(2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * num_ranks, len(forwards))
+    steps = _Steps(rank, rank_of_chunk)
+    for work in forwards[:warm_up]:
+        steps.add(work)
+    pairs = len(forwards) - warm_up
+    for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
+        steps.add(forward, backward)
+    for work in backwards[pairs:]:
+        steps.add(work)
+    return steps.finished()
+
+
+def interleaved_in_flight(
+    rank: int, num_ranks: int, num_micro_batches: int, chunks_per_rank: int
+) -> list[tuple[int, ...]]:
+    """The in-flight forward passes of a rank under 'interleaved', per chunk of the rank, at the times when
+    there are most: after each forward pass of the steady state, for one period."""
+    period, passes = num_ranks * chunks_per_rank, num_micro_batches * chunks_per_rank
+    most = min(2 * (num_ranks - 1 - rank) + (chunks_per_rank - 1) * num_ranks + 1, passes)
+
+    def of_chunk(done: int, place: int) -> int:
+        """Of the first `done` passes of the rank, those through the chunk that comes at `place`."""
+        rounds, rest = divmod(done, period)
+        return rounds * num_ranks + min(max(rest - place * num_ranks, 0), num_ranks)
+
+    return [
+        tuple(
+            of_chunk(done + most, chunk) - of_chunk(done, chunks_per_rank - 1 - chunk)
+            for chunk in range(chunks_per_rank)
+        )
+        for done in range(min(period, passes - most + 1))
+    ]
+
+
+def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Order:
+    """The forward passes alone, as for an evaluation, of any chunks and any number of micro-batches.
+
+    Micro-batch k is in chunk c in step k + c, so every message is needed in the step after the one that makes
+    it.
+    """
+
+    def rank_steps(rank: int) -> list[Step]:
+        chunks = [chunk for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
+        steps = _Steps(rank, rank_of_chunk)
+        for number in range(num_micro_batches + len(rank_of_chunk) - 1):
+            work = [Work("forward", number - chunk, chunk) for chunk in chunks]
+            steps.add(*(one for one in work if 0 <= one.micro_batch < num_micro_batches))
+        return steps.finished()
+
+    return Order([rank_steps(rank) for rank in range(max(rank_of_chunk) + 1)], rank_of_chunk)
 
 
 def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:

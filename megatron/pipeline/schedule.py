@@ -69,11 +69,13 @@ def simulate_schedule(
     backward: Sequence[float],
     transfer: Sequence[float],
     num_micro_batches: int,
+    chunks_per_rank: int | None = None,
 ) -> Timeline:
-    """Simulates the schedule `name`: '1f1b', 'gpipe' or 'dualpipev'.
+    """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev' or 'interleaved'.
 
     forward, backward: seconds of a micro-batch's pass per chunk; 'dualpipev' has two chunks per rank.
     transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
+    chunks_per_rank: of 'interleaved', which has any number of them.
 
     Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
     for times or a number of micro-batches that the schedule does not support.
@@ -84,22 +86,51 @@ def simulate_schedule(
     _check_times(forward, backward, transfer)
     if num_micro_batches < 1:
         raise ValueError(f"a pipeline needs at least 1 micro-batch, and has {num_micro_batches}")
-    chunks_per_rank = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
-    if num_chunks % chunks_per_rank:
+    per_rank = _chunks_per_rank(name, chunks_per_rank)
+    if num_chunks % per_rank:
         raise ValueError(
-            f"{name} has {chunks_per_rank} chunks per rank, and times were given for {num_chunks} chunks"
+            f"{name} has {per_rank} chunks per rank, and times were given for {num_chunks} chunks"
         )
-    order = load_object(SCHEDULES[name])(num_chunks // chunks_per_rank, num_micro_batches)
+    order = order_of_work(name, num_chunks // per_rank, num_micro_batches, chunks_per_rank)
     return simulate(order, forward, backward, transfer)
 
 
-def mean_bubble(schedule: str, weights: Sequence[float], num_micro_batches: int) -> float:
+def order_of_work(
+    name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
+) -> Order:
+    """The order of work of the schedule `name`; ValueError if the sizes do not fit. chunks_per_rank: see
+    `simulate_schedule`."""
+    of_schedule = () if _is_fixed(name) else (_chunks_per_rank(name, chunks_per_rank),)
+    order: Order = load_object(SCHEDULES[name])(num_ranks, num_micro_batches, *of_schedule)
+    return order
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether the schedule has a number of chunks per rank of its own."""
+    return name not in PIPELINE_SCHEDULES or PIPELINE_SCHEDULES[name].stages_per_rank > 0
+
+
+def _chunks_per_rank(name: str, given: int | None) -> int:
+    if not _is_fixed(name):
+        if given is None or given < 1:
+            raise ValueError(f"{name} has any number of chunks per rank, and {given} was given")
+        return given
+    fixed = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
+    if given not in (None, fixed):
+        raise ValueError(f"{name} has {fixed} chunks per rank, and {given} was given")
+    return fixed
+
+
+def mean_bubble(
+    schedule: str, weights: Sequence[float], num_micro_batches: int, chunks_per_rank: int | None = None
+) -> float:
     """Mean share of a step in which a rank is idle, if the passes of stage s take times proportional to
-    weights[s], a backward pass twice as long as a forward pass, and messages none."""
+    weights[s], a backward pass twice as long as a forward pass, and messages none. chunks_per_rank: see
+    `simulate_schedule`."""
     forward = [weight / 3 for weight in weights]
     backward = [2 * seconds for seconds in forward]
     shares = simulate_schedule(
-        schedule, forward, backward, [0.0] * (len(forward) - 1), num_micro_batches
+        schedule, forward, backward, [0.0] * (len(forward) - 1), num_micro_batches, chunks_per_rank
     ).bubble_shares
     return sum(shares) / len(shares)
 

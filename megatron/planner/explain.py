@@ -93,8 +93,12 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
         )
     )
     changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
-    other = "dualpipev" if parallel.pipeline_schedule == "1f1b" else "1f1b"
-    changes.append((f"schedule {other}", {"parallel.pipeline_schedule": other}))
+    own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
+    for schedule, virtual in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1)):
+        if (schedule, virtual) != own:
+            title = f"schedule {schedule}" + (f", {virtual} stages per rank" if virtual > 1 else "")
+            change = {"pipeline_schedule": schedule, "virtual_pipeline_stages": virtual}
+            changes.append((title, {f"parallel.{field}": value for field, value in change.items()}))
     for method in PARTITION_METHODS:
         if method != parallel.partition_method:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))
