@@ -161,7 +161,7 @@ def layout_of(config: Config) -> dict[str, Any]:
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": parallel.zero_stage,
-        "schedule": parallel.pipeline_schedule,
+        "schedule": parallel.schedule_title,
         "stages_per_rank": parallel.stages_per_rank,
         "partition_method": parallel.partition_method,
         "sequence_parallel": parallel.sequence_parallel,

@@ -96,12 +96,10 @@ def _ramp_up_lines(config: Config) -> list[str]:
 
 def _pipeline_line(parallel: ParallelConfig, micro_batches: int) -> str:
     """The efficiency of the pipeline if all stages take equally long."""
-    ranks, schedule = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    if schedule == "1f1b":
+    ranks, schedule = parallel.pipeline_model_parallel_size, parallel.schedule_title
+    if parallel.pipeline_schedule == "1f1b":
         share = pipeline_efficiency(micro_batches, ranks)
         return f"pipeline   efficiency m/(m+p-1) = {micro_batches}/({micro_batches}+{ranks}-1) = {share:.3f}"
-    if parallel.schedule.whole_groups:
-        schedule += f" with {parallel.stages_per_rank} stages per rank"
     if parallel.num_stages * micro_batches > _MAX_SIMULATED:
         return f"pipeline   {schedule}, {micro_batches} micro-batches (too many to simulate the efficiency)"
     share = 1 - mean_bubble(
@@ -174,11 +172,12 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
     micro_batches = micro_batches_per_step(config)
     if len(plan.partition.weights) * micro_batches > _MAX_SIMULATED:
         return []
-    schedule, per_rank = config.parallel.pipeline_schedule, config.parallel.stages_per_rank
-    busy = 1 - mean_bubble(schedule, plan.partition.weights, micro_batches, per_rank)
+    parallel = config.parallel
+    weights, per_rank = plan.partition.weights, parallel.stages_per_rank
+    busy = 1 - mean_bubble(parallel.pipeline_schedule, weights, micro_batches, per_rank)
     return [
-        f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
-        f"{100 * busy:.1f} % of a step"
+        f"simulated  with these stages, {parallel.schedule_title} and {micro_batches} micro-batches the ranks "
+        f"are busy {100 * busy:.1f} % of a step"
     ]
 
 

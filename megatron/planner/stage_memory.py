@@ -70,7 +70,7 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
         if is_v_schedule or plan.has_one_stage_per_rank:
             kept += temporaries.stale_buffer_bytes(config, padded, receives=config.parallel.num_stages > 1)
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
-    tables = temporaries.table_bytes(config, exchanges=plan.num_ranks > 1)
+    tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
     of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
     step = temporaries.optimizer_step_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))

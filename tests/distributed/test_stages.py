@@ -1,4 +1,4 @@
-"""Stages of any content, and several stages per rank, train, evaluate and resume with the numbers of one process."""
+"""Stages of any content, and several per rank, train, evaluate and resume with the numbers of one process."""
 
 from functools import cache
 from itertools import pairwise

@@ -128,6 +128,12 @@ class ParallelConfig(Section):
         return self.schedule.stages_per_rank or self.virtual_pipeline_stages
 
     @property
+    def schedule_title(self) -> str:
+        """The schedule in a list of settings: with --virtual-pipeline-stages as in 'interleaved x 2'."""
+        stages = "" if self.schedule.stages_per_rank else f" x {self.stages_per_rank}"
+        return self.pipeline_schedule + stages
+
+    @property
     def num_stages(self) -> int:
         """Number of pipeline stages of all pipeline ranks."""
         return self.stages_per_rank * self.pipeline_model_parallel_size
