@@ -142,7 +142,8 @@ class MultiStageEngine(PatchedPipelineEngine):
                 self.grad_layer = buffers["grads"][buffer_id]
             buffers["losses"][buffer_id] = buffers["grads"][buffer_id] = None
             super()._exec_backward_pass(buffer_id)
-            self.grad_layer = None
+            # The graph of the loss holds the stage's input and its gradient.
+            self.loss, self.grad_layer = self.loss.detach(), None
             buffers["outputs"][buffer_id] = buffers["labels"][buffer_id] = None
             if self.is_first_stage():
                 buffers["inputs"][buffer_id] = None  # its gradient is not sent

@@ -176,8 +176,8 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
     weights, per_rank = plan.partition.weights, parallel.stages_per_rank
     busy = 1 - mean_bubble(parallel.pipeline_schedule, weights, micro_batches, per_rank)
     return [
-        f"simulated  with these stages, {parallel.schedule_title} and {micro_batches} micro-batches the ranks "
-        f"are busy {100 * busy:.1f} % of a step"
+        f"simulated  with these stages, {parallel.schedule_title} and {micro_batches} micro-batches the "
+        f"ranks are busy {100 * busy:.1f} % of a step"
     ]
 
 

@@ -68,7 +68,10 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
         if is_v_schedule:  # other stages run between the head's forward and its backward pass
             after_head = memory.head_activation_bytes(config, padded) + memory.layer_input_bytes(config)
         if is_v_schedule or plan.has_one_stage_per_rank:
-            kept += temporaries.stale_buffer_bytes(config, padded, receives=config.parallel.num_stages > 1)
+            receives = config.parallel.num_stages > 1 and not is_v_schedule
+            kept += temporaries.stale_buffer_bytes(config, padded, receives=receives)
+    elif not is_v_schedule and not plan.has_one_stage_per_rank:
+        kept += memory.sent_activation_bytes(config)  # the gradient of the output, which was received
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
     tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))

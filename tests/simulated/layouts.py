@@ -61,7 +61,8 @@ LAYOUTS = {
     "--virtual-pipeline-stages 3 --position-embedding-type rotary --reset-position-ids "
     f"--reset-attention-mask --global-batch-size 40 {NO_DROPOUT}",
     "interleaved-2-tensor-2": "--world-size 8 --pipeline-model-parallel-size 2 "
-    "--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --fp16 --checkpoint-activations --zero-stage 1",
+    "--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --fp16 --checkpoint-activations "
+    "--zero-stage 1",
     "interleaved-2-llama-sequence": "--world-size 4 --pipeline-model-parallel-size 2 "
     f"--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --bf16 --sequence-parallel {LLAMA}",
     "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
