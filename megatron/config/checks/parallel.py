@@ -7,6 +7,8 @@ from megatron.config.errors import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.sections.parallel import ParallelConfig
 
+_MOST_STAGES = 200_000
+
 
 def check_layout(config: Config) -> None:
     """Raise ConfigError for degrees that do not divide, and for ZeRO stages that do not combine."""
@@ -49,6 +51,12 @@ def check_pipeline(config: Config) -> None:
 
 def _check_stages_per_rank(parallel: ParallelConfig) -> None:
     virtual, name = parallel.virtual_pipeline_stages, parallel.pipeline_schedule
+    if parallel.num_stages > _MOST_STAGES:
+        raise ConfigError(
+            f"--virtual-pipeline-stages {virtual} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} are {parallel.num_stages:,} stages: expected at most "
+            f"{_MOST_STAGES:,}, reduce one of the two"
+        )
     if virtual > 1 and parallel.schedule.stages_per_rank > 0:
         raise ConfigError(
             f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which has "
