@@ -246,20 +246,25 @@ PARTITION_METHODS = Registry(
 
 @dataclass(frozen=True)
 class PipelineSchedule(Choice):
-    """A pipeline schedule. Its implementation, for the simulator, is a function (ranks, micro-batches)
-    -> Order.
+    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> Order: the order of
+    work that the simulator and the engine run.
 
-    model, engine: "module:attribute" of the subclasses of GPTModelPipe and GPTEngine that run it.
-    instructions: that of DeepSpeed's PipeSchedule, which emits the engine's instructions.
-    stages_per_rank: with 2, rank r of p holds stages r and 2p - 1 - r. micro_batches_per_rank: a step needs
-    at least this number x pipeline ranks of micro-batches; 0 if there is no minimum.
+    engine: "module:attribute" of the subclass of GPTEngine that runs it. instructions: that of DeepSpeed's
+    PipeSchedule which emits the engine's instructions; empty if the order of work does.
+
+    stages_per_rank: 0 if --virtual-pipeline-stages gives it; the function then has it as third parameter.
+    is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
+
+    micro_batches_per_rank: a step needs at least this number x pipeline ranks of micro-batches; 0 if there is
+    no minimum. whole_groups: the number of micro-batches must be a multiple of the ranks.
     """
 
-    model: str = ""
     engine: str = ""
     instructions: str = ""
     stages_per_rank: int = 1
+    is_v_schedule: bool = False
     micro_batches_per_rank: int = 0
+    whole_groups: bool = False
 
 
 PIPELINE_SCHEDULES = Registry(
@@ -267,19 +272,26 @@ PIPELINE_SCHEDULES = Registry(
     {
         "1f1b": PipelineSchedule(
             "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
-            "megatron.pipeline.schedule:one_f_one_b",
-            model="megatron.model.pipeline_module:GPTModelPipe",
+            "megatron.pipeline.orders:one_f_one_b",
             engine="megatron.engine.pipeline_engine:GPTEngine",
             instructions="deepspeed.runtime.pipe.schedule:TrainSchedule",
+        ),
+        "interleaved": PipelineSchedule(
+            "interleaved 1F1B: each rank holds --virtual-pipeline-stages stages, which reduces the pipeline "
+            "bubble; stage s is on rank s modulo the pipeline-parallel size (arXiv:2104.04473)",
+            "megatron.pipeline.orders:interleaved",
+            engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
+            stages_per_rank=0,
+            micro_batches_per_rank=1,
+            whole_groups=True,
         ),
         "dualpipev": PipelineSchedule(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
             "pipeline bubble (DualPipeV, arXiv:2412.19437)",
-            "megatron.pipeline.schedule:dual_pipe_v",
-            model="megatron.model.pipeline_module:GPTModelDualPipeV",
-            engine="megatron.engine.pipeline_engine:GPTDualPipeVEngine",
-            instructions="deepspeed.runtime.pipe.schedule:DualPipeVSchedule",
+            "megatron.pipeline.orders:dual_pipe_v",
+            engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
             stages_per_rank=2,
+            is_v_schedule=True,
             micro_batches_per_rank=2,
         ),
     },

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor, nn
 
 from megatron.config import Config
@@ -15,9 +16,11 @@ from megatron.config.checks.batch import check_batch_size
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
+from megatron.engine.instructions import evaluation_schedule, training_schedule
+from megatron.engine.multi_stage import MultiStageEngine
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
-from megatron.engine.workarounds import PatchedDualPipeVEngine, PatchedPipelineEngine
+from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.loss_scale import LossScaler
@@ -28,7 +31,8 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 class GPTEngine(PatchedPipelineEngine):
     """Trains and evaluates a `GPTModelPipe` stage."""
 
-    has_two_stages = False
+    has_phases = False
+    """Whether passes name the stage of this rank that they go through."""
 
     def __init__(
         self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
@@ -36,7 +40,7 @@ class GPTEngine(PatchedPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tp_group = tp_group
-        # Per stage of this rank (dualpipev has two): the samples of the micro-batches not yet run.
+        # Per stage of this rank: the samples of the micro-batches not yet run.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         self._heartbeat: Callable[[], None] = _no_heartbeat
         self.pass_times = PassTimes() if config.logging.log_bubble else None
@@ -132,7 +136,7 @@ class GPTEngine(PatchedPipelineEngine):
             self.layout.dp_size,
         )
         in_order = [tuple(row) for row in samples.tolist()]
-        self._samples_to_come = [iter(in_order), iter(in_order)]
+        self._samples_to_come = [iter(in_order) for _ in range(self.run_config.parallel.stages_per_rank)]
         if self.pass_times:
             self.pass_times.begin_step()
         with profiler_range(TRAIN_STEP):
@@ -217,11 +221,11 @@ class GPTEngine(PatchedPipelineEngine):
         logits_wanted = self.eval_return_logits or not self._compute_loss
         head_loss = nullcontext() if logits_wanted else self.module.fused_head_loss()
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
-            super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+            super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_phases else {}))
 
     def _exec_backward_pass(self, buffer_id: int, phase: int = 0) -> None:
         with self._timed_pass():
-            super()._exec_backward_pass(buffer_id, **({"phase": phase} if self.has_two_stages else {}))
+            super()._exec_backward_pass(buffer_id, **({"phase": phase} if self.has_phases else {}))
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
@@ -231,7 +235,20 @@ def _no_heartbeat() -> None:
     """For callers without a watchdog."""
 
 
-class GPTDualPipeVEngine(GPTEngine, PatchedDualPipeVEngine):
-    """The engine for `GPTModelDualPipeV`, which has two stages per rank."""
+class GPTMultiStageEngine(GPTEngine, MultiStageEngine):
+    """The engine for a `GPTModelPipe` that holds several stages."""
 
-    has_two_stages = True
+    has_phases = True
+
+    def __init__(
+        self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
+    ) -> None:
+        parallel = config.parallel
+        self.rank_of_stage = parallel.rank_of_stage
+
+        def make_schedule(micro_batches: int, trains: bool) -> PipeSchedule:
+            make = training_schedule if trains else evaluation_schedule
+            return make(parallel, micro_batches, layout.pipeline_stage)
+
+        self.make_schedule = make_schedule
+        super().__init__(config, layout, tp_group, model)

@@ -27,9 +27,7 @@ tests/distributed/test_optimizer.py unless another file is named.
 9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
    receives fp32 and sends bf16 (--fp32-residual-connection, the head on a stage by itself) would read wrong
    values. tests/distributed/test_workarounds.py
-10. `DualPipeVEngine` finds a micro-batch's second slot by the training step's number of micro-batches, also
-   in an evaluation with another number: labels land in the wrong slots.
-   tests/distributed/test_stages.py, the evaluations with dualpipev
+10. (No longer: DeepSpeed's `DualPipeVEngine` is not used, see `engine.multi_stage`.)
 11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
    (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
@@ -64,9 +62,7 @@ import deepspeed.ops
 import deepspeed.runtime.pipe.engine as pipe_engine
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import PipeSchedule
 from deepspeed.runtime.utils import PartitionedTensor
 from torch.distributed import distributed_c10d
 
@@ -181,21 +177,3 @@ class PatchedPipelineEngine(PipelineEngine):
         output = self.pipe_buffers["output_tensors"][buffer_id]
         output.data = part.new_zeros(()).expand(numbers[:dimensions])
         self.pipe_buffers["outputs"][buffer_id] = (output, *others)
-
-
-class PatchedDualPipeVEngine(PatchedPipelineEngine, DualPipeVEngine):
-    """The same for DeepSpeed's DualPipeV engine, in which each rank runs two stages ('phases')."""
-
-    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        self._slots_per_phase = pipe_schedule.num_micro_batches
-        super()._exec_schedule(pipe_schedule)
-
-    def _phase1_buffer(self, buffer_id: int) -> int:
-        return buffer_id + self._slots_per_phase  # entry 10
-
-    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
-        # Here losses are stored in slots; only the phase with the head has them.
-        if self._is_loss_stage(phase):
-            losses = self.pipe_buffers["losses"]
-            losses[buffer_id] = losses[buffer_id] * self.optimizer.scaler.scale
-        DualPipeVEngine._exec_backward_pass(self, buffer_id, phase)

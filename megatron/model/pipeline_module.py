@@ -1,8 +1,9 @@
-"""One pipeline stage of the model's list of layers, as a DeepSpeed module: `GPTModelPipe`.
+"""The pipeline stages of a rank, parts of the model's list of layers, as a DeepSpeed module: `GPTModelPipe`.
 
-`gpt_model.pipeline_layers` is the list. A stage holds a contiguous part of it; with --pipeline-schedule
-dualpipev a rank holds two parts. This module adds what a stage needs to be trained: activation recomputation,
-the head and the loss as one function, and the overrides of DeepSpeed's `PipelineModule`.
+`gpt_model.pipeline_layers` is the list. A stage holds a contiguous part of it; a rank holds one stage, or
+with the schedules interleaved and dualpipev several. This module adds what a stage needs to be trained:
+activation recomputation, the head and the loss as one function, and the overrides of DeepSpeed's
+`PipelineModule`.
 
 With --loss-implementation fused, training computes head and loss in one function, which never stores the full
 logits. Evaluation that returns logits, and generation, run the list as it is.
@@ -10,13 +11,13 @@ logits. Evaluation that returns logits, and generation, run the list as it is.
 
 import contextlib
 import io
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import Tensor, nn
 
 from megatron.config import Config
@@ -65,9 +66,10 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bo
 
 
 class GPTModelPipe(PipelineModule):
-    """This rank's pipeline stage of the model.
+    """This rank's pipeline stages of the model.
 
-    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. Parameters are
+    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and
+    all that DeepSpeed does with the layers, concerns one stage of the rank, the active phase. Parameters are
     initialized from (seed, name) only, so every layout starts from the same weights. They are then cast to
     the run's precision.
     """
@@ -105,7 +107,7 @@ class GPTModelPipe(PipelineModule):
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """This rank's transformer layers by layer index, the first part of their parameters' names."""
-        layers = self.forward_funcs
+        layers = (f for functions in self._phase_functions for f in functions)
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
     def stages_record(self) -> dict[str, Any]:
@@ -156,8 +158,41 @@ class GPTModelPipe(PipelineModule):
     def _partition_layers(self, method: str = "uniform") -> None:
         """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
         self.parts = self.stage_bounds
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+        rank = self._topo.get_coord(self.global_rank).pipe
+        holders = self.config.parallel.rank_of_stage
+        self._phase_bounds = [
+            (self.parts[stage], self.parts[stage + 1])
+            for stage, holder in enumerate(holders)
+            if holder == rank
+        ]
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that holds the layer."""
+        return self.config.parallel.rank_of_stage[bisect_right(self.parts, layer_idx) - 1]
+
+    def _build(self) -> None:
+        self._phase_functions: list[list[Callable]] = []
+        for first, end in self._phase_bounds:
+            self._set_bounds(first, end)
+            self.forward_funcs: list[Callable] = []
+            super()._build()
+            self._phase_functions.append(self.forward_funcs)
+        self.activate_phase(0)
+
+    def activate_phase(self, phase: int) -> None:
+        """Makes one of this rank's stages the one that `forward` runs."""
+        self.forward_funcs = self._phase_functions[phase]
+        self._set_bounds(*self._phase_bounds[phase])
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        for phase in range(len(self._phase_bounds)):
+            self.activate_phase(phase)
+            super().save_state_dict(*args, **kwargs)
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        for phase in range(len(self._phase_bounds)):
+            self.activate_phase(phase)
+            super().load_state_dir(*args, **kwargs)
 
     def _synchronize_tied_weights(self) -> None:
         # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
@@ -193,15 +228,6 @@ class GPTModelPipe(PipelineModule):
         ):
             end += 1
         return end
-
-
-class GPTModelDualPipeV(DualPipeVModule, GPTModelPipe):
-    """This rank's two stages for `--pipeline-schedule dualpipev` (DualPipeV, from DeepSeek-V3, arXiv
-    2412.19437).
-
-    Rank r holds stages r and 2 * ranks - 1 - r of `bounds`. So rank 0 holds both the embedding and the head,
-    and they are one module.
-    """
 
 
 def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:

@@ -58,13 +58,18 @@ class Partition:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The stages of a schedule. is_v_schedule: rank r holds stages r and stages - 1 - r.
-    in_flight_micro_batches: per stage, the largest number of micro-batches between their forward and their
-    backward pass."""
+    """The stages of a schedule. is_v_schedule: rank r of p holds stages r and 2p - 1 - r.
+    in_flight_micro_batches: per stage, the number of micro-batches between their forward and their backward
+    pass when its rank has most of them."""
 
-    stages: int
+    ranks: int
+    stages_per_rank: int
     is_v_schedule: bool
-    in_flight_micro_batches: Sequence[int]
+    in_flight_micro_batches: Sequence[float]
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.stages_per_rank
 
 
 def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
@@ -78,25 +83,15 @@ def is_untied(names: Sequence[str]) -> bool:
     return UNTIED_HEAD in names
 
 
-def partition_layers(
-    method: PartitionMethod,
-    layers: LayerTable,
-    num_ranks: int,
-    in_flight_micro_batches: Sequence[int],
-    is_v_schedule: bool = False,
-) -> Partition:
-    """Partitions the layers into one stage per pipeline rank, or with `is_v_schedule` two.
+def partition_layers(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+    """Partitions the layers into the stages of a schedule.
 
-    In the second case rank r holds stages r and 2 * num_ranks - 1 - r. in_flight_micro_batches: see
-    PipelineShape.
+    Of a V schedule the ranks are balanced, otherwise the stages.
 
     Raises ConfigError for a pattern that matches no layer, explicit stages that do not match --num-layers or
     the number of stages, and more stages than layers with a weight.
     """
-    stages = 2 * num_ranks if is_v_schedule else num_ranks
-    result: Partition = PARTITION_METHODS.load(method.kind)(
-        method, layers, PipelineShape(stages, is_v_schedule, in_flight_micro_batches)
-    )
+    result: Partition = PARTITION_METHODS.load(method.kind)(method, layers, shape)
     return result
 
 
@@ -132,7 +127,7 @@ def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineSh
 
 def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """The stages that the flag lists."""
-    bounds = _explicit_bounds(method, layers.names, shape.stages)
+    bounds = _explicit_bounds(method, layers.names, shape)
     return Partition(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
 
 
@@ -148,7 +143,7 @@ def _balanced(
     weights = _merge_end_functions(weights, layers.names)
     if shape.is_v_schedule:
         _check_cost(method, len(weights), len(weights) ** 4 // shape.stages)
-    _check_enough(method, layers.names, weights, shape.stages, shape.is_v_schedule)
+    _check_enough(method, layers.names, weights, shape)
     bounds = (
         partition_v([weights] * shape.stages) if shape.is_v_schedule else partition(weights, shape.stages)
     )
@@ -179,14 +174,16 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
 
 
 def _check_enough(
-    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], stages: int, is_v_schedule: bool
+    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], shape: PipelineShape
 ) -> None:
     weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
-    if len(weighted) >= stages:
+    if len(weighted) >= shape.stages:
         return
     kinds = ", ".join(dict.fromkeys(weighted)) or "none"
-    needed = f"{stages} stages{' (2 x --pipeline-model-parallel-size)' if is_v_schedule else ''}"
-    advice = "lower --pipeline-model-parallel-size"
+    needed, advice = f"{shape.stages} stages", "lower --pipeline-model-parallel-size"
+    if shape.stages_per_rank > 1:
+        needed += f" ({shape.stages_per_rank} x --pipeline-model-parallel-size)"
+        advice += "" if shape.is_v_schedule else " or --virtual-pipeline-stages"
     if method.kind == "type":
         classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
         advice += f", weigh more of {classes}"
@@ -228,19 +225,20 @@ def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape)
     ]
     size = len(layers.names)
     _check_cost(method, size, size**4 // shape.stages if shape.is_v_schedule else size**2 * shape.stages)
-    _check_enough(method, layers.names, costs[-1], len(costs), shape.is_v_schedule)
+    _check_enough(method, layers.names, costs[-1], shape)
     bounds = partition_v(costs) if shape.is_v_schedule else partition_by_stage(costs)
     sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
     return Partition(bounds, sums, MEMORY_UNIT)
 
 
-def _explicit_bounds(method: PartitionMethod, names: Sequence[str], stages: int) -> list[int]:
+def _explicit_bounds(method: PartitionMethod, names: Sequence[str], shape: PipelineShape) -> list[int]:
     layers = names.count(TRANSFORMER_LAYER)
     given = sum(stage.transformer_layers for stage in method.stages)
-    if len(method.stages) != stages:
+    if len(method.stages) != shape.stages:
+        per_rank = f", {shape.stages_per_rank} per pipeline rank" if shape.stages_per_rank > 1 else ""
         raise ConfigError(
-            f"--partition-method {method.text} lists {len(method.stages)} stages, but there are {stages}: "
-            f"correct it, or --pipeline-model-parallel-size"
+            f"--partition-method {method.text} lists {len(method.stages)} stages, but there are "
+            f"{shape.stages}{per_rank}: correct it, or --pipeline-model-parallel-size"
         )
     if given != layers:
         raise ConfigError(

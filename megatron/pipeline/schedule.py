@@ -1,18 +1,6 @@
 """Simulation of pipeline schedules, with given times of the stages and of the transfers between them.
 
-The model's layers are divided into chunks. Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b',
-called PipeDream-flush in arXiv 2104.04473) or two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r
-and 2p - 1 - r, so the first and the last chunk are on rank 0). An order of work is a list of steps per rank.
-Each step exchanges messages and then computes.
-
-'1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
-`DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
-
-- `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
-  steady state each micro-batch waits for one transfer in each direction, even if the activation was ready;
-- `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
-  overlaps a forward with a backward pass. A pair of passes only shares its message exchanges: the forward
-  pass also waits for the gradient, and its output is sent after the backward pass.
+The orders of work are those of `pipeline.orders`.
 
 Simplifications: a send does not block, whereas in DeepSpeed it blocks until the receiver takes the message;
 transfers do not share bandwidth and do not slow computation; the step ends with the last backward pass,
@@ -27,53 +15,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import isfinite
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.registry import load_object
+from megatron.pipeline.orders import FLOW, Kind, Order, Step, Work
 
 # Schedules that can be simulated: --pipeline-schedule's, and GPipe for comparison.
 SCHEDULES = {
     **{name: schedule.implementation for name, schedule in PIPELINE_SCHEDULES.items()},
-    "gpipe": "megatron.pipeline.schedule:gpipe",
+    "gpipe": "megatron.pipeline.orders:gpipe",
 }
-
-Kind = Literal["forward", "backward"]
-
-_FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
-"""Offset from a chunk to the chunk that receives its output."""
-
-
-class Work(NamedTuple):
-    """One pass of one micro-batch through one chunk."""
-
-    kind: Kind
-    micro_batch: int
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"the {self.kind} pass of micro-batch {self.micro_batch} through chunk {self.chunk}"
-
-
-class Step(NamedTuple):
-    """One message exchange of a rank and the work after it, in the order of the fields."""
-
-    sends: tuple[Work, ...]
-    """Work whose outputs are sent first."""
-    receives: tuple[Work, ...]
-    """Work whose inputs are received then; the rank waits for all of them."""
-    late_sends: tuple[Work, ...]
-    """Work whose outputs are sent after that."""
-    work: tuple[Work, ...]
-    """Work that is computed last, in this order."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """An order of work: the steps of each rank, and which rank holds each chunk."""
-
-    steps: list[list[Step]]
-    rank_of_chunk: Sequence[int]
 
 
 class Span(NamedTuple):
@@ -117,11 +69,13 @@ def simulate_schedule(
     backward: Sequence[float],
     transfer: Sequence[float],
     num_micro_batches: int,
+    chunks_per_rank: int | None = None,
 ) -> Timeline:
-    """Simulates the schedule `name`: '1f1b', 'gpipe' or 'dualpipev'.
+    """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev' or 'interleaved'.
 
     forward, backward: seconds of a micro-batch's pass per chunk; 'dualpipev' has two chunks per rank.
     transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
+    chunks_per_rank: of 'interleaved', which has any number of them.
 
     Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
     for times or a number of micro-batches that the schedule does not support.
@@ -132,22 +86,51 @@ def simulate_schedule(
     _check_times(forward, backward, transfer)
     if num_micro_batches < 1:
         raise ValueError(f"a pipeline needs at least 1 micro-batch, and has {num_micro_batches}")
-    chunks_per_rank = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
-    if num_chunks % chunks_per_rank:
+    per_rank = _chunks_per_rank(name, chunks_per_rank)
+    if num_chunks % per_rank:
         raise ValueError(
-            f"{name} has {chunks_per_rank} chunks per rank, and times were given for {num_chunks} chunks"
+            f"{name} has {per_rank} chunks per rank, and times were given for {num_chunks} chunks"
         )
-    order = load_object(SCHEDULES[name])(num_chunks // chunks_per_rank, num_micro_batches)
+    order = order_of_work(name, num_chunks // per_rank, num_micro_batches, chunks_per_rank)
     return simulate(order, forward, backward, transfer)
 
 
-def mean_bubble(schedule: str, weights: Sequence[float], num_micro_batches: int) -> float:
+def order_of_work(
+    name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
+) -> Order:
+    """The order of work of the schedule `name`; ValueError if the sizes do not fit. chunks_per_rank: see
+    `simulate_schedule`."""
+    of_schedule = () if _is_fixed(name) else (_chunks_per_rank(name, chunks_per_rank),)
+    order: Order = load_object(SCHEDULES[name])(num_ranks, num_micro_batches, *of_schedule)
+    return order
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether the schedule has a number of chunks per rank of its own."""
+    return name not in PIPELINE_SCHEDULES or PIPELINE_SCHEDULES[name].stages_per_rank > 0
+
+
+def _chunks_per_rank(name: str, given: int | None) -> int:
+    if not _is_fixed(name):
+        if given is None or given < 1:
+            raise ValueError(f"{name} has any number of chunks per rank, and {given} was given")
+        return given
+    fixed = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
+    if given not in (None, fixed):
+        raise ValueError(f"{name} has {fixed} chunks per rank, and {given} was given")
+    return fixed
+
+
+def mean_bubble(
+    schedule: str, weights: Sequence[float], num_micro_batches: int, chunks_per_rank: int | None = None
+) -> float:
     """Mean share of a step in which a rank is idle, if the passes of stage s take times proportional to
-    weights[s], a backward pass twice as long as a forward pass, and messages none."""
+    weights[s], a backward pass twice as long as a forward pass, and messages none. chunks_per_rank: see
+    `simulate_schedule`."""
     forward = [weight / 3 for weight in weights]
     backward = [2 * seconds for seconds in forward]
     shares = simulate_schedule(
-        schedule, forward, backward, [0.0] * (len(forward) - 1), num_micro_batches
+        schedule, forward, backward, [0.0] * (len(forward) - 1), num_micro_batches, chunks_per_rank
     ).bubble_shares
     return sum(shares) / len(shares)
 
@@ -164,150 +147,6 @@ def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: 
             raise ValueError(f"a time of {time} seconds was given: expected 0 or more")
     if not any(chain(forward, backward)):
         raise ValueError("all forward and backward times are 0: expected a time above 0")
-
-
-def gpipe(num_stages: int, num_micro_batches: int) -> Order:
-    """All forward passes, then all backward passes, both in the order of the micro-batches."""
-    stages = range(num_stages)
-
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
-        for work in chain(*_passes(stage, num_micro_batches)):
-            steps.add(work)
-        return steps.finished()
-
-    return Order([stage_steps(stage) for stage in stages], stages)
-
-
-def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
-    """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
-    alternates one backward and one forward pass. So stage s keeps activations of at most p - s
-    micro-batches."""
-    stages = range(num_stages)
-
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
-        forwards, backwards = _passes(stage, num_micro_batches)
-        depth = num_stages - stage
-        for work in forwards[:depth]:
-            steps.add(work)
-        for micro_batch, work in enumerate(backwards):
-            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If there
-            # are fewer micro-batches than stages from this one on, the activation was already sent.
-            last_forward = micro_batch + depth - 1
-            steps.add(work, sends_late=last_forward < num_micro_batches)
-            if last_forward + 1 < num_micro_batches:
-                steps.add(forwards[last_forward + 1])
-        return steps.finished()
-
-    return Order([stage_steps(stage) for stage in stages], stages)
-
-
-def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
-    """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
-
-    Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both ways
-    alternate. Raises ValueError for less than two micro-batches per rank.
-    """
-    if num_micro_batches < 2 * num_ranks:
-        raise ValueError(
-            f"dualpipev on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, and has "
-            f"{num_micro_batches}: take a larger global batch, a smaller micro-batch or fewer pipeline ranks"
-        )
-    rank_of_chunk = [*range(num_ranks), *reversed(range(num_ranks))]
-    steps = [_dual_pipe_v_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
-    return Order(steps, rank_of_chunk)
-
-
-def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
-    """One rank's steps. The numbers are those of the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
-    last_chunk = len(rank_of_chunk) - 1
-    down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
-    forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
-    below = len(rank_of_chunk) // 2 - 1 - rank
-    steps = _Steps(rank, rank_of_chunk)
-
-    for _ in range(2 * below):  # 1
-        steps.add(next(forward_down))
-    work = next(forward_down)
-    for turn in range(rank + 1):  # 2
-        # The outputs of both directions are sent together; so are the next inputs received.
-        steps.add(work, hold=True)
-        work = next(forward_down)
-        steps.add(next(forward_up), receive_too=(work,), hold=below == 0 and turn == rank)
-    for _ in range(below):  # 3
-        steps.add(next(backward_up))
-        steps.add(next(forward_up))
-    for turn in range(num_micro_batches - last_chunk + rank):  # 4
-        if turn > 0:
-            steps.add(next(forward_down), next(backward_up))
-        elif below > 0:
-            steps.add(work, next(backward_up))
-        else:
-            steps.add(work)
-            steps.add(next(backward_up))
-        steps.add(next(forward_up), next(backward_down))
-    for _ in range(below):  # 5
-        steps.add(next(backward_up))
-        steps.add(next(forward_up), next(backward_down))
-    for _ in range(rank + 1):  # 6
-        steps.add(next(backward_up))
-        steps.add(next(backward_down))
-    for _ in range(below):  # 7
-        steps.add(next(backward_down))
-    return steps.finished()
-
-
-def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:
-    """The forward and the backward passes through a chunk."""
-    numbers = range(num_micro_batches)
-    return [Work("forward", k, chunk) for k in numbers], [Work("backward", k, chunk) for k in numbers]
-
-
-class _Steps:
-    """Builds the steps of a rank from its work, with the messages from and to other ranks."""
-
-    def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
-        def elsewhere(chunk: int) -> bool:
-            return 0 <= chunk < len(rank_of_chunk) and rank_of_chunk[chunk] != rank
-
-        own = [(kind, chunk) for kind in _FLOW for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
-        self._incoming = {(kind, chunk) for kind, chunk in own if elsewhere(chunk - _FLOW[kind])}
-        self._outgoing = {(kind, chunk) for kind, chunk in own if elsewhere(chunk + _FLOW[kind])}
-        self._steps: list[Step] = []
-        self._unsent: tuple[Work, ...] = ()
-        self._held: tuple[Work, ...] = ()
-        self._received: set[Work] = set()
-
-    def add(
-        self, *work: Work, sends_late: bool = False, hold: bool = False, receive_too: tuple[Work, ...] = ()
-    ) -> None:
-        """Adds a step.
-
-        sends_late: pending outputs are sent after this step's inputs have arrived, not before.
-        hold: this step's outputs are sent together with those of the next step.
-        receive_too: work of later steps whose inputs are received in this step.
-        """
-        receives = _select(work + receive_too, self._incoming)
-        if self._received:
-            receives = tuple([w for w in receives if w not in self._received])
-            self._received.difference_update(work)
-        self._received.update(receive_too)
-        outputs = _select(work, self._outgoing)
-        sends, late_sends = ((), self._unsent) if sends_late else (self._unsent, ())
-        self._steps.append(Step(sends, receives, late_sends, work))
-        self._unsent, self._held = (self._held, outputs) if hold else (self._held + outputs, ())
-
-    def finished(self) -> list[Step]:
-        """All steps; a last step without work sends the remaining outputs."""
-        return [*self._steps, Step(self._unsent + self._held, (), (), ())]
-
-
-def _select(work: tuple[Work, ...], places: set[tuple[Kind, int]]) -> tuple[Work, ...]:
-    """The work whose kind and chunk are among `places`."""
-    selected = [w for w in work if (w.kind, w.chunk) in places]
-    # Large plans have millions of these: reuse the tuple if nothing is removed.
-    return work if len(selected) == len(work) else tuple(selected)
 
 
 def simulate(
@@ -391,7 +230,7 @@ class _Run:
                 raise ValueError(f"the order of work cannot be run: it sends the output of {work} too early")
             rank.outputs.remove(work)
             kind, micro_batch, chunk = work
-            target = Work(kind, micro_batch, chunk + _FLOW[kind])
+            target = Work(kind, micro_batch, chunk + FLOW[kind])
             self._arrivals[target] = rank.clock + self._transfer[min(chunk, target.chunk)]
             if target in self.waiting:
                 woken.append(self.waiting.pop(target))
@@ -413,7 +252,7 @@ class _Run:
         start = rank.clock
         rank.clock = start + self._times[kind][chunk]
         rank.spans.append(Span(work, start, rank.clock))
-        target = chunk + _FLOW[kind]
+        target = chunk + FLOW[kind]
         if 0 <= target <= last_chunk:
             if self._rank_of_chunk[target] == number:
                 rank.inputs.add(Work(kind, micro_batch, target))

@@ -26,7 +26,7 @@ reduce-scattered in each micro-batch instead, with ZeRO-3 its weights also gathe
 Flat buffers are padded to equal partitions.
 
 Between stages: the hidden state forward and its gradient backward, 1 / t of them on each tensor-parallel rank
-unless the schedule is DualPipeV. The two stages of the tied embedding all-reduce its gradient, 4 V h / t.
+if a rank has one stage. The two stages of the tied embedding all-reduce its gradient, 4 V h / t.
 
 `tests/simulated/test_communication.py` compares calls and bytes with the simulated step, exactly.
 """
@@ -121,7 +121,7 @@ class StageCommunication:
 
 @dataclass(frozen=True)
 class RankCommunication:
-    """What a rank exchanges in a step: per micro-batch, in its one or two stages, and once per step."""
+    """What a rank exchanges in a step: per micro-batch, in each of its stages, and once per step."""
 
     pipeline_rank: int
     stages: tuple[StageCommunication, ...]
@@ -191,8 +191,8 @@ def _boundary_exchanges(config: Config, plan: StagePlan, stage: int) -> tuple[li
     forward: list[Exchange] = []
     backward: list[Exchange] = []
     tp_size = config.parallel.tensor_model_parallel_size
-    is_v = config.parallel.schedule.stages_per_rank > 1
-    partitioned = tp_size > 1 and not is_v and not config.parallel.sequence_parallel
+    one_each = plan.has_one_stage_per_rank
+    partitioned = tp_size > 1 and one_each and not config.parallel.sequence_parallel
     for other, bound in ((stage - 1, plan.bounds[stage]), (stage + 1, plan.bounds[stage + 1])):
         if not 0 <= other < config.parallel.num_stages:
             continue

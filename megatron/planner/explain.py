@@ -22,7 +22,7 @@ def layout_words(config: Config) -> str:
     return (
         f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
         f"{parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
-        f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.pipeline_schedule}, "
+        f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.schedule_title}, "
         f"{parallel.partition_method}{', sequence parallel' * parallel.sequence_parallel}"
     )
 
@@ -93,8 +93,12 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
         )
     )
     changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
-    other = "dualpipev" if parallel.pipeline_schedule == "1f1b" else "1f1b"
-    changes.append((f"schedule {other}", {"parallel.pipeline_schedule": other}))
+    own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
+    for schedule, virtual in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1)):
+        if (schedule, virtual) != own:
+            title = f"schedule {schedule}" + (f" x {virtual}" if virtual > 1 else "")
+            change = {"parallel.pipeline_schedule": schedule, "parallel.virtual_pipeline_stages": virtual}
+            changes.append((title, change))
     for method in PARTITION_METHODS:
         if method != parallel.partition_method:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))

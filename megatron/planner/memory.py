@@ -223,9 +223,9 @@ def norm_activation_bytes(config: Config) -> float:
 
 def sent_activation_bytes(config: Config) -> float:
     """One message between stages: the residual stream; with tensor parallelism DeepSpeed sends a part per
-    rank, except with --sequence-parallel, which has parts already, and with dualpipev."""
+    rank, except with --sequence-parallel, which has parts already, and with several stages per rank."""
     parallel = config.parallel
-    whole = parallel.sequence_parallel or parallel.schedule.stages_per_rank > 1
+    whole = parallel.sequence_parallel or parallel.stages_per_rank > 1
     return layer_input_bytes(config) / (1 if whole else parallel.tensor_model_parallel_size)
 
 

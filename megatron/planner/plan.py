@@ -161,7 +161,8 @@ def layout_of(config: Config) -> dict[str, Any]:
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": parallel.zero_stage,
-        "schedule": parallel.pipeline_schedule,
+        "schedule": parallel.schedule_title,
+        "stages_per_rank": parallel.stages_per_rank,
         "partition_method": parallel.partition_method,
         "sequence_parallel": parallel.sequence_parallel,
         "recompute": recomputation_of(config),
@@ -217,13 +218,13 @@ def _shown_micro_batches(config: Config) -> int:
     """Micro-batches of the timeline: those of the step, or as many as a picture can show."""
     least = max(config.parallel.min_micro_batches, 1)
     most = max(_MOST_EVENTS // (2 * config.parallel.num_stages), least)
-    return min(micro_batches_per_step(config), most, max(3 * config.parallel.num_stages, 8))
+    shown = min(micro_batches_per_step(config), most, max(3 * config.parallel.num_stages, 8))
+    multiple = config.parallel.micro_batch_multiple
+    return max(shown // multiple, 1) * multiple
 
 
 def _timeline(config: Config, step: StepTime, micro_batches: int) -> tuple[Event, ...]:
-    pipeline = PipelineTime.measure(
-        config.parallel.pipeline_schedule, step.stages, step.transfers, micro_batches
-    )
+    pipeline = PipelineTime.measure(config.parallel, step.stages, step.transfers, micro_batches)
     spans = pipeline.timeline(micro_batches).spans
     return tuple(
         Event(rank, span.work.chunk, span.work.kind, span.work.micro_batch, span.start, span.end)

@@ -5,6 +5,7 @@ from itertools import groupby
 
 from megatron.config import BatchSchedule, Config
 from megatron.config.model_fields import model_summary
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
@@ -62,7 +63,7 @@ def _layout_lines(config: Config) -> str:
         f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x DP {data}",
-        _pipeline_line(parallel.pipeline_schedule, micro_batches, stages),
+        _pipeline_line(parallel, micro_batches),
     ]
     if parallel.network_figures is not None and config.training.dry_run and config.training.gpu is not None:
         figures = read_network_figures(config)
@@ -93,20 +94,22 @@ def _ramp_up_lines(config: Config) -> list[str]:
     return [f"{line}, pipeline efficiency {first:.3f} in the first step, {mean:.3f} on average"]
 
 
-def _pipeline_line(schedule: str, micro_batches: int, ranks: int) -> str:
+def _pipeline_line(parallel: ParallelConfig, micro_batches: int) -> str:
     """The efficiency of the pipeline if all stages take equally long."""
-    if schedule == "1f1b":
+    ranks, schedule = parallel.pipeline_model_parallel_size, parallel.schedule_title
+    if parallel.pipeline_schedule == "1f1b":
         share = pipeline_efficiency(micro_batches, ranks)
         return f"pipeline   efficiency m/(m+p-1) = {micro_batches}/({micro_batches}+{ranks}-1) = {share:.3f}"
-    stages = 2 * ranks
-    if stages * micro_batches > _MAX_SIMULATED:
+    if parallel.num_stages * micro_batches > _MAX_SIMULATED:
         return f"pipeline   {schedule}, {micro_batches} micro-batches (too many to simulate the efficiency)"
-    share = 1 - mean_bubble(schedule, [1] * stages, micro_batches)
+    share = 1 - mean_bubble(
+        parallel.pipeline_schedule, [1] * parallel.num_stages, micro_batches, parallel.stages_per_rank
+    )
     return f"pipeline   {schedule}, efficiency {share:.3f} with {micro_batches} micro-batches, simulated"
 
 
 def stage_map(plan: StagePlan) -> str:
-    """A table with a row per stage, and a line on the heaviest stage (with dualpipev: rank).
+    """A table with a row per stage, and a line on the heaviest stage (with several stages per rank: rank).
 
     Columns: indices in the layer list, weight, weight relative to the mean, parameters of one rank, layers.
     """
@@ -117,7 +120,7 @@ def stage_map(plan: StagePlan) -> str:
         "of mean",
     ]
     rows = [[*header, "parameters per rank", "content"]]
-    if plan.is_v_schedule:
+    if not plan.has_one_stage_per_rank:
         rows[0][0:0] = ["rank", "its weight"]
     ranks = plan.rank_weights()
     mean = sum(ranks) / len(ranks)
@@ -126,7 +129,9 @@ def stage_map(plan: StagePlan) -> str:
         share = f"{of_rank / mean:.2f}" if mean else "-"
         row = [str(stage), plan.layer_range(stage), f"{weight:,.4g}", share]
         row += [f"{plan.stage_parameters(stage):,}", _content(plan, stage)]
-        rows.append([str(plan.rank_of(stage)), f"{of_rank:,.4g}", *row] if plan.is_v_schedule else row)
+        if not plan.has_one_stage_per_rank:
+            row[0:0] = [str(plan.rank_of(stage)), f"{of_rank:,.4g}"]
+        rows.append(row)
     return "\n".join([format_table(rows, left_align=(-1,)), heaviest_line(plan)])
 
 
@@ -134,7 +139,7 @@ def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Seque
     """A row per pipeline rank: the parts of `StageMemory` in GiB, and the rank's share of the FLOPs."""
     work = plan.sum_by_rank(stage_flops(config, plan, vocab_size))
     parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")
-    rows = [["rank" if plan.is_v_schedule else "stage", *parts, "work"]]
+    rows = [["stage" if plan.has_one_stage_per_rank else "rank", *parts, "work"]]
     for rank, of_rank in enumerate(memory):
         sizes = [f"{getattr(of_rank, part) / GIB:.3f}" for part in parts]
         rows.append([str(rank), *sizes, f"{100 * work[rank] / sum(work):.1f} %"])
@@ -144,7 +149,7 @@ def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Seque
 def heaviest_line(plan: StagePlan) -> str:
     """Names the heaviest stage, and the efficiency that is lost while the other stages wait for it."""
     weights = plan.rank_weights()
-    what = "rank" if plan.is_v_schedule else "stage"
+    what = "stage" if plan.has_one_stage_per_rank else "rank"
     mean, heaviest = sum(weights) / len(weights), max(weights)
     if not heaviest:
         return f"heaviest   none: all layers have weight 0 by --partition-method {plan.method}"
@@ -167,11 +172,12 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
     micro_batches = micro_batches_per_step(config)
     if len(plan.partition.weights) * micro_batches > _MAX_SIMULATED:
         return []
-    schedule = config.parallel.pipeline_schedule
-    busy = 1 - mean_bubble(schedule, plan.partition.weights, micro_batches)
+    parallel = config.parallel
+    weights, per_rank = plan.partition.weights, parallel.stages_per_rank
+    busy = 1 - mean_bubble(parallel.pipeline_schedule, weights, micro_batches, per_rank)
     return [
-        f"simulated  with these stages, {schedule} and {micro_batches} micro-batches the ranks are busy "
-        f"{100 * busy:.1f} % of a step"
+        f"simulated  with these stages, {parallel.schedule_title} and {micro_batches} micro-batches the "
+        f"ranks are busy {100 * busy:.1f} % of a step"
     ]
 
 

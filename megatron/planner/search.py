@@ -29,6 +29,7 @@ from megatron.planner.work import layer_work, program_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
+VIRTUAL_STAGES = (2, 4)
 PLANNED = 30
 """Combinations that are planned in full, per partition method at most."""
 _MOST_PARTITIONS = 5
@@ -100,10 +101,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 count, rest = divmod(config.batch.global_batch_size // dp_size, micro_batch)
                 if rest or not count:
                     continue
-                for schedule in PIPELINE_SCHEDULES:
-                    needed = PIPELINE_SCHEDULES[schedule].micro_batches_per_rank * pp_size
-                    if schedule != "1f1b" and (pp_size == 1 or 2 * pp_size > layers or count < needed):
-                        continue
+                for schedule, virtual in _schedules(pp_size, layers, count):
                     for zero_stage in (1, 2, 3) if pp_size == 1 and dp_size > 1 else (1,):
                         for (recomputes, granularity), sharded in product(recomputations, sequence):
                             yield {
@@ -111,11 +109,25 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                                 "parallel.pipeline_model_parallel_size": pp_size,
                                 "parallel.zero_stage": zero_stage if dp_size > 1 else 0,
                                 "parallel.pipeline_schedule": schedule,
+                                "parallel.virtual_pipeline_stages": virtual,
                                 "parallel.sequence_parallel": sharded,
                                 "batch.micro_batch_size": micro_batch,
                                 "training.checkpoint_activations": recomputes,
                                 "training.recompute_granularity": granularity,
                             }
+
+
+def _schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+    """(schedule, --virtual-pipeline-stages) that the layers and micro-batches of a replica suffice for."""
+    yield "1f1b", 1
+    for name, schedule in PIPELINE_SCHEDULES.items() if pp_size > 1 else ():
+        if name == "1f1b" or micro_batches < schedule.micro_batches_per_rank * pp_size:
+            continue
+        if schedule.whole_groups and micro_batches % pp_size:
+            continue
+        for stages in (schedule.stages_per_rank,) if schedule.stages_per_rank else VIRTUAL_STAGES:
+            if stages * pp_size <= layers:
+                yield name, 1 if schedule.stages_per_rank else stages
 
 
 def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchResult:
@@ -215,7 +227,7 @@ def _estimate(config: Config, vocab_size: int, cluster: Cluster) -> tuple[float,
     heaviest = max(model.num_layers * seconds / ranks + head / ranks, layers * seconds)
     per_layer = 12 * model.hidden_size**2 / tp_size
     held = per_layer * layers + padded * model.hidden_size / tp_size
-    fill = (ranks - 1) / (2 if parallel.schedule.stages_per_rank > 1 else 1)
+    fill = (ranks - 1) / parallel.stages_per_rank
     step = heaviest * (count + fill)
     if layout.dp_size > 1:
         calls = count if parallel.zero_stage >= 2 else 1

@@ -8,7 +8,7 @@ from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner import memory, temporaries
-from megatron.planner.stages import StagePlan, in_flight_micro_batches, layer_table
+from megatron.planner.stages import StagePlan, in_flight_on_rank, layer_table
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,23 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     of_layer = plan.parameters[transformer[0]] if transformer else 0
     has_head = embedding_and_head(plan.names)[1] in layers
     state = sum(table.state_bytes[layer] for layer in layers)
-    in_flight = in_flight_micro_batches(config)
-    kept = sum(
-        in_flight[stage] * _kept_bytes(config, plan, table.activation_bytes, stage) for stage in stages
-    )
+    is_v_schedule = config.parallel.schedule.is_v_schedule
+    in_flight = in_flight_on_rank(config, rank)
+    kept_by_stage = {s: _kept_bytes(config, plan, table.activation_bytes, s) for s in stages}
+    kept = max(sum(kept_by_stage[s] * number for s, number in moment.items()) for moment in in_flight)
     head = after_head = 0.0
     if has_head:
         head = temporaries.head_loss_bytes(config, padded)
         after_head = temporaries.head_gradient_bytes(config)
-        if plan.is_v_schedule:  # other stages run between the head's forward and its backward pass
+        if is_v_schedule:  # other stages run between the head's forward and its backward pass
             after_head = memory.head_activation_bytes(config, padded) + memory.layer_input_bytes(config)
-        if plan.is_v_schedule or len(stages) == sum(in_flight[stage] for stage in stages):
-            kept += temporaries.stale_buffer_bytes(config, padded, receives=len(in_flight) > 1)
+        if is_v_schedule or plan.has_one_stage_per_rank:
+            receives = config.parallel.num_stages > 1 and not is_v_schedule
+            kept += temporaries.stale_buffer_bytes(config, padded, receives=receives)
+    elif not is_v_schedule and not plan.has_one_stage_per_rank:
+        kept += memory.sent_activation_bytes(config)  # the gradient of the output, which was received
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
-    tables = temporaries.table_bytes(config, exchanges=len(in_flight) > len(stages))
+    tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
     of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
     step = temporaries.optimizer_step_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))

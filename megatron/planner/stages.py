@@ -18,10 +18,12 @@ from megatron.pipeline.methods import (
     UNTIED_HEAD,
     LayerTable,
     Partition,
+    PipelineShape,
     embedding_and_head,
     is_untied,
     partition_layers,
 )
+from megatron.pipeline.orders import interleaved_in_flight
 from megatron.planner import flops, memory
 
 
@@ -35,8 +37,8 @@ class StagePlan:
     parameters: list[int]
     """Number of parameters of each layer on one tensor-parallel rank."""
     partition: Partition
-    is_v_schedule: bool
-    """Whether each rank holds two stages: rank r of p has stages r and 2p - 1 - r."""
+    rank_of_stage: tuple[int, ...]
+    """The pipeline rank that holds each stage."""
     total_parameters: int
     """Parameters of the whole model; the tied embedding counts once."""
 
@@ -44,15 +46,24 @@ class StagePlan:
     def bounds(self) -> list[int]:
         return self.partition.bounds
 
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of_stage) + 1
+
+    @property
+    def has_one_stage_per_rank(self) -> bool:
+        return self.num_ranks == len(self.rank_of_stage)
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds the stage."""
-        return min(stage, len(self.partition.weights) - 1 - stage) if self.is_v_schedule else stage
+        return self.rank_of_stage[stage]
 
     def sum_by_rank(self, values: Sequence[float]) -> list[float]:
         """The sums over the stages of each pipeline rank. values: one per stage."""
-        if not self.is_v_schedule:
-            return list(values)
-        return [a + b for a, b in zip(values, values[::-1], strict=True)][: len(values) // 2]
+        sums = [0.0] * self.num_ranks
+        for rank, value in zip(self.rank_of_stage, values, strict=True):
+            sums[rank] += value
+        return sums
 
     def rank_weights(self) -> list[float]:
         """Weight per pipeline rank."""
@@ -91,18 +102,20 @@ def plan_stages(config: Config, vocab_size: int, seconds: dict[str, float] | Non
     context = LayerContext(config, tp_group, DropoutRNG(config.training.seed))
     layers = pipeline_layers(context, vocab_size, eod=0)
     names, parameters = layer_names(layers), layer_parameter_counts(layers)
-    is_v_schedule = parallel.schedule.stages_per_rank == 2
     partition = partition_layers(
         parse_partition_method(parallel.partition_method),
         layer_table(config, vocab_size, names, parameters, seconds),
-        parallel.pipeline_model_parallel_size,
-        in_flight_micro_batches(config),
-        is_v_schedule,
+        PipelineShape(
+            parallel.pipeline_model_parallel_size,
+            parallel.stages_per_rank,
+            parallel.schedule.is_v_schedule,
+            mean_in_flight_micro_batches(config),
+        ),
     )
     unsharded = layer_parameter_counts(layers, unsharded=True)
     _, head = embedding_and_head(names)
     total = sum(unsharded) - (0 if is_untied(names) else unsharded[head])
-    return StagePlan(parallel.partition_method, names, parameters, partition, is_v_schedule, total)
+    return StagePlan(parallel.partition_method, names, parameters, partition, parallel.rank_of_stage, total)
 
 
 def stage_flops(config: Config, plan: StagePlan, vocab_size: int) -> list[float]:
@@ -139,8 +152,7 @@ def layer_table(
         config, moment_bytes, in_transformer_layer=True
     )
     held = list(parameters)
-    one_rank = config.parallel.num_stages == 1 or config.parallel.schedule.stages_per_rank == 2
-    if one_rank and not is_untied(names):
+    if config.parallel.rank_of_stage[-1] == 0 and not is_untied(names):
         held[head] = 0  # the rank of the head also has the embedding, which is the same matrix
     state_bytes = [count * per_parameter[name] for name, count in zip(names, held, strict=True)]
     return LayerTable(names, held, layer_flops, state_bytes, activation_bytes, _per_layer(names, seconds))
@@ -183,12 +195,41 @@ def head_kind(names: list[str]) -> str:
 
 
 def in_flight_micro_batches(config: Config) -> list[int]:
-    """For each stage, the largest number of micro-batches between their forward and their backward pass.
+    """For each stage, the largest number of micro-batches between their forward and their backward pass."""
+    return [max(numbers) for numbers in _in_flight_by_stage(config)]
 
-    Under 1F1B and under DualPipeV stage s of p has p - s of them; `pipeline.schedule` simulates both.
+
+def mean_in_flight_micro_batches(config: Config) -> list[float]:
+    """The same, but the mean over the times when the stage's rank has most: with several stages per rank they
+    do not reach their largest numbers together."""
+    return [sum(numbers) / len(numbers) for numbers in _in_flight_by_stage(config)]
+
+
+def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, int]]:
+    """Stage -> micro-batches in flight, for the stages of a pipeline rank, at each of the times when the rank
+    has most of them.
+
+    Under 1F1B and under DualPipeV stage s of p has p - s of them; `pipeline.schedule` simulates all three.
     """
-    micro_batches, stages = micro_batches_per_step(config), config.parallel.num_stages
-    return [min(micro_batches, stages - stage) for stage in range(stages)]
+    parallel, micro_batches = config.parallel, micro_batches_per_step(config)
+    stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]
+    if parallel.schedule.whole_groups:
+        moments = interleaved_in_flight(
+            rank, parallel.pipeline_model_parallel_size, micro_batches, parallel.stages_per_rank
+        )
+        return [dict(zip(stages, numbers, strict=True)) for numbers in moments]
+    return [{stage: min(micro_batches, parallel.num_stages - stage) for stage in stages}]
+
+
+def _in_flight_by_stage(config: Config) -> list[list[int]]:
+    parallel = config.parallel
+    if parallel.schedule.whole_groups:
+        by_rank = [in_flight_on_rank(config, r) for r in range(parallel.pipeline_model_parallel_size)]
+        return [
+            [moment[stage] for moment in by_rank[rank]] for stage, rank in enumerate(parallel.rank_of_stage)
+        ]
+    stages, micro_batches = parallel.num_stages, micro_batches_per_step(config)
+    return [[min(micro_batches, stages - stage)] for stage in range(stages)]
 
 
 def micro_batches_per_step(config: Config) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config import BatchSchedule, Config
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
@@ -140,7 +141,7 @@ def predict_step(
     stages = stage_times(config, plan, vocab_size, cluster, program, exchanges)
     transfers = _transfers(config, plan, cluster, exchanges)
     micro_batches = micro_batches_per_step(config)
-    pipeline = PipelineTime.measure(config.parallel.pipeline_schedule, stages, transfers, micro_batches)
+    pipeline = PipelineTime.measure(config.parallel, stages, transfers, micro_batches)
     reduction, gather = _collectives_of_step(config, cluster, exchanges)
     optimizer = max(_optimizer_seconds(config, plan, program, rank, cluster) for rank in range(ranks))
     outside = reduction + gather + optimizer
@@ -292,6 +293,7 @@ class PipelineTime:
     """
 
     schedule: str
+    stages_per_rank: int
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     transfers: tuple[float, ...]
@@ -301,20 +303,26 @@ class PipelineTime:
 
     @classmethod
     def measure(
-        cls, schedule: str, stages: Sequence[StageTime], transfers: Sequence[float], micro_batches: int
+        cls,
+        parallel: ParallelConfig,
+        stages: Sequence[StageTime],
+        transfers: Sequence[float],
+        micro_batches: int,
     ) -> PipelineTime:
         """Simulates the schedule with up to `micro_batches`."""
         forward = tuple(time.forward for time in stages)
         backward = tuple(time.backward for time in stages)
-        enough = _FULLY_SIMULATED * len(stages)
-        most = min(micro_batches, enough)
-        fewer = max(most - max(len(stages) // 2, 1), 1)
+        name, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
+        most = min(micro_batches, _FULLY_SIMULATED * len(stages))
+        # With groups of micro-batches the time of a group is constant, not that of one.
+        step = parallel.micro_batch_multiple
+        fewer = max(most - max(len(stages) // 2 // step * step, step), step)
         times = [
-            simulate_schedule(schedule, forward, backward, transfers, count).makespan
+            simulate_schedule(name, forward, backward, transfers, count, per_rank).makespan
             for count in ((most, fewer) if micro_batches > most else (most,))
         ]
         slope = (times[0] - times[1]) / (most - fewer) if len(times) == 2 else 0.0
-        return cls(schedule, forward, backward, tuple(transfers), most, times[0], slope)
+        return cls(name, per_rank, forward, backward, tuple(transfers), most, times[0], slope)
 
     def seconds(self, micro_batches: int) -> float:
         """Of a step of this many micro-batches."""
@@ -324,7 +332,9 @@ class PipelineTime:
 
     def timeline(self, micro_batches: int) -> Timeline:
         """The simulation of a step."""
-        return simulate_schedule(self.schedule, self.forward, self.backward, self.transfers, micro_batches)
+        return simulate_schedule(
+            self.schedule, self.forward, self.backward, self.transfers, micro_batches, self.stages_per_rank
+        )
 
 
 def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:
@@ -351,7 +361,9 @@ def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | Non
         last = size == config.batch.global_batch_size
         following = size + (config.batch.rampup_batch_size or (0, 0))[1]
         until = total if last else min(schedule.iterations_until(schedule.consumed_at_size(following)), total)
-        micro_batches = max(size // unit, config.parallel.min_micro_batches)
+        # A run that resumes may be past the batches of the ramp-up that the schedule does not support.
+        multiple = config.parallel.micro_batch_multiple
+        micro_batches = max(-(-size // unit // multiple) * multiple, config.parallel.min_micro_batches)
         seconds += (until - done) * (pipeline.seconds(micro_batches) + outside)
         done = until
     return seconds / 86400

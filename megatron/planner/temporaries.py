@@ -148,9 +148,9 @@ def stale_buffer_bytes(config: Config, padded_vocab: int, *, receives: bool) -> 
     return output + (2 * memory.layer_input_bytes(config) if receives else 0)
 
 
-def table_bytes(config: Config, *, exchanges: bool) -> float:
+def table_bytes(config: Config, *, has_buffer: bool) -> float:
     """Tensors that live longer than a step: the attention bias (`model.position.AttentionMasks`), rotary
-    angles, and the receive buffer of a stage that `exchanges` messages with others."""
+    angles, and the buffer into which a stage receives, if its rank has no others."""
     model, size = config.model, memory.parameter_bytes(config)
     scheme = memory.position_scheme(config)
     bias: float = 0
@@ -160,7 +160,7 @@ def table_bytes(config: Config, *, exchanges: bool) -> float:
         elif config.data.reset_attention_mask or model.attention_window:
             bias = 1
     rotary = 2 * model.seq_length * model.rotary_dim if scheme.rotary else 0
-    buffer = memory.sent_activation_bytes(config) if exchanges else 0
+    buffer = memory.sent_activation_bytes(config) if has_buffer else 0
     return (bias * model.seq_length**2 + rotary) * size + buffer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, pairwise
+
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
@@ -20,21 +22,26 @@ class Neighbours:
 
     def __init__(self, config: Config, layout: ParallelLayout, bounds: list[int], seq_length: int) -> None:
         self._layout = layout
-        stage, is_v = layout.pipeline_stage, config.parallel.schedule.stages_per_rank == 2
-        after = 2 * layout.pp_size - 1 - stage if is_v else stage + 1
-        self._before = tensors_at(config, bounds[stage], seq_length)
-        self._after = tensors_at(config, bounds[after], seq_length)
+        holders = config.parallel.rank_of_stage
+        received: dict[int, list[list[Spec]]] = {}
+        for stage, (source, holder) in enumerate(pairwise(holders), start=1):
+            if holder == layout.pipeline_stage != source:
+                received.setdefault(source, []).append(tensors_at(config, bounds[stage], seq_length))
+        # The shapes of each stage's input come in the order of the rank's stages, and may come again.
+        self._inputs = {source: cycle(specs) for source, specs in received.items()}
+        self._output = tensors_at(config, bounds[layout.pipeline_stage + 1], seq_length)
         pipeline = deepspeed_dict(config, config.batch.global_batch_size).get("pipeline", {})
         self._partitioned = layout.tp_size > 1 and pipeline.get("pipe_partitioned", True)
 
     def fill(self, values: Tensor, source: int) -> None:
         """See `device.Peers`."""
         other = source // (self._layout.tp_size * self._layout.dp_size)
-        specs = self._before if other < self._layout.pipeline_stage else self._after
         if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
-            message = self._shape_message(specs)
+            message = self._shape_message(next(self._inputs[other]))
             values[: len(message)] = torch.tensor(message, dtype=torch.int32)
         elif values.dtype == torch.int64 and values.dim() == 1 and self._partitioned:
+            # Only with one stage per rank: of an input, or of the gradient of the output.
+            specs = next(self._inputs[other]) if other < self._layout.pipeline_stage else self._output
             values.copy_(torch.tensor(self._partition_table(specs[0][0])))
 
     def _shape_message(self, specs: list[Spec]) -> list[int]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron.config import Config, ConfigError
-from megatron.config.registry import load_object
+from megatron.engine.instructions import training_schedule
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.stages import micro_batches_per_step
 from megatron.simulation.matching import Batch, calls_of_other, find_deadlock, rank_calls
@@ -36,12 +36,8 @@ def simulate_stages(config: Config) -> list[StepRecord]:
 def run_order(config: Config, stage: int, micro_batches: int | None = None) -> tuple[Instruction, ...]:
     """The instructions of the run's training step on a pipeline rank, with the run's number of micro-batches
     or another."""
-    parallel, queued = config.parallel, QueuedMessages()
-    schedule = load_object(parallel.schedule.instructions)(
-        micro_batches=micro_batches or micro_batches_per_step(config),
-        stages=parallel.pipeline_model_parallel_size,
-        stage_id=stage,
-    )
+    queued = QueuedMessages()
+    schedule = training_schedule(config.parallel, micro_batches or micro_batches_per_step(config), stage)
     return tuple(
         queued.name(Instruction(type(command).__name__, command.kwargs.get("phase", 0)))
         for commands in schedule
@@ -67,9 +63,14 @@ def simulation_report(config: Config) -> str:
     """The simulated table of --dry-run --simulate: memory, work, messages and host synchronizations per
     stage, and whether the collective calls of all ranks fit."""
     records = simulate_stages(config)
-    few = min(micro_batches_per_step(config), 2 * config.parallel.pipeline_model_parallel_size + 2)
+    parallel = config.parallel
+    few = 2 * parallel.pipeline_model_parallel_size + 2
+    few = min(
+        micro_batches_per_step(config),
+        -(-few // parallel.micro_batch_multiple) * parallel.micro_batch_multiple,
+    )
     deadlock = find_deadlock(all_calls(config, records, few))
-    fit = deadlock or f"all calls of {config.parallel.world_size} ranks fit, with {few} micro-batches"
+    fit = deadlock or f"all calls of {parallel.world_size} ranks fit, with {few} micro-batches"
     notes = ["note: --compile is not simulated: the operations are those of the layers as written"]
     return "\n\n".join(
         [

@@ -33,8 +33,8 @@ class _OpenWork:
 
 
 class QueuedMessages:
-    """Names the instructions of DualPipeV. Its messages are queued until CommitP2P sends them together, so
-    what this instruction does depends on the messages since the last one."""
+    """Names the instructions of several stages per rank. Their messages are queued until CommitP2P exchanges
+    them together, so what this instruction does depends on the messages since the last one."""
 
     def __init__(self) -> None:
         self._queue: list[str] = []

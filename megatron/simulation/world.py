@@ -54,14 +54,18 @@ _STEPS = 2
 _NEVER = 2**40
 # A first occurrence, and two others that must be equal.
 _LEAST_MICRO_BATCHES = 3
+# Of 'interleaved': the warm-up, and each pair of passes of the steady state more than once.
+_GROUPS = 4
 
 
 def simulated_micro_batches(config: Config, stage: int) -> int:
     """Micro-batches that a stage is simulated with: enough to fill its pipeline and to compare several, at
     most those of the run."""
     parallel = config.parallel
-    in_flight = parallel.num_stages - stage
-    enough = max(in_flight + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
+    if parallel.schedule.whole_groups:
+        enough = _GROUPS * parallel.micro_batch_multiple
+    else:
+        enough = max(parallel.num_stages - stage + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
     return min(micro_batches_per_step(config), enough)
 
 

@@ -189,7 +189,8 @@ def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
     micro_batches = micro_batches_per_step(config)
     if len(work) * micro_batches > _MAX_SIMULATED:
         return None
-    return mean_bubble(config.parallel.pipeline_schedule, work, micro_batches)
+    parallel = config.parallel
+    return mean_bubble(parallel.pipeline_schedule, work, micro_batches, parallel.stages_per_rank)
 
 
 def prediction_json(prediction: Prediction | None) -> dict[str, Any] | None:

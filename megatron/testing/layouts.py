@@ -199,6 +199,7 @@ def build_model(
     """This rank's stage, inside `run_world`. bounds: a partition that replaces that of the flags."""
     import torch.distributed as dist
 
+    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
     from megatron.planner.stages import plan_stages
 
@@ -211,8 +212,7 @@ def build_model(
     )
     tp_group = layout.make_tp_group()
     bounds = bounds or plan_stages(config, VOCAB).bounds
-    model = load_object(parallel.schedule.model)
-    return layout, tp_group, model(config, layout, tp_group, VOCAB, EOD, bounds)
+    return layout, tp_group, GPTModelPipe(config, layout, tp_group, VOCAB, EOD, bounds)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:

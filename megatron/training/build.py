@@ -7,6 +7,7 @@ from torch import nn
 from megatron.config import Config
 from megatron.config.registry import load_object
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import initialize_parameters
 from megatron.planner.stages import StagePlan
@@ -22,8 +23,6 @@ def build_engine(
     initialize: Callable[[nn.Module, int, TPGroup], None] = initialize_parameters,
 ) -> GPTEngine:
     """This rank's stages of the model, in their engine. initialize: see `GPTModelPipe`. Collective."""
-    schedule = config.parallel.schedule
-    model = load_object(schedule.model)(
-        config, layout, tp_group, vocab.size, vocab.eod, plan.bounds, initialize
-    )
-    return load_object(schedule.engine)(config, layout, tp_group, model)
+    model = GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, plan.bounds, initialize)
+    engine: GPTEngine = load_object(config.parallel.schedule.engine)(config, layout, tp_group, model)
+    return engine

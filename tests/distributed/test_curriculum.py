@@ -28,6 +28,10 @@ LAYOUTS = {
         Row(pp=2),
         {"parallel": {"pipeline_schedule": "dualpipev", "partition_method": "stages:E,2,2,0"}},
     ),
+    "interleaved": (
+        Row(pp=2),
+        {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}},
+    ),
     "DP 2, ZeRO 1": (Row(dp=2, zero=1), {}),
 }
 

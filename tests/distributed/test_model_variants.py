@@ -113,6 +113,9 @@ def reference(model):
 
 SEQUENCE = {"parallel": {"sequence_parallel": True}}
 DUALPIPEV = {"parallel": {"pipeline_schedule": "dualpipev"}}
+LOOP = {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}
+INTERLEAVED = {"parallel": LOOP}
+INTERLEAVED_SEQUENCE = {"parallel": {**LOOP, "sequence_parallel": True}}
 OFFLOAD = {"parallel": {"cpu_offload": True}}
 ZERO2, ZERO3 = ({"parallel": {"zero_stage": stage}} for stage in (2, 3))
 
@@ -131,6 +134,12 @@ LAYOUTS = {
     "llama-tp2-dp2-zero3": (LLAMA, Row(tp=2, dp=2), ZERO3),
     "llama-dp2-offload": (LLAMA, Row(dp=2, zero=1), OFFLOAD),
     "llama-tp2-pp2-dualpipev": (LLAMA, Row(tp=2, pp=2), DUALPIPEV),
+    "llama-pp2-dp2-zero1-interleaved": (LLAMA, Row(pp=2, dp=2, zero=1), INTERLEAVED),
+    "qwen2-tp2-pp2-interleaved-sequence-recompute": (
+        QWEN2,
+        Row(tp=2, pp=2, recompute=True),
+        INTERLEAVED_SEQUENCE,
+    ),
     "qwen2-tp2-pp2-sequence": (QWEN2, Row(tp=2, pp=2), SEQUENCE),
     "qwen2-tp4-dp2-zero1": (QWEN2, Row(tp=4, dp=2, zero=1), {}),
     "qwen2-pp2-dualpipev": (QWEN2, Row(pp=2, micro_batch=2), DUALPIPEV),

@@ -24,6 +24,22 @@ def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+INTERLEAVED = {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}}
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("other", ["pp4 dp2", "1 process", "tp4 dp2"])
+def test_interleaved_stages_open_on_other_layouts_and_open_theirs(other, back, tmp_path):
+    own = (SHAPES["tp2 pp2"], INTERLEAVED)
+    saver, resumer = ((SHAPES[other], {}), own) if back else (own, (SHAPES[other], {}))
+    run_world(saver[0].world_size, save_before, saver[0], tmp_path, saver[1])
+    row, changes = resumer
+    for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
+        assert state == state_after(STEPS_BEFORE)
+        assert max(relative_errors(history, uninterrupted({}))) <= FP32_BOUND
+
+
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
 def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(pipeline, tmp_path):

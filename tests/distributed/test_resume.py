@@ -127,6 +127,11 @@ OTHER_STAGES = {
     "other bounds": {"partition_method": "stages:E,2+L"},
     "an empty stage": {"partition_method": "stages:2,0"},
     "dualpipev": {"pipeline_schedule": "dualpipev", "partition_method": "stages:E,1,1,0"},
+    "interleaved": {
+        "pipeline_schedule": "interleaved",
+        "virtual_pipeline_stages": 2,
+        "partition_method": "stages:E,1,1,0",
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""Stages of any content, and DualPipeV, train, evaluate and resume with the numbers of one process."""
+"""Stages of any content, and several per rank, train, evaluate and resume with the numbers of one process."""
 
 from functools import cache
 from itertools import pairwise
@@ -43,6 +43,15 @@ V_STAGES = {
     "by memory": (2, "memory"),
     "one layer each": (2, "layout:Et|t|t|tL"),
     "four ranks": (4, "stages:E,1,0,1,1,0,1,0"),
+}
+# (ranks, stages per rank, method), for interleaved 1F1B.
+LOOP_STAGES = {
+    "as it comes": (2, 2, "type:transformer"),
+    "embedding and head alone": (2, 2, "stages:E,2,2,0"),
+    "empty stages": (2, 2, "stages:0,4,0,0"),
+    "by memory": (2, 2, "memory"),
+    "three stages per rank": (2, 3, "layout:E|t|t|t|t|L"),
+    "four ranks": (4, 2, "stages:E,1,0,1,1,0,1,0"),
 }
 
 
@@ -163,3 +172,36 @@ def test_dualpipev_trains_as_one_process_does(stages, zero):
 )
 def test_dualpipev_with_all_that_goes_with_a_pipeline(row):
     check(row, {"pipeline_schedule": "dualpipev"})
+
+
+def interleaved(stages_per_rank, method):
+    return {
+        "pipeline_schedule": "interleaved",
+        "virtual_pipeline_stages": stages_per_rank,
+        "partition_method": method,
+    }
+
+
+@pytest.mark.gate(rows=3)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("stages", LOOP_STAGES)
+def test_interleaved_trains_as_one_process_does(stages, zero):
+    ranks, per_rank, method = LOOP_STAGES[stages]
+    row = Row(pp=ranks, dp=2 if ranks == 2 else 1, zero=zero)
+    check(row, interleaved(per_rank, method), dropout=0.1)
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
+        Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
+        Row(tp=2, pp=2, precision="fp16"),
+        Row(tp=2, pp=4),
+    ],
+    ids=str,
+)
+def test_interleaved_with_all_that_goes_with_a_pipeline(row):
+    method = "type:transformer" if row.pp == 2 else "layout:E|t||t|t||t|L"
+    check(row, interleaved(2, method))

@@ -105,6 +105,18 @@ def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     assert_resumes_everywhere(tmp_path, changes)
 
 
+@pytest.mark.full
+def test_a_universal_checkpoint_of_interleaved_stages_opens_on_every_layout_and_on_them(tmp_path):
+    interleaved = {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}}
+    source = saved(tmp_path / "native", SHAPES["tp2 pp2"], interleaved)
+    converted(source, tmp_path / "global_step5_universal")
+    assert_resumes_everywhere(tmp_path, {})
+    row = SHAPES["tp2 pp2 dp2"]
+    ranks = run_world(row.world_size, resume_midway, row, tmp_path, {**interleaved, **UNIVERSAL})
+    for _, history in ranks:
+        assert max(relative_errors(history, uninterrupted({}))) <= FP32_BOUND
+
+
 def start_with_new_moments(row, folder, trained_before):
     config = config_of(row, checkpoint={"load": str(folder), "universal_checkpoint": True})
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)

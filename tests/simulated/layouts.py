@@ -64,6 +64,15 @@ LAYOUTS = {
     "dualpipev-2": "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --bf16",
     "dualpipev-2-tensor-2": "--world-size 8 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
     "--pipeline-schedule dualpipev --fp16 --checkpoint-activations",
+    "interleaved-2": "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-stages 2 --bf16",
+    "interleaved-4-of-3-documents": "--world-size 4 --pipeline-model-parallel-size 4 --bf16 --num-layers 12 "
+    "--virtual-pipeline-stages 3 --position-embedding-type rotary --reset-position-ids "
+    f"--reset-attention-mask --global-batch-size 40 {NO_DROPOUT}",
+    "interleaved-2-tensor-2": "--world-size 8 --pipeline-model-parallel-size 2 "
+    "--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --fp16 --checkpoint-activations "
+    "--zero-stage 1",
+    "interleaved-2-llama-sequence": "--world-size 4 --pipeline-model-parallel-size 2 "
+    f"--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --bf16 --sequence-parallel {LLAMA}",
     "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
     "alone-llama-fp32-recompute": f"{LLAMA} --group-query-attention "
     "--checkpoint-activations --rotary-percent 0.5 --rotary-interleaved",

@@ -76,7 +76,8 @@ def test_the_host_waits_at_most_once_per_step(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_calls_of_all_ranks_fit(name):
     config = config_of(LAYOUTS[name])
-    micro_batches = 2 * config.parallel.num_stages + 2
+    multiple = config.parallel.micro_batch_multiple
+    micro_batches = (2 * config.parallel.num_stages // multiple + 2) * multiple
     assert find_deadlock(all_calls(config, records_of(name), micro_batches)) is None
 
 
@@ -108,11 +109,11 @@ def test_planned_memory_is_that_of_the_step(name):
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32"])
+@pytest.mark.parametrize("name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32", "interleaved-2"])
 def test_more_micro_batches_follow_from_fewer(name):
     """The work of a longer step, and its peak, are those that a shorter simulated step predicts."""
     config = config_of(LAYOUTS[name])
-    more = simulated_micro_batches(config, 0) + 3
+    more = simulated_micro_batches(config, 0) + 3 * config.parallel.micro_batch_multiple
     longer = run_in_processes(simulate_rank, [(config, 0, more)])[0]
     shorter = records_of(name)[0]
     assert shorter.micro_batches < more

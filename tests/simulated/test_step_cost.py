@@ -48,6 +48,7 @@ def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     assert float(rows["ZeRO-1 bytes on the wire per rank and step"][0].removesuffix(" GB")) > 0
     steps = {name.rpartition(": ")[2]: row for name, row in rows.items()}
     assert (steps["1f1b"], steps["dualpipev"]) == (("138", "met"), ("130", "met"))
+    assert steps["interleaved"] == ("117", "met")
 
 
 @pytest.mark.full

@@ -72,6 +72,12 @@ def _batch_problem(config: Config, size: int) -> str | None:
             f"--pipeline-model-parallel-size = {needed}: increase the batch, or reduce "
             "--micro-batch-size"
         )
+    if accumulation % parallel.micro_batch_multiple:
+        return (
+            f"{size} has {accumulation} micro-batches per step and replica, and --pipeline-schedule "
+            f"{parallel.pipeline_schedule} needs a multiple of --pipeline-model-parallel-size = "
+            f"{parallel.micro_batch_multiple}: change the batch, --micro-batch-size, or the number of ranks"
+        )
     return None
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.config.sections.parallel import ParallelConfig
+
+_MOST_STAGES = 200_000
 
 
 def check_layout(config: Config) -> None:
@@ -43,8 +46,30 @@ def check_pipeline(config: Config) -> None:
             f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
             "the method profile uses it, change the method or remove the file"
         )
-    if parallel.schedule.stages_per_rank > 1 and parallel.pipeline_model_parallel_size == 1:
+    _check_stages_per_rank(parallel)
+
+
+def _check_stages_per_rank(parallel: ParallelConfig) -> None:
+    virtual, name = parallel.virtual_pipeline_stages, parallel.pipeline_schedule
+    if parallel.num_stages > _MOST_STAGES:
         raise ConfigError(
-            f"--pipeline-schedule {parallel.pipeline_schedule} with --pipeline-model-parallel-size 1: "
-            "expected 2 or more, or the schedule 1f1b"
+            f"--virtual-pipeline-stages {virtual} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} are {parallel.num_stages:,} stages: expected at most "
+            f"{_MOST_STAGES:,}, reduce one of the two"
+        )
+    if virtual > 1 and parallel.schedule.stages_per_rank > 0:
+        raise ConfigError(
+            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which has "
+            f"{parallel.stages_per_rank} per rank: remove it, or use the schedule interleaved"
+        )
+    if virtual == 1 and parallel.schedule.stages_per_rank == 0:
+        raise ConfigError(
+            f"--pipeline-schedule {name} with --virtual-pipeline-stages 1: expected 2 or more stages per "
+            "pipeline rank, or the schedule 1f1b"
+        )
+    if parallel.stages_per_rank > 1 and parallel.pipeline_model_parallel_size == 1:
+        given = f"--virtual-pipeline-stages {virtual}" if virtual > 1 else f"--pipeline-schedule {name}"
+        raise ConfigError(
+            f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
+            "with one stage per rank"
         )

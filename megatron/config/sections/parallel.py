@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.config.fields import Section, flag
 from megatron.config.registries import PARTITION_METHODS, PIPELINE_SCHEDULES, PipelineSchedule
@@ -33,9 +33,17 @@ class ParallelConfig(Section):
         help="file of layer times for --partition-method profile: written if missing, read if present",
     )
     pipeline_schedule: str = flag(
-        "1f1b",
+        derived="1f1b; with --virtual-pipeline-stages interleaved",
         choices=PIPELINE_SCHEDULES,
         help="pipeline schedule",
+    )
+    virtual_pipeline_stages: int = flag(
+        1,
+        aliases=("--num-virtual-stages-per-pipeline-rank",),
+        at_least=1,
+        at_most=10_000,
+        metavar="N",
+        help="with the schedule interleaved: pipeline stages per pipeline rank, 2 or more",
     )
     sequence_parallel: bool = flag(
         False,
@@ -104,20 +112,49 @@ class ParallelConfig(Section):
         "--intra-node-gbps and --inter-node-gbps are not given",
     )
 
+    def derive(self) -> dict[str, Any]:
+        if self.pipeline_schedule is not None:
+            return {}
+        return {"pipeline_schedule": "1f1b" if self.virtual_pipeline_stages == 1 else "interleaved"}
+
     @property
     def schedule(self) -> PipelineSchedule:
         """The properties of --pipeline-schedule."""
         return PIPELINE_SCHEDULES[self.pipeline_schedule]
 
     @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages of a pipeline rank."""
+        return self.schedule.stages_per_rank or self.virtual_pipeline_stages
+
+    @property
+    def schedule_title(self) -> str:
+        """The schedule in a list of settings: with --virtual-pipeline-stages as in 'interleaved x 2'."""
+        stages = "" if self.schedule.stages_per_rank else f" x {self.stages_per_rank}"
+        return self.pipeline_schedule + stages
+
+    @property
     def num_stages(self) -> int:
-        """Number of pipeline stages: one or two per pipeline rank."""
-        return self.schedule.stages_per_rank * self.pipeline_model_parallel_size
+        """Number of pipeline stages of all pipeline ranks."""
+        return self.stages_per_rank * self.pipeline_model_parallel_size
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The pipeline rank that holds each stage."""
+        ranks = range(self.pipeline_model_parallel_size)
+        if self.schedule.is_v_schedule:
+            return (*ranks, *reversed(ranks))
+        return tuple(ranks) * self.stages_per_rank
 
     @property
     def min_micro_batches(self) -> int:
         """Least number of micro-batches per step and replica."""
         return max(self.schedule.micro_batches_per_rank * self.pipeline_model_parallel_size, 1)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches per step and replica is a multiple of this."""
+        return self.pipeline_model_parallel_size if self.schedule.whole_groups else 1
 
     @property
     def data_parallel_size(self) -> int:

@@ -20,8 +20,7 @@ def memory_table(layout: ParallelLayout, stages_per_rank: int, planned: Sequence
     the plan. Collective.
 
     On an accelerator allocated, peak allocated and peak reserved bytes of PyTorch's allocator; on a CPU the
-    memory of the process. stages_per_rank: 2 with DualPipeV. planned: bytes by pipeline rank, see
-    `planned_bytes`.
+    memory of the process. planned: bytes by pipeline rank, see `planned_bytes`.
     """
     everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
     dist.all_gather_object(everywhere, (layout.pipeline_stage, local_memory()))

@@ -20,7 +20,7 @@ class StartupReport:
         self.layout = layout
         self._planned = planned
         parallel = config.parallel
-        self._stages_per_rank = parallel.num_stages // parallel.pipeline_model_parallel_size
+        self._stages_per_rank = parallel.stages_per_rank
         self._moments_pending = config.optimizer.use_bnb_optimizer
         self._steps_until_memory = _STEPS_BEFORE_MEMORY
 

@@ -83,6 +83,28 @@ REFUSED = [
         ("--pipeline-schedule dualpipev", "= 4", "batch of 2 has 2", "START"),
     ),
     (
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+        ("--pipeline-schedule interleaved", "--virtual-pipeline-stages 1", "2 or more"),
+    ),
+    (
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
+        "--virtual-pipeline-stages 3",
+        ("--virtual-pipeline-stages 3", "--pipeline-schedule dualpipev", "2 per rank", "interleaved"),
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        ("--virtual-pipeline-stages 2", "--pipeline-model-parallel-size 1", "2 or more"),
+    ),
+    (
+        "--world-size 4 --pipeline-model-parallel-size 4 --virtual-pipeline-stages 2 --global-batch-size 10",
+        ("10 micro-batches", "interleaved", "multiple", "= 4", "--global-batch-size 10"),
+    ),
+    (
+        "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-stages 2 "
+        "--rampup-batch-size 2 1 100",
+        ("interleaved", "multiple", "batch of 3 has 3", "INCREMENT"),
+    ),
+    (
         "--world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2",
         ("--zero-stage 2", "--pipeline-model-parallel-size 2", "--zero-stage 1"),
     ),

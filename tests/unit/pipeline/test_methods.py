@@ -8,7 +8,7 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
-from megatron.pipeline.methods import LayerTable, partition_layers
+from megatron.pipeline.methods import LayerTable, PipelineShape, partition_layers
 
 LAYER = "ParallelTransformerLayerPipe"
 
@@ -36,12 +36,12 @@ def table(layers, casts=False, seconds=None):
     )
 
 
-def partitioned(method, layers, stages, casts=False, seconds=None, micro_batches=8, is_v_schedule=False):
-    chunks = 2 * stages if is_v_schedule else stages
+def partitioned(method, layers, ranks, casts=False, seconds=None, micro_batches=8, is_v_schedule=False):
+    per_rank = 2 if is_v_schedule else 1
+    chunks = per_rank * ranks
     live = [min(micro_batches, chunks - stage) for stage in range(chunks)]
-    return partition_layers(
-        parse_partition_method(method), table(layers, casts, seconds), stages, live, is_v_schedule
-    )
+    shape = PipelineShape(ranks, per_rank, is_v_schedule, live)
+    return partition_layers(parse_partition_method(method), table(layers, casts, seconds), shape)
 
 
 def bounds(method, layers, stages, **options):
@@ -204,4 +204,4 @@ def test_partition_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers(
 def test_an_unknown_method_is_an_error_from_code_too(kind):
     method = replace(parse_partition_method("type:transformer"), kind=kind)
     with pytest.raises(ConfigError, match=f"--partition-method is '{kind}': expected one of uniform"):
-        partition_layers(method, table(4), 2, [2, 1])
+        partition_layers(method, table(4), PipelineShape(2, 1, False, [2, 1]))

@@ -16,10 +16,9 @@ NAMES += ["MixedFusedLayerNorm", "EmbeddingPipe"]
 PARAMETERS = [0, 1_000, 0, *[400] * 6, 0, 8, 1_000]
 
 
-def plan(bounds, weights, unit="ms", is_v_schedule=False, method="profile"):
-    return StagePlan(
-        method, NAMES, PARAMETERS, Partition(bounds, weights, unit), is_v_schedule, total_parameters=3_408
-    )
+def plan(bounds, weights, unit="ms", rank_of_stage=None, method="profile"):
+    ranks = rank_of_stage or tuple(range(len(weights)))
+    return StagePlan(method, NAMES, PARAMETERS, Partition(bounds, weights, unit), ranks, 3_408)
 
 
 def columns(stages):
@@ -91,7 +90,7 @@ def test_embedding_and_head_on_one_stage_are_one_matrix():
 
 
 def test_with_dualpipev_the_first_columns_are_the_rank_and_its_weight():
-    rows = columns(plan([0, 4, 6, 8, 12], [1.0, 2.0, 3.0, 6.0], is_v_schedule=True))
+    rows = columns(plan([0, 4, 6, 8, 12], [1.0, 2.0, 3.0, 6.0], rank_of_stage=(0, 1, 1, 0)))
     assert [row[:4] for row in rows] == [
         ["rank", "its weight", "stage", "layers"],
         ["0", "7", "0", "0-3"],
@@ -140,7 +139,7 @@ def test_an_empty_stage_lowers_the_mean():
 
 def test_with_dualpipev_ranks_are_weighed_not_stages():
     """Stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6."""
-    assert heaviest_line(plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], is_v_schedule=True)).startswith(
+    assert heaviest_line(plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], rank_of_stage=(0, 1, 1, 0))).startswith(
         "heaviest   rank 1 by --partition-method profile, max/mean = 1.125: waiting for it costs up to 11.1 %"
     )
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.config.cli import parse_args
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.communication import ALL_GATHER, ALL_REDUCE, DATA, SEND, STAGES, TENSOR, Exchange
@@ -115,19 +116,28 @@ def test_heads_without_tensor_cores_are_slow() -> None:
     assert odd.forward.flops + odd.forward.misaligned_flops == aligned.forward.flops
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("1f1b", 1), ("dualpipev", 2), ("interleaved", 2), ("interleaved", 4)]
+)
 @pytest.mark.parametrize("uneven", [False, True])
-def test_more_micro_batches_are_extrapolated_as_they_are_simulated(schedule: str, uneven: bool) -> None:
+def test_more_micro_batches_are_extrapolated_as_they_are_simulated(
+    schedule: str, per_rank: int, uneven: bool
+) -> None:
     stages = [
         StageTime(stage, 0, 1.0 + 0.3 * (uneven and stage == 2), 2.0, 0.0, 0.0, 0.0) for stage in range(8)
     ]
     transfers = [0.1] * 7
-    pipeline = PipelineTime.measure(schedule, stages, transfers, 100)
+    parallel = ParallelConfig(
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_size=8 // per_rank,
+        virtual_pipeline_stages=per_rank if schedule == "interleaved" else 1,
+    )
+    pipeline = PipelineTime.measure(parallel, stages, transfers, 100)
     forward, backward = ([getattr(time, kind) for time in stages] for kind in ("forward", "backward"))
-    exact = simulate_schedule(schedule, forward, backward, transfers, 100).makespan
+    exact = simulate_schedule(schedule, forward, backward, transfers, 100, per_rank).makespan
     assert pipeline.seconds(100) == pytest.approx(exact, rel=1e-3)
-    few = simulate_schedule(schedule, forward, backward, transfers, 10).makespan
-    assert pipeline.seconds(10) == pytest.approx(few)
+    few = simulate_schedule(schedule, forward, backward, transfers, 12, per_rank).makespan
+    assert pipeline.seconds(12) == pytest.approx(few)
 
 
 def test_equal_stages_have_the_textbook_bubble() -> None:

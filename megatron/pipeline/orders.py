@@ -1,0 +1,286 @@
+"""Orders of work of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
+
+The model's layers are divided into chunks. Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b',
+called PipeDream-flush in arXiv 2104.04473), two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r
+and 2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved', arXiv 2104.04473
+section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order of work is a list of steps per rank.
+Each step exchanges messages and then computes.
+
+'1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
+`DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
+
+- `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
+  steady state each micro-batch waits for one transfer in each direction, even if the activation was ready;
+- `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
+  overlaps a forward with a backward pass. A pair of passes only shares its message exchanges: the forward
+  pass also waits for the gradient, and its output is sent after the backward pass.
+
+'interleaved' has the passes of Megatron-LM's `forward_backward_pipelining_with_interleaving` in the same
+order. Messages between two ranks are received in the order in which they are sent, in every schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+
+FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
+"""Offset from a chunk to the chunk that receives its output."""
+
+
+class Work(NamedTuple):
+    """One pass of one micro-batch through one chunk."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind} pass of micro-batch {self.micro_batch} through chunk {self.chunk}"
+
+
+class Step(NamedTuple):
+    """One message exchange of a rank and the work after it, in the order of the fields."""
+
+    sends: tuple[Work, ...]
+    """Work whose outputs are sent first."""
+    receives: tuple[Work, ...]
+    """Work whose inputs are received then; the rank waits for all of them."""
+    late_sends: tuple[Work, ...]
+    """Work whose outputs are sent after that."""
+    work: tuple[Work, ...]
+    """Work that is computed last, in this order."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of work: the steps of each rank, and which rank holds each chunk."""
+
+    steps: list[list[Step]]
+    rank_of_chunk: Sequence[int]
+
+
+def gpipe(num_stages: int, num_micro_batches: int) -> Order:
+    """All forward passes, then all backward passes, both in the order of the micro-batches."""
+    stages = range(num_stages)
+
+    def stage_steps(stage: int) -> list[Step]:
+        steps = _Steps(stage, stages)
+        for work in chain(*_passes(stage, num_micro_batches)):
+            steps.add(work)
+        return steps.finished()
+
+    return Order([stage_steps(stage) for stage in stages], stages)
+
+
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
+    """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
+    alternates one backward and one forward pass. So stage s keeps activations of at most p - s
+    micro-batches."""
+    stages = range(num_stages)
+
+    def stage_steps(stage: int) -> list[Step]:
+        steps = _Steps(stage, stages)
+        forwards, backwards = _passes(stage, num_micro_batches)
+        depth = num_stages - stage
+        for work in forwards[:depth]:
+            steps.add(work)
+        for micro_batch, work in enumerate(backwards):
+            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If there
+            # are fewer micro-batches than stages from this one on, the activation was already sent.
+            last_forward = micro_batch + depth - 1
+            steps.add(work, sends_late=last_forward < num_micro_batches)
+            if last_forward + 1 < num_micro_batches:
+                steps.add(forwards[last_forward + 1])
+        return steps.finished()
+
+    return Order([stage_steps(stage) for stage in stages], stages)
+
+
+def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
+    """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
+
+    Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both ways
+    alternate. Raises ValueError for less than two micro-batches per rank.
+    """
+    if num_micro_batches < 2 * num_ranks:
+        raise ValueError(
+            f"dualpipev on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, and has "
+            f"{num_micro_batches}: take a larger global batch, a smaller micro-batch or fewer pipeline ranks"
+        )
+    rank_of_chunk = [*range(num_ranks), *reversed(range(num_ranks))]
+    steps = [_dual_pipe_v_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
+    return Order(steps, rank_of_chunk)
+
+
+def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
+    """One rank's steps. The numbers are those of the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
+    last_chunk = len(rank_of_chunk) - 1
+    down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
+    forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
+    below = len(rank_of_chunk) // 2 - 1 - rank
+    steps = _Steps(rank, rank_of_chunk)
+
+    for _ in range(2 * below):  # 1
+        steps.add(next(forward_down))
+    work = next(forward_down)
+    for turn in range(rank + 1):  # 2
+        # The outputs of both directions are sent together; so are the next inputs received.
+        steps.add(work, hold=True)
+        work = next(forward_down)
+        steps.add(next(forward_up), receive_too=(work,), hold=below == 0 and turn == rank)
+    for _ in range(below):  # 3
+        steps.add(next(backward_up))
+        steps.add(next(forward_up))
+    for turn in range(num_micro_batches - last_chunk + rank):  # 4
+        if turn > 0:
+            steps.add(next(forward_down), next(backward_up))
+        elif below > 0:
+            steps.add(work, next(backward_up))
+        else:
+            steps.add(work)
+            steps.add(next(backward_up))
+        steps.add(next(forward_up), next(backward_down))
+    for _ in range(below):  # 5
+        steps.add(next(backward_up))
+        steps.add(next(forward_up), next(backward_down))
+    for _ in range(rank + 1):  # 6
+        steps.add(next(backward_up))
+        steps.add(next(backward_down))
+    for _ in range(below):  # 7
+        steps.add(next(backward_down))
+    return steps.finished()
+
+
+def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> Order:
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): rank r of p holds chunks r, p + r, 2p + r, ...
+
+    Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on;
+    backward through its last chunk first. With v chunks, rank r runs 2 (p - 1 - r) + (v - 1) p forward passes
+    first (warm-up), then alternates one forward and one backward pass. Such a pair shares its messages: if
+    all passes take equally long, every message is needed in the step after the one that makes it.
+
+    Raises ValueError for a number of micro-batches that is not a multiple of the ranks.
+    """
+    if num_micro_batches % num_ranks:
+        raise ValueError(
+            f"interleaved on {num_ranks} ranks needs a multiple of {num_ranks} micro-batches, and has "
+            f"{num_micro_batches}: take another global batch or micro-batch, or another number of ranks"
+        )
+    rank_of_chunk = [chunk % num_ranks for chunk in range(num_ranks * chunks_per_rank)]
+    steps = [_interleaved_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
+    return Order(steps, rank_of_chunk)
+
+
+def _interleaved_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
+    num_ranks = max(rank_of_chunk) + 1
+    chunks = range(rank, len(rank_of_chunk), num_ranks)
+    groups = [range(first, first + num_ranks) for first in range(0, num_micro_batches, num_ranks)]
+    forwards = [Work("forward", k, chunk) for group in groups for chunk in chunks for k in group]
+    backwards = [Work("backward", k, chunk) for group in groups for chunk in reversed(chunks) for k in group]
+    warm_up = min(2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * num_ranks, len(forwards))
+    steps = _Steps(rank, rank_of_chunk)
+    for work in forwards[:warm_up]:
+        steps.add(work)
+    pairs = len(forwards) - warm_up
+    for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
+        steps.add(forward, backward)
+    for work in backwards[pairs:]:
+        steps.add(work)
+    return steps.finished()
+
+
+def interleaved_in_flight(
+    rank: int, num_ranks: int, num_micro_batches: int, chunks_per_rank: int
+) -> list[tuple[int, ...]]:
+    """The in-flight forward passes of a rank under 'interleaved', per chunk of the rank, at the times when
+    there are most: after each forward pass of the steady state, for one period."""
+    period, passes = num_ranks * chunks_per_rank, num_micro_batches * chunks_per_rank
+    most = min(2 * (num_ranks - 1 - rank) + (chunks_per_rank - 1) * num_ranks + 1, passes)
+
+    def of_chunk(done: int, place: int) -> int:
+        """Of the first `done` passes of the rank, those through the chunk that comes at `place`."""
+        rounds, rest = divmod(done, period)
+        return rounds * num_ranks + min(max(rest - place * num_ranks, 0), num_ranks)
+
+    return [
+        tuple(
+            of_chunk(done + most, chunk) - of_chunk(done, chunks_per_rank - 1 - chunk)
+            for chunk in range(chunks_per_rank)
+        )
+        for done in range(min(period, passes - most + 1))
+    ]
+
+
+def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Order:
+    """The forward passes alone, as for an evaluation, of any chunks and any number of micro-batches.
+
+    Micro-batch k is in chunk c in step k + c, so every message is needed in the step after the one that makes
+    it.
+    """
+
+    def rank_steps(rank: int) -> list[Step]:
+        chunks = [chunk for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
+        steps = _Steps(rank, rank_of_chunk)
+        for number in range(num_micro_batches + len(rank_of_chunk) - 1):
+            work = [Work("forward", number - chunk, chunk) for chunk in chunks]
+            steps.add(*(one for one in work if 0 <= one.micro_batch < num_micro_batches))
+        return steps.finished()
+
+    return Order([rank_steps(rank) for rank in range(max(rank_of_chunk) + 1)], rank_of_chunk)
+
+
+def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:
+    """The forward and the backward passes through a chunk."""
+    numbers = range(num_micro_batches)
+    return [Work("forward", k, chunk) for k in numbers], [Work("backward", k, chunk) for k in numbers]
+
+
+class _Steps:
+    """Builds the steps of a rank from its work, with the messages from and to other ranks."""
+
+    def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
+        def elsewhere(chunk: int) -> bool:
+            return 0 <= chunk < len(rank_of_chunk) and rank_of_chunk[chunk] != rank
+
+        own = [(kind, chunk) for kind in FLOW for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
+        self._incoming = {(kind, chunk) for kind, chunk in own if elsewhere(chunk - FLOW[kind])}
+        self._outgoing = {(kind, chunk) for kind, chunk in own if elsewhere(chunk + FLOW[kind])}
+        self._steps: list[Step] = []
+        self._unsent: tuple[Work, ...] = ()
+        self._held: tuple[Work, ...] = ()
+        self._received: set[Work] = set()
+
+    def add(
+        self, *work: Work, sends_late: bool = False, hold: bool = False, receive_too: tuple[Work, ...] = ()
+    ) -> None:
+        """Adds a step.
+
+        sends_late: pending outputs are sent after this step's inputs have arrived, not before.
+        hold: this step's outputs are sent together with those of the next step.
+        receive_too: work of later steps whose inputs are received in this step.
+        """
+        receives = _select(work + receive_too, self._incoming)
+        if self._received:
+            receives = tuple([w for w in receives if w not in self._received])
+            self._received.difference_update(work)
+        self._received.update(receive_too)
+        outputs = _select(work, self._outgoing)
+        sends, late_sends = ((), self._unsent) if sends_late else (self._unsent, ())
+        self._steps.append(Step(sends, receives, late_sends, work))
+        self._unsent, self._held = (self._held, outputs) if hold else (self._held + outputs, ())
+
+    def finished(self) -> list[Step]:
+        """All steps; a last step without work sends the remaining outputs."""
+        return [*self._steps, Step(self._unsent + self._held, (), (), ())]
+
+
+def _select(work: tuple[Work, ...], places: set[tuple[Kind, int]]) -> tuple[Work, ...]:
+    """The work whose kind and chunk are among `places`."""
+    selected = [w for w in work if (w.kind, w.chunk) in places]
+    # Large plans have millions of these: reuse the tuple if nothing is removed.
+    return work if len(selected) == len(work) else tuple(selected)
