@@ -49,6 +49,7 @@ class GPTEngine(PatchedPipelineEngine):
             optimizer.use_bnb_optimizer,
             self._zero_units(model),
             config.model.matrix_lr_mult,
+            [weight for weight, _ in _tied_weights(model)] if self._is_partitioned else [],
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -60,6 +61,11 @@ class GPTEngine(PatchedPipelineEngine):
             config=settings,
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
+
+    @property
+    def _is_partitioned(self) -> bool:
+        """Whether optimizer state is sharded over data-parallel ranks."""
+        return self.run_config.parallel.zero_stage >= 1 and self.layout.dp_size > 1
 
     def _zero_units(self, model: GPTModelPipe) -> dict[str, nn.Module]:
         """The layers whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded over data-parallel ranks."""
@@ -77,13 +83,12 @@ class GPTEngine(PatchedPipelineEngine):
             description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
             f"TP rank {layout.tp_rank}, DP rank {layout.dp_rank})",
         )
-        tied = self.module.get_tied_weights_and_groups()
         return MixedPrecisionOptimizer(
             optimizer,
             {parameter: name for name, parameter in self.module.named_parameters()},
             groups,
             self.tp_group,
-            [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
+            _tied_weights(self.module),
             LossScaler(self.run_config.precision),
             ZeroConfig(parallel.zero_stage, self._zero_units(self.module), parallel.cpu_offload),
             self.run_config.optimizer.clip_grad,
@@ -225,6 +230,12 @@ class GPTEngine(PatchedPipelineEngine):
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
+
+
+def _tied_weights(model: GPTModelPipe) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """The parameters with a replica on another stage, and the process group of these stages."""
+    tied = model.get_tied_weights_and_groups()
+    return [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1]
 
 
 def _no_heartbeat() -> None:

@@ -55,7 +55,7 @@ def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 
 # The gradients lie in the same buffers at every step, so the tables are copied to the device once.
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=256)
 def _chunk_table(
     places: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,13 +29,12 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
-from megatron.kernels.norms import fused_norms
-from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks
 from megatron.optimizer.eight_bit import new_moment
-from megatron.optimizer.flat_group import FlatGroup, accurate_norm, is_host_memory
+from megatron.optimizer.flat_group import FlatGroup, is_host_memory
+from megatron.optimizer.gradient_norm import gradient_norms
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
@@ -134,7 +133,6 @@ class MixedPrecisionOptimizer:
         # The largest of the ranks' exit codes when the last step computed the grad norm; None if not asked.
         self.exit_code: int | None = None
         self.begin_step()
-        self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -146,8 +144,6 @@ class MixedPrecisionOptimizer:
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
-        sharded = [flat.shards_gradients for flat in self.flat for _ in flat.parameters]
-        self._sharded = torch.tensor(sharded, dtype=torch.bool, device=self._device())
         self._units = [
             ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
             for unit, module in zero.units.items()
@@ -226,15 +222,6 @@ class MixedPrecisionOptimizer:
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
         The norms before the reduction are kept, to name the rank of a non-finite gradient."""
-        if any(flat.shards_gradients for flat in self.flat):
-            self._norms_before_reduction = torch.cat(
-                [
-                    flat.reduced_grad_norms if flat.shards_gradients else self._local_grad_norms([flat])
-                    for flat in self.flat
-                ]
-            )
-        else:
-            self._norms_before_reduction = self._local_grad_norms(self.flat)
         self._reduction.run()
 
     @torch.no_grad()
@@ -307,34 +294,24 @@ class MixedPrecisionOptimizer:
                     stack.enter_context(unit.gathered_params())
             yield
 
-    def _local_grad_norms(self, groups: Sequence[FlatGroup]) -> Tensor:
-        """The norm of `FlatGroup.local_grad` for each parameter of the groups, fp64."""
-        gradients = [flat.local_grad(parameter) for flat in groups for parameter in flat.parameters]
-        if not gradients:
-            return torch.zeros(0, dtype=torch.float64, device=self._device())
-        if uses_kernels(gradients[0]):
-            return fused_norms(gradients)
-        return torch.stack([accurate_norm(gradient) for gradient in gradients])
-
     def _global_norm(self) -> float:
         """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks. Sets
         `exit_code`."""
         codes = []
         if self._exit_code_fn is not None:
             codes = [largest_of_all_ranks(self._exit_code_fn(), self._device(), torch.float64)]
-        norms = self._norms_before_reduction
+        norms = self._norms_before_reduction()
         if self._reduction.exchanges:
-            norms = self._local_grad_norms(self.flat)
+            owned = [flat.owned_grad(parameter) for flat in self.flat for parameter in flat.parameters]
+            norms = gradient_norms(owned, self._device())
         squares = norms.square()
-        if self._units:
-            shard_squares = squares * self._sharded
-            dist.all_reduce(shard_squares, group=self.groups.data)
-            squares = torch.where(self._sharded, shard_squares, squares)
         # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
-        if self.groups.model is not None:
+        if self.partition_count > 1:
+            dist.all_reduce(square)  # all ranks: each owns other elements
+        elif self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
-        if self.groups.dp_size > 1:
+        if self.partition_count == 1 and self.groups.dp_size > 1:
             # Each model-parallel group may round differently, but all replicas must clip by the same factor.
             dist.broadcast(square, group=self.groups.data, group_src=0)
         # The only synchronization with the device in a step.
@@ -342,12 +319,17 @@ class MixedPrecisionOptimizer:
         self.exit_code = int(exit_code[0]) if exit_code else None
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
+    def _norms_before_reduction(self) -> Tensor:
+        """The norm of this rank's gradient of each parameter, fp64."""
+        none = torch.zeros(0, dtype=torch.float64, device=self._device())
+        return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
+
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
         """The ranks and parameters with a non-finite gradient, as one text for all ranks. Collective."""
-        finite = self._norms_before_reduction.isfinite().tolist()
+        finite = self._norms_before_reduction().isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
         report = f"{self.groups.description}: {first_few(bad, limit=1)}" if bad else None
         if report and self._loss is not None and not self._loss.isfinite():

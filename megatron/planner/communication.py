@@ -19,12 +19,13 @@ PyTorch's recomputation stops after the last tensor that is saved. Without hidde
 the last matrix product of the recomputed layers, so its all-reduce is not repeated.
 
 Data-parallel group, per step, for P parameters of a rank (arXiv 1910.02054): all-reduce 4 P of the gradients,
-which are fp32; with ZeRO-1 also all-gather e P. With ZeRO-2 a transformer layer's gradients are
-reduce-scattered in each micro-batch instead, with ZeRO-3 its weights also gathered twice in each micro-batch.
-Flat buffers are padded to equal partitions.
+which are fp32; with ZeRO-1 reduce-scatter 4 P, and all-gather e P. With ZeRO-2 a transformer layer's
+gradients are reduce-scattered in each micro-batch instead, with ZeRO-3 its weights also gathered twice in
+each micro-batch. Flat buffers are padded to equal partitions.
 
 Between stages: the hidden state forward and its gradient backward, 1 / t of them on each tensor-parallel rank
-unless the schedule is DualPipeV. The two stages of the tied embedding all-reduce its gradient, 4 V h / t.
+unless the schedule is DualPipeV. The two stages of the tied embedding all-reduce its gradient, 4 V h / t,
+with ZeRO 1 / d of it.
 
 `tests/simulated/test_communication.py` compares calls and bytes with the simulated step, exactly.
 """
@@ -42,11 +43,13 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head, is_untied
+from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.flat_buffers import (
+    embedding_ranks,
     flat_buffers,
     is_replicated,
     is_sequence_parallel,
+    is_tied_across_ranks,
     layer_parameters,
     rank_buffers,
 )
@@ -302,26 +305,27 @@ def _step_exchanges(
     tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
     ranks, flats = parallel.pipeline_model_parallel_size, rank_buffers(config, plan, vocab_size, stages)
     if parallel.sequence_parallel and tp_size > 1:
-        summed = sum(flat.local_gradients(is_sequence_parallel) for flat in flats)
+        summed = sum(flat.first_partition(is_sequence_parallel) for flat in flats)
         if summed:
             yield Exchange(TENSOR, ALL_REDUCE, "sequence-parallel gradients", FP32 * summed)
     if dp_size > 1:
         for flat in flats:
             if not flat.shards_gradients:
-                yield Exchange(DATA, ALL_REDUCE, "gradients", FP32 * flat.length)
-    holders = {plan.rank_of(_stage_of(plan, layer)) for layer in embedding_and_head(plan.names)}
-    if rank in holders and len(holders) == 2 and not is_untied(plan.names):
-        (other,) = holders - {rank}
-        rows = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
-        yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * rows * config.model.hidden_size, peer=other)
-    replicated = sum(flat.local_gradients(is_replicated) for flat in flats) if tp_size > 1 else 0
+                operation = REDUCE_SCATTER if flat.partitions > 1 else ALL_REDUCE
+                yield Exchange(DATA, operation, "gradients", FP32 * flat.length)
+    tied = sum(flat.first_partition(lambda parameter: parameter.is_word_embedding) for flat in flats)
+    if tied and is_tied_across_ranks(plan):
+        (other,) = embedding_ranks(plan) - {rank}
+        yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * tied, peer=other)
+    replicated = sum(flat.first_partition(is_replicated) for flat in flats) if tp_size > 1 else 0
     if replicated:
         yield Exchange(TENSOR, ALL_REDUCE, "replicated gradients", FP32 * replicated)
-    if any(flat.shards_gradients for flat in flats):
-        yield Exchange(DATA, ALL_REDUCE, "gradient norm", 8 * sum(len(flat.parameters) for flat in flats))
-    if tp_size * ranks > 1:
+    partitioned = parallel.zero_stage >= 1 and dp_size > 1
+    if partitioned:
+        yield Exchange(WORLD, ALL_REDUCE, "gradient norm", 8)
+    if tp_size * ranks > 1 and not partitioned:
         yield Exchange(MODEL, ALL_REDUCE, "gradient norm", 8)
-    if dp_size > 1:
+    if dp_size > 1 and not partitioned:
         yield Exchange(DATA, BROADCAST, "gradient norm", 8)
     if config.stability.spike_policy is not None and parallel.world_size > 1:
         yield Exchange(WORLD, ALL_REDUCE, "loss and gradient norm", 16)
@@ -338,10 +342,6 @@ def _step_exchanges(
         yield Exchange(PIPELINE, BROADCAST, "loss", 2 * FP32)
     if parallel.world_size > 1:
         yield Exchange(WORLD, ALL_REDUCE, "exit code", 8)
-
-
-def _stage_of(plan: StagePlan, layer: int) -> int:
-    return next(stage for stage, end in enumerate(plan.bounds[1:]) if layer < end)
 
 
 # --- sizes ---

@@ -39,6 +39,8 @@ class Parameter:
     is_replicated: bool
     """Over the tensor-parallel ranks."""
     in_transformer_layer: bool
+    is_word_embedding: bool
+    """Or the head that is tied to it."""
     kind: tuple[bool, int, float]
     """Weight decay, bits of a moment, multiplier of the learning rate: the flat group that it is in."""
 
@@ -53,7 +55,7 @@ class FlatBuffer:
     shards_gradients: bool
 
     def first_partition(self, wanted: Callable[[Parameter], bool]) -> int:
-        """Elements of the wanted parameters in the partition of data rank 0."""
+        """Elements of the wanted parameters in the partition of data rank 0; without ZeRO all of them."""
         end, offset, found = self.length // self.partitions, 0, 0
         alignment = _alignment(self.parameters)
         for parameter in self.parameters:
@@ -62,12 +64,6 @@ class FlatBuffer:
                 found += max(min(offset + parameter.elements, end) - offset, 0)
             offset += parameter.elements
         return found
-
-    def local_gradients(self, wanted: Callable[[Parameter], bool]) -> int:
-        """Elements of the wanted parameters' gradients that the rank holds at the end of a step."""
-        if self.shards_gradients:
-            return self.first_partition(wanted)
-        return sum(parameter.elements for parameter in self.parameters if wanted(parameter))
 
 
 def is_replicated(parameter: Parameter) -> bool:
@@ -81,9 +77,11 @@ def is_sequence_parallel(parameter: Parameter) -> bool:
 
 
 def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[FlatBuffer]:
-    """The flat buffers of a rank: of its parameters outside of ZeRO's units, then of each unit."""
+    """The flat buffers of a rank: of its parameters outside of ZeRO's units, of the tied embedding if it is
+    partitioned and on another rank too, then of each unit."""
     parallel = config.parallel
-    sharded = parallel.zero_stage >= 2 and parallel.data_parallel_size > 1
+    partitioned = parallel.zero_stage >= 1 and parallel.data_parallel_size > 1
+    sharded = parallel.zero_stage >= 2 and partitioned
     table = layer_parameters(config, vocab_size)
     first, head = embedding_and_head(plan.names)
     layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
@@ -94,10 +92,26 @@ def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Seque
     layers.sort(key=lambda layer: layer != first and (untied or layer != head))
     in_units = [layer for layer in layers if sharded and plan.names[layer] == TRANSFORMER_LAYER]
     others = [p for layer in layers if layer not in in_units for p in table[layer]]
-    flats = flat_buffers(config, others, False)
+    separate = partitioned and is_tied_across_ranks(plan)
+    flats = flat_buffers(config, [p for p in others if not (separate and p.is_word_embedding)], False)
+    flats += flat_buffers(config, [p for p in others if separate and p.is_word_embedding], False)
     for layer in in_units:
         flats += flat_buffers(config, table[layer], True)
     return flats
+
+
+def is_tied_across_ranks(plan: StagePlan) -> bool:
+    """Whether two pipeline ranks hold the tied embedding."""
+    return len(embedding_ranks(plan)) == 2 and not is_untied(plan.names)
+
+
+def embedding_ranks(plan: StagePlan) -> set[int]:
+    """The pipeline ranks of the embedding and of the head."""
+    return {plan.rank_of(_stage_of(plan, layer)) for layer in embedding_and_head(plan.names)}
+
+
+def _stage_of(plan: StagePlan, layer: int) -> int:
+    return next(stage for stage, end in enumerate(plan.bounds[1:]) if layer < end)
 
 
 def flat_buffers(config: Config, parameters: Iterable[Parameter], is_unit: bool) -> list[FlatBuffer]:
@@ -167,11 +181,13 @@ def _build_parameters(
 def _describe(config: Config, name: str, parameter: torch.Tensor, layer: str) -> Parameter:
     spec = spec_of(parameter)
     # `moment_bits` knows the word embedding by its name in the whole model.
+    is_word_embedding = layer == EMBEDDING and name == "word_embeddings.weight"
     name = f"tied_modules.embed.{name}" if layer == EMBEDDING else name
     bits = moment_bits(name, spec) if config.optimizer.use_bnb_optimizer else 32
     return Parameter(
         parameter.numel(),
         spec.shard_dim is None,
         layer == TRANSFORMER_LAYER,
+        is_word_embedding,
         (spec.weight_decay, bits, spec.lr_mult),
     )

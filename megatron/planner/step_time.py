@@ -273,14 +273,15 @@ def _collectives_of_step(
 def _optimizer_seconds(
     config: Config, plan: StagePlan, program: Program, rank: int, cluster: Cluster
 ) -> float:
-    """The gradient norm and zeroing (two reads, one write of the gradients), the update: master weights and
-    two moments read and written, the gradient read, the weights written."""
+    """Norms and zeroing of the gradients (all read and written, with ZeRO the rank's partition read again),
+    the update: master weights and two moments read and written, the gradient read, the weights written."""
     parallel = config.parallel
     stages = [stage for stage in range(parallel.num_stages) if plan.rank_of(stage) == rank]
     parameters = sum(plan.stage_parameters(stage) for stage in stages)
     shards = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
     size = 4 if config.precision.name == "fp32" else 2
-    moved = parameters * 3 * program.gradient_bytes + parameters / shards * (6 * 4 + 4 + size)
+    gradients = program.gradient_bytes
+    moved = parameters * 2 * gradients + parameters / shards * (gradients + 6 * 4 + 4 + size)
     return moved / (cluster.achieved.memory * cluster.gpu.bandwidth)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from megatron.cluster.rank_reports import RankReport
 from megatron.mpu.parameters import merge_shards
-from megatron.optimizer.flat_group import ALIGNMENT, NORM_CHUNK, accurate_norm
+from megatron.optimizer.flat_group import ALIGNMENT
+from megatron.optimizer.gradient_norm import NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.testing.layouts import (
     FP32_BOUND,
