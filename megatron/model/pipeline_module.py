@@ -104,9 +104,10 @@ class GPTModelPipe(PipelineModule):
                     compile_in_place(layer)
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """This rank's transformer layers by layer index, the first part of their parameters' names."""
-        layers = self.forward_funcs
-        return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
+        """This rank's transformer layers by layer index, the first part of their parameters' names; with
+        dualpipev those of both stages."""
+        layers = [layer for layer in self.modules() if isinstance(layer, ParallelTransformerLayerPipe)]
+        return {str(layer.layer_index): layer for layer in sorted(layers, key=lambda x: x.layer_index)}
 
     def stages_record(self) -> dict[str, Any]:
         """Which layers each stage holds; saved in the checkpoint."""

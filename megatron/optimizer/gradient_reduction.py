@@ -55,6 +55,7 @@ class GradientReduction:
         stages_of = {parameter: stages for parameter, stages in tied}
         self._tied = [(*pair, stages_of[pair[1]]) for pair in held if pair[1] in stages_of]
         self._sequence_parallel = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
+        self._started: list[tuple[FlatGroup, dist.Work]] = []
         self._replicated = [pair for pair in held if tp_group.size > 1 and spec_of(pair[1]).shard_dim is None]
 
     @property
@@ -63,20 +64,31 @@ class GradientReduction:
         return self._dp_group is not None or bool(self._tied or self._replicated)
 
     @torch.no_grad()
+    def start(self, flats: Sequence[FlatGroup]) -> None:
+        """Starts the reduce-scatters of partitioned groups whose gradients are final in this step. `run`
+        waits for them. Collective, in the same order on all ranks of the data-parallel group."""
+        record_norms(flats)
+        assert self._dp_group is not None or not flats
+        self._started += [(flat, flat.reduce_scatter_grads(self._dp_group)) for flat in flats]
+
+    @torch.no_grad()
     def run(self) -> None:
         """The steps above. Collective. Afterwards `FlatGroup.owned_grad` has the reduced gradients, and
         `FlatGroup.reduced_grad_norms` the norms before. Gradients that are sharded between micro-batches
         (ZeRO-2, ZeRO-3) are already reduce-scattered."""
         full = [flat for flat in self._flats if not flat.shards_gradients]
-        record_norms(full)
-        for flat in full:
-            if flat.partitions > 1:
-                flat.reduce_scatter_grads(self._dp_group).wait()
+        partitioned = [flat for flat in full if flat.partitions > 1]
+        replicated = [flat for flat in full if flat.partitions == 1]
+        record_norms(replicated)
+        started = {id(flat) for flat, _ in self._started}
+        self.start([flat for flat in partitioned if id(flat) not in started])
+        for _, pending in self._started:
+            pending.wait()
+        self._started.clear()
         self._all_reduce_packed([flat.owned_grad(parameter) for flat, parameter in self._sequence_parallel])
         if self._dp_group is not None:
-            for flat in full:
-                if flat.partitions == 1:
-                    dist.all_reduce(flat.gradients, group=self._dp_group)
+            for flat in replicated:
+                dist.all_reduce(flat.gradients, group=self._dp_group)
         for flat, parameter, stages in self._tied:
             if (gradient := flat.owned_grad(parameter)).numel():
                 dist.all_reduce(gradient, group=stages)

@@ -18,7 +18,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from megatron.config import ConfigError
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks
+from megatron.optimizer.buckets import Bucket
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import FlatGroup, is_host_memory
 from megatron.optimizer.gradient_norm import gradient_norms
@@ -40,6 +40,7 @@ from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit
+from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 from megatron.text_table import first_few
 
 # Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
@@ -50,48 +51,6 @@ SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, 
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient is non-finite. Raised on every rank, before the weights are updated."""
-
-
-@dataclass(frozen=True)
-class OptimizerProcessGroups:
-    """The process groups of an optimizer step; None stands for a group of one rank."""
-
-    data: dist.ProcessGroup | None
-    dp_size: int
-    dp_rank: int
-    model: dist.ProcessGroup | None
-    """All stages and TP ranks of one data-parallel replica."""
-    description: str
-    """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
-
-
-@dataclass(frozen=True)
-class LocalParamState:
-    """The elements of one parameter in this rank's partition."""
-
-    name: str
-    spec: ParameterSpec
-    tp_group: TPGroup
-    start: int
-    """Index of the first element within the flattened TP shard of the parameter."""
-    values: dict[str, Tensor]
-    """'fp32': master weights; other keys: moments, by the optimizer's names. All flat, equally long, fp32."""
-    step: float | None
-    """Number of updates, None if the optimizer does not count them."""
-    quantized: bool
-    """Whether the moments are stored in 8 bits."""
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """What is sharded over the data-parallel ranks, and where the optimizer state is kept."""
-
-    zero_stage: int
-    units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
-    parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
-    cpu_offload: bool = False
-    """Whether master weights and moments are kept and updated in host memory."""
 
 
 class MixedPrecisionOptimizer:
@@ -132,6 +91,7 @@ class MixedPrecisionOptimizer:
         self.skipped_by_fn = False
         # The largest of the ranks' exit codes when the last step computed the grad norm; None if not asked.
         self.exit_code: int | None = None
+        self._buckets: list[Bucket] = []
         self.begin_step()
         self._loss: Tensor | None = None
 
@@ -148,11 +108,17 @@ class MixedPrecisionOptimizer:
             ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
             for unit, module in zero.units.items()
         ]
+        self._overlaps_gather = zero.overlap_param_gather
         for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad  # autograd accumulates in the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+        start = self._reduction.start if zero.overlap_grad_reduce else None
+        self._buckets = [
+            Bucket(modules, [flat for flat in self.flat if flat.unit == unit], groups.data, start)
+            for unit, modules in zero.buckets.items()
+        ]
 
     def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
         in_unit = group.get("unit") in zero.units
@@ -197,17 +163,21 @@ class MixedPrecisionOptimizer:
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float], bool] | None = None,
         exit_code_fn: Callable[[], int] | None = None,
+        micro_batches: int = 0,
     ) -> None:
         """Sets the options of the next steps.
 
         skips_non_finite: whether a step with a non-finite gradient is skipped; None: only if the loss scale
         can be lowered. skip_update_fn: called with the grad norm before the update; returns, equally on all
         ranks, whether to skip it. exit_code_fn: called after the backward pass; the largest result of all
-        ranks is `exit_code` after the step, read from the device together with the grad norm.
+        ranks is `exit_code` after the step, read from the device together with the grad norm. micro_batches:
+        of the next step; 0 if not known, the gradients are then reduced after the backward passes.
         """
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
         self._exit_code_fn = exit_code_fn
+        for bucket in self._buckets:
+            bucket.begin_step(micro_batches)
 
     def register_loss(self, loss: Tensor) -> None:
         """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
@@ -273,11 +243,25 @@ class MixedPrecisionOptimizer:
 
     def _all_gather_params(self) -> None:
         """Copies this rank's master weights into the model and all-gathers the other partitions. Weights that
-        are sharded (ZeRO-3) are gathered later, before each layer runs."""
+        are sharded (ZeRO-3) are gathered later, before each layer runs; those of buckets may arrive later."""
         for flat in self.flat:
             flat.copy_master_to_params()
-            if self.partition_count > 1 and not flat.shards_weights:
-                flat.all_gather_params(self.groups.data).wait()
+        if self.partition_count > 1:
+            in_buckets = {id(flat) for bucket in self._buckets for flat in bucket.flats}
+            rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
+            pending = [flat.all_gather_params(self.groups.data) for flat in rest]
+            for bucket in self._buckets:
+                bucket.start_gather()
+            for work in pending:
+                work.wait()
+        if not self._overlaps_gather:
+            self.wait_for_params()
+
+    def wait_for_params(self) -> None:
+        """Waits until all weights of the last step have arrived. Called before weights are read other than
+        by a forward pass."""
+        for bucket in self._buckets:
+            bucket.wait_for_gather()
 
     @property
     def shards_weights(self) -> bool:
@@ -288,6 +272,7 @@ class MixedPrecisionOptimizer:
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
         """Within this context the full weights of `module` (default: of all modules) are allocated on this
         rank. Collective."""
+        self.wait_for_params()
         with ExitStack() as stack:
             for unit in self._units:
                 if module is None or unit.module is module:
@@ -369,6 +354,7 @@ class MixedPrecisionOptimizer:
 
     def local_param_states(self) -> Iterator[LocalParamState]:
         """Yields the state of each parameter with elements in this rank's partitions."""
+        self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
@@ -473,6 +459,7 @@ class MixedPrecisionOptimizer:
         optimizer state is reset. before_rounding: called with each fp32 moment that will be stored in 8 bits.
         Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
+        self.wait_for_params()
         self.optimizer.state.clear()
         self._first_others: dict[tuple[int, str], Any] = {}
         for index, flat in enumerate(self.flat):
@@ -490,6 +477,7 @@ class MixedPrecisionOptimizer:
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._all_gather_params()
+        self.wait_for_params()
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:

@@ -66,6 +66,11 @@ STAGES = "stages"
 INPUT_GRADIENT = "input gradient"
 """Purpose of the collectives that run while the weight's gradient is computed."""
 
+WEIGHTS = "weights"
+"""Purpose of the all-gathers after the update of the optimizer."""
+BUCKET_GRADIENTS, BUCKET_WEIGHTS = "gradients of buckets", "weights of buckets"
+"""Purposes of collectives that run during backward and forward passes (`megatron.optimizer.buckets`)."""
+
 FP32 = 4
 Spec = tuple[tuple[int, ...], torch.dtype]
 
@@ -312,7 +317,8 @@ def _step_exchanges(
         for flat in flats:
             if not flat.shards_gradients:
                 operation = REDUCE_SCATTER if flat.partitions > 1 else ALL_REDUCE
-                yield Exchange(DATA, operation, "gradients", FP32 * flat.length)
+                purpose = BUCKET_GRADIENTS if flat.in_bucket else "gradients"
+                yield Exchange(DATA, operation, purpose, FP32 * flat.length)
     tied = sum(flat.first_partition(lambda parameter: parameter.is_word_embedding) for flat in flats)
     if tied and is_tied_across_ranks(plan):
         (other,) = embedding_ranks(plan) - {rank}
@@ -335,7 +341,8 @@ def _step_exchanges(
             yield Exchange(TENSOR, ALL_REDUCE, "replicated parameters", 8 * copies)
     for flat in flats:
         if flat.partitions > 1 and not (parallel.zero_stage == 3 and flat.shards_gradients):
-            yield Exchange(DATA, ALL_GATHER, "weights", _parameter_bytes(config) * flat.length)
+            purpose = BUCKET_WEIGHTS if flat.in_bucket else WEIGHTS
+            yield Exchange(DATA, ALL_GATHER, purpose, _parameter_bytes(config) * flat.length)
     if dp_size > 1 and len(plan.bounds) - 2 in stages:
         yield Exchange(DATA, ALL_REDUCE, "loss", FP32)
     if ranks > 1:

@@ -8,7 +8,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -24,6 +24,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.random import DropoutRNG
+from megatron.optimizer.buckets import divide_into_buckets
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.quantized import BLOCK_SIZE
@@ -53,6 +54,8 @@ class FlatBuffer:
     length: int
     partitions: int
     shards_gradients: bool
+    in_bucket: bool = False
+    """Whether it is that of a bucket of layers (`megatron.optimizer.buckets`)."""
 
     def first_partition(self, wanted: Callable[[Parameter], bool]) -> int:
         """Elements of the wanted parameters in the partition of data rank 0; without ZeRO all of them."""
@@ -78,7 +81,7 @@ def is_sequence_parallel(parameter: Parameter) -> bool:
 
 def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[FlatBuffer]:
     """The flat buffers of a rank: of its parameters outside of ZeRO's units, of the tied embedding if it is
-    partitioned and on another rank too, then of each unit."""
+    partitioned and on another rank too, then of each unit or bucket of layers."""
     parallel = config.parallel
     partitioned = parallel.zero_stage >= 1 and parallel.data_parallel_size > 1
     sharded = parallel.zero_stage >= 2 and partitioned
@@ -90,14 +93,28 @@ def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Seque
         layers.remove(head)  # the same parameter
     # DeepSpeed registers the tied modules first.
     layers.sort(key=lambda layer: layer != first and (untied or layer != head))
-    in_units = [layer for layer in layers if sharded and plan.names[layer] == TRANSFORMER_LAYER]
+    transformer = sorted(layer for layer in layers if plan.names[layer] == TRANSFORMER_LAYER)
+    units = [[layer] for layer in transformer] if sharded else _buckets(config, transformer, table)
+    in_units = {layer for unit in units for layer in unit}
     others = [p for layer in layers if layer not in in_units for p in table[layer]]
     separate = partitioned and is_tied_across_ranks(plan)
     flats = flat_buffers(config, [p for p in others if not (separate and p.is_word_embedding)], False)
     flats += flat_buffers(config, [p for p in others if separate and p.is_word_embedding], False)
-    for layer in in_units:
-        flats += flat_buffers(config, table[layer], True)
+    for unit in units:
+        found = flat_buffers(config, [p for layer in unit for p in table[layer]], sharded)
+        flats += found if sharded else [replace(flat, in_bucket=True) for flat in found]
     return flats
+
+
+def _buckets(
+    config: Config, layers: Sequence[int], table: Sequence[tuple[Parameter, ...]]
+) -> list[list[int]]:
+    """The transformer layers of each bucket of a rank that holds `layers`."""
+    bucket_size = config.parallel.bucket_size
+    if bucket_size is None:
+        return []
+    sizes = [sum(parameter.elements for parameter in table[layer]) for layer in layers]
+    return [[layers[index] for index in part] for part in divide_into_buckets(sizes, bucket_size)]
 
 
 def is_tied_across_ranks(plan: StagePlan) -> bool:

@@ -22,6 +22,10 @@ MORE = {
     "zero3-groups": "--world-size 2 --bf16 --zero-stage 3 --checkpoint-activations "
     f"--checkpoint-num-layers 3 {NO_DROPOUT}",
     "8-bit-tensor": "--world-size 4 --tensor-model-parallel-size 2 --bf16 --zero-stage 1 --use-bnb-optimizer",
+    "late-gradients": "--world-size 2 --bf16 --zero-stage 1 --ddp-bucket-size 1 --no-overlap-grad-reduce",
+    "early-weights": "--world-size 2 --bf16 --zero-stage 1 --ddp-bucket-size 1 --no-overlap-param-gather",
+    "no-overlap": "--world-size 2 --bf16 --zero-stage 1 --ddp-bucket-size 1 --no-overlap-grad-reduce "
+    "--no-overlap-param-gather",
     "documents": "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
     "--position-embedding-type rotary --reset-position-ids",
     "sequence-fp32-residual": "--world-size 4 --tensor-model-parallel-size 2 "
