@@ -7,6 +7,7 @@ the full tensor: the output of an all-gather, the input of a reduce-scatter, the
 Tensor-parallel group, per micro-batch (arXiv 1909.08053; with --sequence-parallel arXiv 2205.05198):
 
     embedding              forward all-reduce H
+      sequence parallel    forward reduce-scatter H, backward all-gather H
     transformer layer      forward 2 all-reduces of H, backward 2, recomputation 2 (or 1, see below)
       sequence parallel    forward 2 all-gathers and 2 reduce-scatters of H; backward 4 and 2
       fewer query groups   forward and recomputation all-gather, backward reduce-scatter of the projections,
@@ -166,14 +167,15 @@ def stage_communication(config: Config, plan: StagePlan, vocab_size: int, stage:
     if config.parallel.tensor_model_parallel_size > 1:
         hidden = _hidden_bytes(config)
         if first in layers:
-            forward.append(Exchange(TENSOR, ALL_REDUCE, "embedding", hidden))
+            if config.parallel.sequence_parallel:
+                forward.append(Exchange(TENSOR, REDUCE_SCATTER, "embedding", hidden))
+                backward.append(Exchange(TENSOR, ALL_GATHER, "embedding", hidden))
+            else:
+                forward.append(Exchange(TENSOR, ALL_REDUCE, "embedding", hidden))
         layer_forward, layer_backward = _layer_exchanges(config, count)
         forward += layer_forward
         backward += layer_backward
         if config.parallel.sequence_parallel:
-            residual = hidden * _residual_bytes(config) // _parameter_bytes(config)
-            if first + 1 in layers:  # to_sequence_first
-                backward.append(Exchange(TENSOR, ALL_GATHER_LIST, "embedding", residual))
             last = FIRST_TRANSFORMER_LAYER + config.model.num_layers
             if last in layers:  # to_batch_first
                 wide = tensors_at(config, last, config.model.seq_length)[0][1].itemsize
@@ -365,11 +367,12 @@ def tensors_at(config: Config, bound: int, seq_length: int) -> list[Spec]:
     if model.apply_residual_connection_post_layernorm and bound > FIRST_TRANSFORMER_LAYER:
         wide = False  # the residual is the output of a norm
     dtype = torch.float32 if wide else PARAMETER_DTYPES[config.precision.name]
-    if not FIRST_TRANSFORMER_LAYER <= bound <= last_layer + 1:
-        shape = (batch, seq_length, model.hidden_size)
-    else:
-        parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    sequence_first = FIRST_TRANSFORMER_LAYER - (1 if parts > 1 else 0)
+    if sequence_first <= bound <= last_layer + 1:
         shape = (seq_length // parts, batch, model.hidden_size)
+    else:
+        shape = (batch, seq_length, model.hidden_size)
     has_document_ids = config.data.reset_attention_mask or (
         config.data.reset_position_ids and model.position_embedding_type == "rotary"
     )

@@ -39,7 +39,8 @@ class Parameter:
     elements: int
     is_replicated: bool
     """Over the tensor-parallel ranks."""
-    in_transformer_layer: bool
+    is_sequence_parallel: bool
+    """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
     is_word_embedding: bool
     """Or the head that is tied to it."""
     kind: tuple[bool, int, float]
@@ -76,7 +77,7 @@ def is_replicated(parameter: Parameter) -> bool:
 
 def is_sequence_parallel(parameter: Parameter) -> bool:
     """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
-    return parameter.is_replicated and parameter.in_transformer_layer
+    return parameter.is_sequence_parallel
 
 
 def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[FlatBuffer]:
@@ -204,7 +205,7 @@ def _describe(config: Config, name: str, parameter: torch.Tensor, layer: str) ->
     return Parameter(
         parameter.numel(),
         spec.shard_dim is None,
-        layer == TRANSFORMER_LAYER,
+        spec.shard_dim is None and layer in (TRANSFORMER_LAYER, EMBEDDING),
         is_word_embedding,
         (spec.weight_decay, bits, spec.lr_mult),
     )

@@ -1,6 +1,7 @@
 """One optimizer for all layouts: fp32 sums, one norm, clipping, loss scale, ZeRO-1, errors on every rank."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from megatron.cluster.rank_reports import RankReport
 from megatron.mpu.parameters import merge_shards
+from megatron.optimizer import flat_group
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.gradient_norm import NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
@@ -391,8 +393,20 @@ def test_a_rank_saves_its_own_partition_of_the_master_weights(precision):
         assert own <= written <= 1.1 * own
 
 
+@contextmanager
+def reduce_scatters():
+    """ZeRO's gradients are reduce-scattered, as they are with NCCL."""
+    chosen = flat_group.prefers_all_reduce
+    flat_group.prefers_all_reduce = lambda group: False
+    try:
+        yield
+    finally:
+        flat_group.prefers_all_reduce = chosen
+
+
 def train_a_little(row, options):
-    return train_layout(row, 5, model={"num_layers": 4}, parallel=options)
+    with reduce_scatters():
+        return train_layout(row, 5, model={"num_layers": 4}, parallel=options)
 
 
 BUCKETS = {"ddp_bucket_size": 1}  # of one layer each

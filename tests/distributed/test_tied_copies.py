@@ -85,10 +85,12 @@ def copies_after(row, changes, steps, other_order):
 
 
 SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
+BUCKETS = {"parallel": {"ddp_bucket_size": 1}, "model": {"num_layers": 4}}
 # (layout, changes of its config, whether the back-end's order of summation is another one)
 REPRESENTATIVE = {
     "three replicas, partitions of odd lengths": (Row(pp=2, dp=3, zero=1), {"model": UNEQUAL}, False),
     "four replicas, any order": (Row(pp=2, dp=4), {}, True),
+    "buckets of one layer, any order": (Row(pp=2, dp=3, zero=1), BUCKETS, True),
     "TP ranks, any order": (Row(tp=2, dp=3, zero=1, positions="rotary"), SEQUENCE_PARALLEL, True),
 }
 
@@ -110,6 +112,8 @@ def every_case():
         for options in ({}, SEQUENCE_PARALLEL):
             # Clipping by a norm that each replica sums in its own order would also make replicas differ.
             yield row, {**options, "optimizer": CLIPPED, "model": {"embed_layernorm": True}}, True
+    for row in (Row(tp=2, dp=4, zero=1), Row(tp=2, pp=2, dp=2, zero=1), Row(dp=4, zero=1)):
+        yield row, {**BUCKETS, "parallel": {"ddp_bucket_size": 1, "sequence_parallel": row.tp > 1}}, True
     for stage in (2, 3):
         yield Row(tp=2, dp=4, zero=stage), SEQUENCE_PARALLEL, True
     for precision in ("bf16", "fp16"):

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.communication import rank_communication
+from megatron.planner.communication import ALL_GATHER, REDUCE_SCATTER, rank_communication
+from megatron.simulation.record import Instruction
 from megatron.simulation.stages import simulate_stages
 from megatron.simulation.world import plan_of
 from tests.simulated.layouts import LAYOUTS, NO_DROPOUT, config_of
@@ -58,3 +59,14 @@ def test_planned_collectives_are_those_of_the_step(name):
 def test_planned_collectives_of_more_layouts(name):
     config = config_of(MORE[name])
     check(config, simulate_stages(config))
+
+
+def test_gradients_of_buckets_are_reduced_in_the_last_backward_pass():
+    """A reduce-scatter for the matrices and one for the vectors of each of four layers; the rest later."""
+    (record,) = records_of("data-4-buckets")
+    backward = Instruction("BackwardPass")
+    reduced = [call for call in record.last[backward].calls if call.operation == REDUCE_SCATTER]
+    assert len(reduced) == 2 * 4
+    assert not record.first[backward].calls and not record.rest[backward].calls
+    later = [call.operation for call in record.outside.calls]
+    assert later.count(REDUCE_SCATTER) == 2 and later.count(ALL_GATHER) == 2 * 4 + 2
