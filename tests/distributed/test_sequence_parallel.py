@@ -150,7 +150,7 @@ def test_a_column_and_a_row_parallel_layer_on_a_sharded_sequence_equal_plain_one
 
 
 def embedding_pair():
-    """Outputs and gradients of the embedding, sharded along the sequence, and this rank's part of those of the
+    """Outputs and gradients of the embedding sharded along the sequence, and this rank's part of those of the
     replicated one."""
     import torch.distributed as dist
 
