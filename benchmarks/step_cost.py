@@ -7,7 +7,8 @@
 The real step runs (model, engine, optimizer, schedule) on tensors without values: no GPU is needed, and
 nothing is a measurement. The cost of a layer is the difference of models with one and with two layers per
 stage. Bytes are those of the tensors that each operation reads and writes. The rows with seconds are the
-planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes.
+planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share the 3200
+Gbit/s of their node.
 
 All other flags are those of pretrain_gpt.py, and replace the preset's.
 """
@@ -37,7 +38,7 @@ from megatron.text_table import format_table  # noqa: E402
 
 _COMMON = (
     "--dry-run --bf16 --zero-stage 1 --micro-batch-size 1 --lr 1e-4 --train-iters 100 --vocab-size 50257 "
-    "--attention-dropout 0.1 --hidden-dropout 0.1 --gpu h100-80gb --inter-node-gbps 400"
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --gpu h100-80gb --node-size 8 --inter-node-gbps 3200"
 )
 PRESETS = {
     "13B": "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
@@ -164,9 +165,9 @@ def synchronization_rows(simulated: Simulated) -> list[Row]:
     record = simulated.record
     often = sum(syncs_per_micro_batch(record).values())
     in_step = len(record.outside.syncs)
-    firsts = [(work, record.rest.get(kind)) for kind, work in record.first.items()]
-    in_step += sum(len(work.syncs) - len(rest.syncs) for work, rest in firsts if rest is not None)
-    in_step += sum(len(work.syncs) for work, rest in firsts if rest is None)
+    for works in (record.first, record.last):
+        for kind, work in works.items():
+            in_step += len(work.syncs) - (len(record.rest[kind].syncs) if kind in record.rest else 0)
     return [
         Row("host synchronizations per micro-batch", str(often), "0", often == 0),
         Row(f"host synchronizations per {STEP}", str(in_step), "1", in_step <= 1),

@@ -45,6 +45,12 @@ DEPRECATED_FLAGS: tuple[DeprecatedFlag, ...] = (
     DeprecatedFlag(
         ("--deepspeed-activation-checkpointing",), "--checkpoint-activations enables activation checkpointing"
     ),
+    DeprecatedFlag(
+        ("--overlap-grad-reduce",), "with --zero-stage 1 it is the default, see --no-overlap-grad-reduce"
+    ),
+    DeprecatedFlag(
+        ("--overlap-param-gather",), "with --zero-stage 1 it is the default, see --no-overlap-param-gather"
+    ),
     DeprecatedFlag(("--abort-on-unmet-fused-kernel-constraints",), "there are no compiled fused kernels"),
     DeprecatedFlag(("--no-bias-gelu-fusion",), "there is no fused bias-GELU kernel"),
     DeprecatedFlag(("--no-bias-dropout-fusion",), "there is no fused bias-dropout kernel"),

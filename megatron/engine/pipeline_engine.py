@@ -23,9 +23,11 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.optimizer.buckets import divide_into_buckets
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, OptimizerProcessGroups, ZeroConfig
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
+from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 
 
 class GPTEngine(PatchedPipelineEngine):
@@ -51,8 +53,9 @@ class GPTEngine(PatchedPipelineEngine):
             model.named_parameters(),
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
-            self._zero_units(model),
+            self._layer_units(model),
             config.model.matrix_lr_mult,
+            [weight for weight, _ in _tied_weights(model)] if self._is_partitioned else [],
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -65,10 +68,30 @@ class GPTEngine(PatchedPipelineEngine):
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
 
+    @property
+    def _is_partitioned(self) -> bool:
+        """Whether optimizer state is sharded over data-parallel ranks."""
+        return self.run_config.parallel.zero_stage >= 1 and self.layout.dp_size > 1
+
     def _zero_units(self, model: GPTModelPipe) -> dict[str, nn.Module]:
         """The layers whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded over data-parallel ranks."""
         sharded = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
         return model.transformer_layers() if sharded else {}
+
+    def _buckets(self, model: GPTModelPipe) -> dict[str, dict[str, nn.Module]]:
+        """The layers of each bucket (`megatron.optimizer.buckets`), by the bucket's name."""
+        bucket_size = self.run_config.parallel.bucket_size
+        if bucket_size is None:
+            return {}
+        layers = list(model.transformer_layers().items())
+        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
+        buckets = [dict(layers[part.start : part.stop]) for part in divide_into_buckets(sizes, bucket_size)]
+        return {f"layers {', '.join(bucket)}": bucket for bucket in buckets}
+
+    def _layer_units(self, model: GPTModelPipe) -> dict[str, str]:
+        """Layer -> its unit or its bucket."""
+        units = {layer: layer for layer in self._zero_units(model)}
+        return units | {layer: name for name, bucket in self._buckets(model).items() for layer in bucket}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         grid = self.module.mpu()
@@ -81,15 +104,21 @@ class GPTEngine(PatchedPipelineEngine):
             description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
             f"TP rank {layout.tp_rank}, DP rank {layout.dp_rank})",
         )
-        tied = self.module.get_tied_weights_and_groups()
         return MixedPrecisionOptimizer(
             optimizer,
             {parameter: name for name, parameter in self.module.named_parameters()},
             groups,
             self.tp_group,
-            [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1],
+            _tied_weights(self.module),
             LossScaler(self.run_config.precision),
-            ZeroConfig(parallel.zero_stage, self._zero_units(self.module), parallel.cpu_offload),
+            ZeroConfig(
+                parallel.zero_stage,
+                self._zero_units(self.module),
+                {name: list(bucket.values()) for name, bucket in self._buckets(self.module).items()},
+                overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
+                overlap_param_gather=not parallel.no_overlap_param_gather,
+                cpu_offload=parallel.cpu_offload,
+            ),
             self.run_config.optimizer.clip_grad,
             averages_replicated=self.run_config.stability.sync_tp_duplicated_parameters,
         )
@@ -117,15 +146,16 @@ class GPTEngine(PatchedPipelineEngine):
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(seq_length or self.run_config.model.seq_length)
-        self.optimizer.begin_step(
-            skips_non_finite,
-            skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
-            exit_code_fn,
-        )
         if global_batch_size != self.train_batch_size():
             # A rollback may lead back to a step of the ramp-up that this run did not start with.
             check_batch_size(self.run_config, global_batch_size)
             self.set_train_batch_size(global_batch_size)
+        self.optimizer.begin_step(
+            skips_non_finite,
+            skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
+            exit_code_fn,
+            self.micro_batches,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
         samples = micro_batch_samples(
@@ -181,6 +211,7 @@ class GPTEngine(PatchedPipelineEngine):
         With ZeRO-3 the weights are all-gathered one layer at a time. The first replica writes; with
         DeepSpeed's parallel_write the replicas take turns.
         """
+        self.optimizer.wait_for_params()
         if not self.optimizer.shards_weights:
             return super().module_state_dict(exclude_frozen_parameters)
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
@@ -229,6 +260,12 @@ class GPTEngine(PatchedPipelineEngine):
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
+
+
+def _tied_weights(model: GPTModelPipe) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """The parameters with a replica on another stage, and the process group of these stages."""
+    tied = model.get_tied_weights_and_groups()
+    return [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1]
 
 
 def _no_heartbeat() -> None:

@@ -5,7 +5,7 @@ An operator is one kernel launch, so the simulated accelerator counts it as one 
 kernel has a plain PyTorch twin, which CPUs and GPUs without triton use:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
-    norms          norms of many tensors                `optimizer.flat_group.accurate_norm`
+    norms          norms of many tensors                `optimizer.gradient_norm.accurate_norm`
     attention      flash attention with hash dropout    `model.core_attention.CoreAttention`
     cross_entropy  loss and gradient of logits          `mpu.logit_chunks.LogitChunks`
     embedding      gradient of an embedding             `mpu.embedding._add_rows`

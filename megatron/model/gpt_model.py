@@ -31,7 +31,7 @@ What tensor parallelism changes (TP > 1; Megatron, arXiv 1909.08053, section 3):
 whole heads with the keys and values of their g / TP groups (of a part of one group if g < TP), 4h / TP
 columns of the MLP, V / TP rows of the word embedding and the same columns of the logits. The second matrix
 product of attention and MLP sums over the ranks. Hidden states are replicated over the ranks; with
---sequence-parallel each rank has [s / TP, b, h] of them from layer 2 to L+2 (arXiv 2205.05198).
+--sequence-parallel each rank has [s / TP, b, h] of them from layer 1 to L+2 (arXiv 2205.05198).
 The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
 
 The parts beside this file: core_attention.py (scores, softmax, dropout), position.py (learned, rotary, ALiBi,
@@ -61,7 +61,6 @@ from megatron.mpu.layers import (
 from megatron.mpu.mappings import (
     gather_from_rank_block,
     gather_from_tensor_region,
-    scatter_to_tensor_region,
 )
 from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
 from megatron.mpu.random import dropout, dropout_add
@@ -108,7 +107,8 @@ def _to_float16(tokens: Tensor) -> Tensor:
 
 
 class EmbeddingPipe(nn.Module):
-    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], with document ids if the layers need them.
+    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], or with --sequence-parallel this rank's shard
+    [seq / TP, batch, hidden]; with document ids if the layers need them.
 
     The same class is the LM head on the last stage (`is_head`). It then holds the word embedding only: the
     position embedding would be a parameter without a gradient there.
@@ -132,6 +132,7 @@ class EmbeddingPipe(nn.Module):
             context.tp_group,
             num_valid_rows=vocab_size,
             init_std=model.init_method_std,
+            sequence_parallel=context.sequence_parallel,
         )
         self.tp_group = context.tp_group
         self.logits_multiplier = model.logits_multiplier
@@ -152,6 +153,11 @@ class EmbeddingPipe(nn.Module):
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
         self.dropout_rng = context.dropout_rng
+        self.sequence_parallel = context.sequence_parallel
+        if self.sequence_parallel:
+            for parameter in self.parameters():
+                if spec_of(parameter).shard_dim is None:
+                    mark_sequence_parallel_grad(parameter)
 
     def forward(self, tokens: Tensor) -> LayerIO:
         document_ids = (
@@ -165,7 +171,7 @@ class EmbeddingPipe(nn.Module):
                 positions = positions_within_documents(document_ids)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-            hidden = hidden + self.position_embeddings(positions, len(tokens))
+            hidden = hidden + self._position_vectors(positions, len(tokens))
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if self.fp32_residual:
@@ -176,10 +182,19 @@ class EmbeddingPipe(nn.Module):
                 self.dropout_rate,
                 self.dropout_rng,
                 "embedding.dropout",
-                batch_dim=0,
+                batch_dim=1 if self.sequence_parallel else 0,
+                shard_dim=0 if self.sequence_parallel else None,
                 tp_group=self.tp_group,
             )
         return (hidden, document_ids) if self.passes_document_ids else hidden
+
+    def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
+        """positions [batch or 1, seq] -> the vectors in the shape of the output of `word_embeddings`."""
+        if not self.sequence_parallel:
+            return self.position_embeddings(positions, batch)
+        width = positions.shape[1] // self.tp_group.size
+        own = positions.narrow(1, self.tp_group.rank * width, width)
+        return self.position_embeddings(own, batch).transpose(0, 1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -189,13 +204,11 @@ class EmbeddingPipe(nn.Module):
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
     def to_sequence_first(layer_io: LayerIO) -> LayerIO:
-        """[batch, seq, hidden] -> [seq, batch, hidden], or with --sequence-parallel this rank's shard
-        [seq / TP, batch, hidden]."""
-        hidden, document_ids = split_layer_io(layer_io)
-        hidden = hidden.transpose(0, 1)
+        """[batch, seq, hidden] -> [seq, batch, hidden]; with --sequence-parallel the identity."""
         if context.sequence_parallel:
-            hidden = scatter_to_tensor_region(hidden, context.tp_group, dim=0)
-        hidden = hidden.contiguous()
+            return layer_io
+        hidden, document_ids = split_layer_io(layer_io)
+        hidden = hidden.transpose(0, 1).contiguous()
         return hidden if document_ids is None else (hidden, document_ids)
 
     return to_sequence_first

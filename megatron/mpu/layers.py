@@ -30,16 +30,25 @@ from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, 
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [...] -> vectors [..., hidden], replicated over the tensor-parallel ranks.
+    """Token ids [batch, seq] -> vectors [batch, seq, hidden], replicated over the tensor-parallel ranks.
 
     Each rank holds `padded_vocab / size` rows of the table. Rows from `num_valid_rows` on are padding.
+    sequence_parallel: the output is this rank's shard [seq / size, batch, hidden].
     """
 
     def __init__(
-        self, padded_vocab: int, hidden: int, tp_group: TPGroup, *, num_valid_rows: int, init_std: float
+        self,
+        padded_vocab: int,
+        hidden: int,
+        tp_group: TPGroup,
+        *,
+        num_valid_rows: int,
+        init_std: float,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel
         spec = ParameterSpec(
             (padded_vocab, hidden), shard_dim=0, init_std=init_std, num_valid_rows=num_valid_rows
         )
@@ -54,6 +63,8 @@ class VocabParallelEmbedding(nn.Module):
         # rows, so that the backward pass does not add all their zeros to a single row.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_region(vectors.transpose(0, 1).contiguous(), self.tp_group)
         return _AllReduceInPlace.apply(vectors, self.tp_group)
 
 

@@ -9,7 +9,8 @@ A group has full weights in the run's precision, full gradients in fp32, and thi
 of the fp32 master weights. The ZeRO stage decides which full buffers are allocated:
 
     ZeRO 0    full weights and gradients always; the partition is the whole buffer
-    ZeRO 1    full weights and gradients always; the partition is a view of them
+    ZeRO 1    full weights and gradients always; the partition is a view of them. At the end of a step the
+              gradients are reduce-scattered: then only the partition has the sum over the replicas
     ZeRO 2    full gradients of a transformer layer during its backward pass only: at its end they are
               reduce-scattered into the partitions
     ZeRO 3    also full weights of a transformer layer during its forward and backward pass only: they are
@@ -35,9 +36,6 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_momen
 # With other lengths PyTorch's fused optimizers compute the last elements one by one, with different rounding.
 # The two replicas of a tied weight lie at different offsets of their buffers, so they would diverge.
 ALIGNMENT = 16
-# An fp32 sum of squares over a large tensor is inaccurate (relative error 4e-3 for 50 M elements on a CPU).
-# So squares are summed in fp32 within chunks of this many elements, and in fp64 over the chunks.
-NORM_CHUNK = 4096
 
 
 class FlatGroup:
@@ -76,6 +74,7 @@ class FlatGroup:
         first = self.parameters[0]
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
+        self.partitions = partitions
         self.size = length // partitions
         self.start = partition * self.size
         for parameter in self.parameters:
@@ -84,13 +83,11 @@ class FlatGroup:
             view.copy_(parameter.data)
             parameter.data = view
             parameter.main_grad = self.gradients[place].view_as(parameter)
-        own = slice(self.start, self.start + self.size)
-        self.local_weights = self.weights[own].clone() if shards_weights else self.weights[own]
-        self.local_gradients = (
-            torch.zeros_like(self.gradients[own]) if shards_gradients else self.gradients[own]
-        )
-        # Per parameter, the norm of this rank's gradients before they were reduce-scattered: for the
-        # diagnosis of a non-finite gradient.
+        own_weights, own_gradients = self._own_part(self.weights), self._own_part(self.gradients)
+        self.local_weights = own_weights.clone() if shards_weights else own_weights
+        self.local_gradients = torch.zeros_like(own_gradients) if shards_gradients else own_gradients
+        # Per parameter, the norm of this rank's gradients before they were reduced: for the diagnosis of a
+        # non-finite gradient.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host
@@ -110,6 +107,10 @@ class FlatGroup:
     def quantized(self) -> bool:
         """Whether the moments of these parameters are stored in 8 bits."""
         return self.moment_bits == 8
+
+    def _own_part(self, full: Tensor) -> Tensor:
+        """This rank's partition of a full buffer, as a view."""
+        return full[self.start : self.start + self.size]
 
     def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """(start, length) of the parameter's elements in this rank's partition; None if it has none."""
@@ -152,7 +153,7 @@ class FlatGroup:
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
-        else:
+        elif dist.get_backend(dp_group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter's version counter is not that of the buffer.
         return dist.all_gather_into_tensor(self.weights, own, group=dp_group, async_op=True)
@@ -173,24 +174,24 @@ class FlatGroup:
         _alloc_storage(self.gradients)
         self.gradients.zero_()
 
-    def reduce_scatter_grads(self, dp_group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-        """Starts the reduce-scatter of the full gradients. After `wait()` the returned tensor is this
-        partition's sum over the replicas, to be passed to `accumulate_grad_shard`. Collective."""
-        norms = [torch.linalg.vector_norm(parameter.main_grad) for parameter in self.parameters]
-        self.reduced_grad_norms += torch.stack(norms)
-        part = torch.empty_like(self.local_gradients)
-        return part, dist.reduce_scatter_tensor(part, self.gradients, group=dp_group, async_op=True)
+    def reduce_scatter_grads(self, dp_group: dist.ProcessGroup) -> dist.Work:
+        """Starts the reduce-scatter of the full gradients. After `wait()` this rank's partition is the
+        sum over the replicas, and the rest is undefined. Collective."""
+        if prefers_all_reduce(dp_group):
+            return dist.all_reduce(self.gradients, group=dp_group, async_op=True)
+        return dist.reduce_scatter_tensor(
+            self._own_part(self.gradients), self.gradients, group=dp_group, async_op=True
+        )
 
-    def accumulate_grad_shard(self, part: Tensor) -> None:
-        """Adds the result of `reduce_scatter_grads` to the partition's gradient; frees the full gradients."""
-        self.local_gradients += part
+    def accumulate_grad_shard(self) -> None:
+        """Adds the result of `reduce_scatter_grads` to the partition's gradient; frees the full gradients.
+        Only with `shards_gradients`."""
+        self.local_gradients += self._own_part(self.gradients)
         _free_storage(self.gradients)
 
-    def local_grad(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter's accumulated gradient on this rank, as a flat view. With `shards_gradients` this is
-        only the fragment in this rank's partition, which may be empty."""
-        if not self.shards_gradients:
-            return parameter.main_grad.reshape(-1)
+    def owned_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient of the parameter's elements in this rank's partition, as a flat view; may be empty.
+        Without ZeRO it is the whole gradient."""
         start, length = self.fragment(parameter) or (0, 0)
         return self.local_gradients[start : start + length]
 
@@ -201,6 +202,12 @@ class FlatGroup:
         if self.host_gradients is not None:
             self.host_gradients.copy_(self.local_gradients)
         self.master.grad = self.local_gradients if self.host_gradients is None else self.host_gradients
+
+
+def prefers_all_reduce(group: dist.ProcessGroup) -> bool:
+    """Whether an all-reduce is to be used instead of a reduce-scatter. With gloo the latter gives the same
+    bits and takes several times as long."""
+    return dist.get_backend(group) == dist.Backend.GLOO
 
 
 def is_host_memory(device: torch.device) -> bool:
@@ -214,14 +221,3 @@ def _free_storage(flat: Tensor) -> None:
 
 def _alloc_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-
-
-def accurate_norm(values: Tensor) -> Tensor:
-    """2-norm of an fp32 tensor as an fp64 scalar, relative error about 1e-8. Reads the tensor once."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-    square = torch.linalg.vector_norm(flat[whole:]).double().square()
-    if whole:
-        chunks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), dim=1)
-        square = square + chunks.double().square().sum()
-    return square.sqrt()

@@ -2,14 +2,22 @@
 
 Assumption about the communication backend: all members of a process group receive the same bits from an
 all-reduce. Nothing more is assumed: two groups, or buffers of different lengths, may sum in different orders
-and round differently. The steps, in this order:
+and round differently, and so may a reduce-scatter.
 
-1. Sequence-parallel gradients: each tensor-parallel rank has a partial gradient; they are summed over TP.
-2. Each flat buffer is summed over the data-parallel group. The result is bitwise equal on its members, the
-   replicas of one stage and one tensor-parallel rank.
+With ZeRO each element is summed and then used on one data-parallel rank only, its owner. The steps:
+
+1. Each flat buffer is reduce-scattered over the data-parallel group into the owners' partitions. All other
+   steps are done on the owned elements. Flat buffers have the same layout on all tensor-parallel ranks, so
+   all ranks of a tensor-parallel group own the same elements.
+2. Sequence-parallel gradients: each tensor-parallel rank has a partial gradient; they are summed over TP.
 3. The two replicas of a tied parameter are added over their two stages: a + b has the same bits in both
-   orders. This must come after step 2, since the buffers of the two stages have different lengths.
+   orders. The parameter has a flat buffer of its own (`parameter_groups`), so both stages divide it into the
+   same partitions.
 4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
+
+Without ZeRO every data-parallel rank uses all elements, and the groups of step 2 differ between these ranks.
+So step 2 comes first, then an all-reduce of each flat buffer over the data-parallel group gives its members
+the same bits. Step 3 must come after it, since the buffers of the two stages have different lengths.
 """
 
 from collections.abc import Sequence
@@ -21,6 +29,7 @@ from torch import Tensor, nn
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import is_sequence_parallel_grad, spec_of
 from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.gradient_norm import record_norms
 
 
 class GradientReduction:
@@ -35,15 +44,18 @@ class GradientReduction:
     ) -> None:
         """`dp_group`: None if the data-parallel size is 1. `tied`: parameters with a replica on another
         stage, and the process group of the two stages. ValueError for a parameter on more than two stages."""
-        self._flats, self._dp_group, self._tied, self._tp_group = list(flats), dp_group, list(tied), tp_group
-        for parameter, stages in self._tied:
+        self._flats, self._dp_group, self._tp_group = list(flats), dp_group, tp_group
+        for parameter, stages in tied:
             if dist.get_world_size(stages) != 2:
                 raise ValueError(
                     f"a tied parameter of shape {tuple(parameter.shape)} is on {dist.get_world_size(stages)} "
                     "stages: expected 2, since the sum of more depends on its order"
                 )
         held = [(flat, parameter) for flat in flats for parameter in flat.parameters]
+        stages_of = {parameter: stages for parameter, stages in tied}
+        self._tied = [(*pair, stages_of[pair[1]]) for pair in held if pair[1] in stages_of]
         self._sequence_parallel = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
+        self._started: list[tuple[FlatGroup, dist.Work]] = []
         self._replicated = [pair for pair in held if tp_group.size > 1 and spec_of(pair[1]).shard_dim is None]
 
     @property
@@ -52,17 +64,35 @@ class GradientReduction:
         return self._dp_group is not None or bool(self._tied or self._replicated)
 
     @torch.no_grad()
+    def start(self, flats: Sequence[FlatGroup]) -> None:
+        """Starts the reduce-scatters of partitioned groups whose gradients are final in this step. `run`
+        waits for them. Collective, in the same order on all ranks of the data-parallel group."""
+        record_norms(flats)
+        assert self._dp_group is not None or not flats
+        self._started += [(flat, flat.reduce_scatter_grads(self._dp_group)) for flat in flats]
+
+    @torch.no_grad()
     def run(self) -> None:
-        """The four steps above, in place. Collective. Sharded gradients (ZeRO-2, ZeRO-3) are already summed
-        over the data-parallel group; step 2 skips them."""
-        self._all_reduce_packed([flat.local_grad(parameter) for flat, parameter in self._sequence_parallel])
+        """The steps above. Collective. Afterwards `FlatGroup.owned_grad` has the reduced gradients, and
+        `FlatGroup.reduced_grad_norms` the norms before. Gradients that are sharded between micro-batches
+        (ZeRO-2, ZeRO-3) are already reduce-scattered."""
+        full = [flat for flat in self._flats if not flat.shards_gradients]
+        partitioned = [flat for flat in full if flat.partitions > 1]
+        replicated = [flat for flat in full if flat.partitions == 1]
+        record_norms(replicated)
+        started = {id(flat) for flat, _ in self._started}
+        self.start([flat for flat in partitioned if id(flat) not in started])
+        for _, pending in self._started:
+            pending.wait()
+        self._started.clear()
+        self._all_reduce_packed([flat.owned_grad(parameter) for flat, parameter in self._sequence_parallel])
         if self._dp_group is not None:
-            for flat in self._flats:
-                if not flat.shards_gradients:
-                    dist.all_reduce(flat.gradients, group=self._dp_group)
-        for parameter, stages in self._tied:
-            dist.all_reduce(parameter.main_grad, group=stages)
-        replicas = [flat.local_grad(parameter) for flat, parameter in self._replicated]
+            for flat in replicated:
+                dist.all_reduce(flat.gradients, group=self._dp_group)
+        for flat, parameter, stages in self._tied:
+            if (gradient := flat.owned_grad(parameter)).numel():
+                dist.all_reduce(gradient, group=stages)
+        replicas = [flat.owned_grad(parameter) for flat, parameter in self._replicated]
         if self._tp_group.rank != 0:
             for replica in replicas:
                 replica.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks

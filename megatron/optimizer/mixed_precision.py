@@ -18,7 +18,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,18 +28,19 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
-from megatron.kernels.norms import fused_norms
-from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks
+from megatron.optimizer.buckets import Bucket
 from megatron.optimizer.eight_bit import new_moment
-from megatron.optimizer.flat_group import FlatGroup, accurate_norm, is_host_memory
+from megatron.optimizer.flat_group import FlatGroup, is_host_memory
+from megatron.optimizer.gradient_norm import gradient_norms
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit
+from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 from megatron.text_table import first_few
 
 # Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
@@ -51,48 +51,6 @@ SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, 
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient is non-finite. Raised on every rank, before the weights are updated."""
-
-
-@dataclass(frozen=True)
-class OptimizerProcessGroups:
-    """The process groups of an optimizer step; None stands for a group of one rank."""
-
-    data: dist.ProcessGroup | None
-    dp_size: int
-    dp_rank: int
-    model: dist.ProcessGroup | None
-    """All stages and TP ranks of one data-parallel replica."""
-    description: str
-    """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
-
-
-@dataclass(frozen=True)
-class LocalParamState:
-    """The elements of one parameter in this rank's partition."""
-
-    name: str
-    spec: ParameterSpec
-    tp_group: TPGroup
-    start: int
-    """Index of the first element within the flattened TP shard of the parameter."""
-    values: dict[str, Tensor]
-    """'fp32': master weights; other keys: moments, by the optimizer's names. All flat, equally long, fp32."""
-    step: float | None
-    """Number of updates, None if the optimizer does not count them."""
-    quantized: bool
-    """Whether the moments are stored in 8 bits."""
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """What is sharded over the data-parallel ranks, and where the optimizer state is kept."""
-
-    zero_stage: int
-    units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
-    parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
-    cpu_offload: bool = False
-    """Whether master weights and moments are kept and updated in host memory."""
 
 
 class MixedPrecisionOptimizer:
@@ -133,8 +91,8 @@ class MixedPrecisionOptimizer:
         self.skipped_by_fn = False
         # The largest of the ranks' exit codes when the last step computed the grad norm; None if not asked.
         self.exit_code: int | None = None
+        self._buckets: list[Bucket] = []
         self.begin_step()
-        self._norms_before_reduction: Tensor | None = None
         self._loss: Tensor | None = None
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -146,17 +104,21 @@ class MixedPrecisionOptimizer:
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
-        sharded = [flat.shards_gradients for flat in self.flat for _ in flat.parameters]
-        self._sharded = torch.tensor(sharded, dtype=torch.bool, device=self._device())
         self._units = [
             ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
             for unit, module in zero.units.items()
         ]
+        self._overlaps_gather = zero.overlap_param_gather
         for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = parameter.main_grad  # autograd accumulates in the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+        start = self._reduction.start if zero.overlap_grad_reduce else None
+        self._buckets = [
+            Bucket(modules, [flat for flat in self.flat if flat.unit == unit], groups.data, start)
+            for unit, modules in zero.buckets.items()
+        ]
 
     def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
         in_unit = group.get("unit") in zero.units
@@ -201,17 +163,21 @@ class MixedPrecisionOptimizer:
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float], bool] | None = None,
         exit_code_fn: Callable[[], int] | None = None,
+        micro_batches: int = 0,
     ) -> None:
         """Sets the options of the next steps.
 
         skips_non_finite: whether a step with a non-finite gradient is skipped; None: only if the loss scale
         can be lowered. skip_update_fn: called with the grad norm before the update; returns, equally on all
         ranks, whether to skip it. exit_code_fn: called after the backward pass; the largest result of all
-        ranks is `exit_code` after the step, read from the device together with the grad norm.
+        ranks is `exit_code` after the step, read from the device together with the grad norm. micro_batches:
+        of the next step; 0 if not known, the gradients are then reduced after the backward passes.
         """
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
         self._exit_code_fn = exit_code_fn
+        for bucket in self._buckets:
+            bucket.begin_step(micro_batches)
 
     def register_loss(self, loss: Tensor) -> None:
         """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
@@ -226,15 +192,6 @@ class MixedPrecisionOptimizer:
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
         The norms before the reduction are kept, to name the rank of a non-finite gradient."""
-        if any(flat.shards_gradients for flat in self.flat):
-            self._norms_before_reduction = torch.cat(
-                [
-                    flat.reduced_grad_norms if flat.shards_gradients else self._local_grad_norms([flat])
-                    for flat in self.flat
-                ]
-            )
-        else:
-            self._norms_before_reduction = self._local_grad_norms(self.flat)
         self._reduction.run()
 
     @torch.no_grad()
@@ -286,11 +243,25 @@ class MixedPrecisionOptimizer:
 
     def _all_gather_params(self) -> None:
         """Copies this rank's master weights into the model and all-gathers the other partitions. Weights that
-        are sharded (ZeRO-3) are gathered later, before each layer runs."""
+        are sharded (ZeRO-3) are gathered later, before each layer runs; those of buckets may arrive later."""
         for flat in self.flat:
             flat.copy_master_to_params()
-            if self.partition_count > 1 and not flat.shards_weights:
-                flat.all_gather_params(self.groups.data).wait()
+        if self.partition_count > 1:
+            in_buckets = {id(flat) for bucket in self._buckets for flat in bucket.flats}
+            rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
+            pending = [flat.all_gather_params(self.groups.data) for flat in rest]
+            for bucket in self._buckets:
+                bucket.start_gather()
+            for work in pending:
+                work.wait()
+        if not self._overlaps_gather:
+            self.wait_for_params()
+
+    def wait_for_params(self) -> None:
+        """Waits until all weights of the last step have arrived. Called before weights are read other than
+        by a forward pass."""
+        for bucket in self._buckets:
+            bucket.wait_for_gather()
 
     @property
     def shards_weights(self) -> bool:
@@ -301,20 +272,12 @@ class MixedPrecisionOptimizer:
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
         """Within this context the full weights of `module` (default: of all modules) are allocated on this
         rank. Collective."""
+        self.wait_for_params()
         with ExitStack() as stack:
             for unit in self._units:
                 if module is None or unit.module is module:
                     stack.enter_context(unit.gathered_params())
             yield
-
-    def _local_grad_norms(self, groups: Sequence[FlatGroup]) -> Tensor:
-        """The norm of `FlatGroup.local_grad` for each parameter of the groups, fp64."""
-        gradients = [flat.local_grad(parameter) for flat in groups for parameter in flat.parameters]
-        if not gradients:
-            return torch.zeros(0, dtype=torch.float64, device=self._device())
-        if uses_kernels(gradients[0]):
-            return fused_norms(gradients)
-        return torch.stack([accurate_norm(gradient) for gradient in gradients])
 
     def _global_norm(self) -> float:
         """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks. Sets
@@ -322,19 +285,18 @@ class MixedPrecisionOptimizer:
         codes = []
         if self._exit_code_fn is not None:
             codes = [largest_of_all_ranks(self._exit_code_fn(), self._device(), torch.float64)]
-        norms = self._norms_before_reduction
+        norms = self._norms_before_reduction()
         if self._reduction.exchanges:
-            norms = self._local_grad_norms(self.flat)
+            owned = [flat.owned_grad(parameter) for flat in self.flat for parameter in flat.parameters]
+            norms = gradient_norms(owned, self._device())
         squares = norms.square()
-        if self._units:
-            shard_squares = squares * self._sharded
-            dist.all_reduce(shard_squares, group=self.groups.data)
-            squares = torch.where(self._sharded, shard_squares, squares)
         # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
-        if self.groups.model is not None:
+        if self.partition_count > 1:
+            dist.all_reduce(square)  # all ranks: each owns other elements
+        elif self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
-        if self.groups.dp_size > 1:
+        if self.partition_count == 1 and self.groups.dp_size > 1:
             # Each model-parallel group may round differently, but all replicas must clip by the same factor.
             dist.broadcast(square, group=self.groups.data, group_src=0)
         # The only synchronization with the device in a step.
@@ -342,12 +304,17 @@ class MixedPrecisionOptimizer:
         self.exit_code = int(exit_code[0]) if exit_code else None
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
+    def _norms_before_reduction(self) -> Tensor:
+        """The norm of this rank's gradient of each parameter, fp64."""
+        none = torch.zeros(0, dtype=torch.float64, device=self._device())
+        return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
+
     def _device(self) -> torch.device:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
         """The ranks and parameters with a non-finite gradient, as one text for all ranks. Collective."""
-        finite = self._norms_before_reduction.isfinite().tolist()
+        finite = self._norms_before_reduction().isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
         report = f"{self.groups.description}: {first_few(bad, limit=1)}" if bad else None
         if report and self._loss is not None and not self._loss.isfinite():
@@ -387,6 +354,7 @@ class MixedPrecisionOptimizer:
 
     def local_param_states(self) -> Iterator[LocalParamState]:
         """Yields the state of each parameter with elements in this rank's partitions."""
+        self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
@@ -491,6 +459,7 @@ class MixedPrecisionOptimizer:
         optimizer state is reset. before_rounding: called with each fp32 moment that will be stored in 8 bits.
         Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
+        self.wait_for_params()
         self.optimizer.state.clear()
         self._first_others: dict[tuple[int, str], Any] = {}
         for index, flat in enumerate(self.flat):
@@ -508,6 +477,7 @@ class MixedPrecisionOptimizer:
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._all_gather_params()
+        self.wait_for_params()
 
 
 def _accumulate_in_fp32(parameter: nn.Parameter) -> None:

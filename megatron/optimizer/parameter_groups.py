@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
     eight_bit: bool = False,
-    units: Collection[str] = (),
+    units: Mapping[str, str] | None = None,
     lr_mult: float = 1.0,
+    tied: Sequence[nn.Parameter] = (),
 ) -> list[dict[str, Any]]:
     """Two groups: parameters with weight decay (matrices, embeddings), then those without (biases, norms).
 
@@ -34,14 +35,23 @@ def parameter_groups(
     eight_bit: adds the key 'moment_bits', and a group of decayed parameters with 8-bit moments before the
     others. (The moments' precision depends on the size of a parameter, which a flat buffer no longer shows.)
 
-    units: first parts of names ('3' in '3.mlp.dense_h_to_4h.weight'). The parameters of each form separate
-    groups with the key 'unit', after all others.
+    units: first part of a parameter's name ('3' in '3.mlp.dense_h_to_4h.weight') -> its unit. The parameters
+    of each unit form separate groups with the key 'unit', after all others.
+
+    tied: parameters with a replica on another stage, in separate groups before those of the units. So their
+    flat buffer is the same on both stages, whatever else the stages hold.
     """
-    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units}
+    units = units or {}
+    by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units.values()}
     others: list[tuple[str, nn.Parameter]] = []
+    replicas: list[tuple[str, nn.Parameter]] = []
+    of_tied = {id(parameter) for parameter in tied}
     for name, parameter in named_parameters:
-        by_unit.get(name.partition(".")[0], others).append((name, parameter))
+        unit = units.get(name.partition(".")[0])
+        held = others if unit is None else by_unit[unit]
+        (replicas if id(parameter) in of_tied else held).append((name, parameter))
     groups = _groups_by_kind(others, weight_decay, eight_bit, lr_mult)
+    groups += _groups_by_kind(replicas, weight_decay, eight_bit, lr_mult) if replicas else []
     for unit, of_unit in by_unit.items():
         of_kinds = _groups_by_kind(of_unit, weight_decay, eight_bit, lr_mult)
         groups += [{**group, "unit": unit} for group in of_kinds]

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -91,11 +92,14 @@ class ShardedUnit:
             self._reduce_scatter_grads()
 
     def _reduce_scatter_grads(self) -> None:
+        for flat in self._flats:
+            norms = [torch.linalg.vector_norm(parameter.main_grad) for parameter in flat.parameters]
+            flat.reduced_grad_norms += torch.stack(norms)
         # Start all groups before waiting: the message of norms and biases is short.
         sums = [flat.reduce_scatter_grads(self._dp_group) for flat in self._flats]
-        for flat, (part, pending) in zip(self._flats, sums, strict=True):
+        for flat, pending in zip(self._flats, sums, strict=True):
             pending.wait()
-            flat.accumulate_grad_shard(part)
+            flat.accumulate_grad_shard()
         self._pending_params = set(self._parameters)
         self._in_backward = False
         self._free()

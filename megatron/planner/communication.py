@@ -7,6 +7,7 @@ the full tensor: the output of an all-gather, the input of a reduce-scatter, the
 Tensor-parallel group, per micro-batch (arXiv 1909.08053; with --sequence-parallel arXiv 2205.05198):
 
     embedding              forward all-reduce H
+      sequence parallel    forward reduce-scatter H, backward all-gather H
     transformer layer      forward 2 all-reduces of H, backward 2, recomputation 2 (or 1, see below)
       sequence parallel    forward 2 all-gathers and 2 reduce-scatters of H; backward 4 and 2
       fewer query groups   forward and recomputation all-gather, backward reduce-scatter of the projections,
@@ -21,12 +22,13 @@ PyTorch's recomputation stops after the last tensor that is saved. Without hidde
 the last matrix product of the recomputed layers, so its all-reduce is not repeated.
 
 Data-parallel group, per step, for P parameters of a rank (arXiv 1910.02054): all-reduce 4 P of the gradients,
-which are fp32; with ZeRO-1 also all-gather e P. With ZeRO-2 a transformer layer's gradients are
-reduce-scattered in each micro-batch instead, with ZeRO-3 its weights also gathered twice in each micro-batch.
-Flat buffers are padded to equal partitions.
+which are fp32; with ZeRO-1 reduce-scatter 4 P, and all-gather e P. With ZeRO-2 a transformer layer's
+gradients are reduce-scattered in each micro-batch instead, with ZeRO-3 its weights also gathered twice in
+each micro-batch. Flat buffers are padded to equal partitions.
 
 Between stages: the hidden state forward and its gradient backward, 1 / t of them on each tensor-parallel rank
-if a rank has one stage. The two stages of the tied embedding all-reduce its gradient, 4 V h / t.
+if a rank has one stage. The two stages of the tied embedding all-reduce its gradient, 4 V h / t, with ZeRO
+1 / d of it.
 
 `tests/simulated/test_communication.py` compares calls and bytes with the simulated step, exactly.
 """
@@ -44,12 +46,14 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head, is_untied
+from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.flat_buffers import (
+    embedding_ranks,
     flat_buffers,
     has_partial_gradient,
     is_replicated,
     is_sequence_parallel,
+    is_tied_across_ranks,
     layer_parameters,
     rank_buffers,
 )
@@ -66,6 +70,11 @@ STAGES = "stages"
 
 INPUT_GRADIENT = "input gradient"
 """Purpose of the collectives that run while the weight's gradient is computed."""
+
+WEIGHTS = "weights"
+"""Purpose of the all-gathers after the update of the optimizer."""
+BUCKET_GRADIENTS, BUCKET_WEIGHTS = "gradients of buckets", "weights of buckets"
+"""Purposes of collectives that run during backward and forward passes (`megatron.optimizer.buckets`)."""
 
 FP32 = 4
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -162,14 +171,15 @@ def stage_communication(config: Config, plan: StagePlan, vocab_size: int, stage:
     if config.parallel.tensor_model_parallel_size > 1:
         hidden = _hidden_bytes(config)
         if first in layers:
-            forward.append(Exchange(TENSOR, ALL_REDUCE, "embedding", hidden))
+            if config.parallel.sequence_parallel:
+                forward.append(Exchange(TENSOR, REDUCE_SCATTER, "embedding", hidden))
+                backward.append(Exchange(TENSOR, ALL_GATHER, "embedding", hidden))
+            else:
+                forward.append(Exchange(TENSOR, ALL_REDUCE, "embedding", hidden))
         layer_forward, layer_backward = _layer_exchanges(config, count)
         forward += layer_forward
         backward += layer_backward
         if config.parallel.sequence_parallel:
-            residual = hidden * _residual_bytes(config) // _parameter_bytes(config)
-            if first + 1 in layers:  # to_sequence_first
-                backward.append(Exchange(TENSOR, ALL_GATHER_LIST, "embedding", residual))
             last = FIRST_TRANSFORMER_LAYER + config.model.num_layers
             if last in layers:  # to_batch_first
                 wide = tensors_at(config, last, config.model.seq_length)[0][1].itemsize
@@ -309,26 +319,28 @@ def _step_exchanges(
     tp_size, dp_size = parallel.tensor_model_parallel_size, parallel.data_parallel_size
     ranks, flats = parallel.pipeline_model_parallel_size, rank_buffers(config, plan, vocab_size, stages)
     partial = is_sequence_parallel if parallel.sequence_parallel else has_partial_gradient
-    summed = sum(flat.local_gradients(partial) for flat in flats) if tp_size > 1 else 0
+    summed = sum(flat.first_partition(partial) for flat in flats) if tp_size > 1 else 0
     if summed:
         yield Exchange(TENSOR, ALL_REDUCE, "partial gradients", FP32 * summed)
     if dp_size > 1:
         for flat in flats:
             if not flat.shards_gradients:
-                yield Exchange(DATA, ALL_REDUCE, "gradients", FP32 * flat.length)
-    holders = {plan.rank_of(_stage_of(plan, layer)) for layer in embedding_and_head(plan.names)}
-    if rank in holders and len(holders) == 2 and not is_untied(plan.names):
-        (other,) = holders - {rank}
-        rows = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
-        yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * rows * config.model.hidden_size, peer=other)
-    replicated = sum(flat.local_gradients(is_replicated) for flat in flats) if tp_size > 1 else 0
+                operation = REDUCE_SCATTER if flat.partitions > 1 else ALL_REDUCE
+                purpose = BUCKET_GRADIENTS if flat.in_bucket else "gradients"
+                yield Exchange(DATA, operation, purpose, FP32 * flat.length)
+    tied = sum(flat.first_partition(lambda parameter: parameter.is_word_embedding) for flat in flats)
+    if tied and is_tied_across_ranks(plan):
+        (other,) = embedding_ranks(plan) - {rank}
+        yield Exchange(TIED, ALL_REDUCE, "tied embedding", FP32 * tied, peer=other)
+    replicated = sum(flat.first_partition(is_replicated) for flat in flats) if tp_size > 1 else 0
     if replicated:
         yield Exchange(TENSOR, ALL_REDUCE, "replicated gradients", FP32 * replicated)
-    if any(flat.shards_gradients for flat in flats):
-        yield Exchange(DATA, ALL_REDUCE, "gradient norm", 8 * sum(len(flat.parameters) for flat in flats))
-    if tp_size * ranks > 1:
+    partitioned = parallel.zero_stage >= 1 and dp_size > 1
+    if partitioned:
+        yield Exchange(WORLD, ALL_REDUCE, "gradient norm", 8)
+    if tp_size * ranks > 1 and not partitioned:
         yield Exchange(MODEL, ALL_REDUCE, "gradient norm", 8)
-    if dp_size > 1:
+    if dp_size > 1 and not partitioned:
         yield Exchange(DATA, BROADCAST, "gradient norm", 8)
     if config.stability.spike_policy is not None and parallel.world_size > 1:
         yield Exchange(WORLD, ALL_REDUCE, "loss and gradient norm", 16)
@@ -338,17 +350,14 @@ def _step_exchanges(
             yield Exchange(TENSOR, ALL_REDUCE, "replicated parameters", 8 * copies)
     for flat in flats:
         if flat.partitions > 1 and not (parallel.zero_stage == 3 and flat.shards_gradients):
-            yield Exchange(DATA, ALL_GATHER, "weights", _parameter_bytes(config) * flat.length)
+            purpose = BUCKET_WEIGHTS if flat.in_bucket else WEIGHTS
+            yield Exchange(DATA, ALL_GATHER, purpose, _parameter_bytes(config) * flat.length)
     if dp_size > 1 and len(plan.bounds) - 2 in stages:
         yield Exchange(DATA, ALL_REDUCE, "loss", FP32)
     if ranks > 1:
         yield Exchange(PIPELINE, BROADCAST, "loss", 2 * FP32)
     if parallel.world_size > 1:
         yield Exchange(WORLD, ALL_REDUCE, "exit code", 8)
-
-
-def _stage_of(plan: StagePlan, layer: int) -> int:
-    return next(stage for stage, end in enumerate(plan.bounds[1:]) if layer < end)
 
 
 # --- sizes ---
@@ -365,11 +374,12 @@ def tensors_at(config: Config, bound: int, seq_length: int) -> list[Spec]:
     if model.apply_residual_connection_post_layernorm and bound > FIRST_TRANSFORMER_LAYER:
         wide = False  # the residual is the output of a norm
     dtype = torch.float32 if wide else PARAMETER_DTYPES[config.precision.name]
-    if not FIRST_TRANSFORMER_LAYER <= bound <= last_layer + 1:
-        shape = (batch, seq_length, model.hidden_size)
-    else:
-        parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    sequence_first = FIRST_TRANSFORMER_LAYER - (1 if parts > 1 else 0)
+    if sequence_first <= bound <= last_layer + 1:
         shape = (seq_length // parts, batch, model.hidden_size)
+    else:
+        shape = (batch, seq_length, model.hidden_size)
     has_document_ids = config.data.reset_attention_mask or (
         config.data.reset_position_ids and model.position_embedding_type == "rotary"
     )

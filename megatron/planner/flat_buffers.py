@@ -8,7 +8,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -24,6 +24,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import is_sequence_parallel_grad, spec_of
 from megatron.mpu.random import DropoutRNG
+from megatron.optimizer.buckets import divide_into_buckets
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.quantized import BLOCK_SIZE
@@ -38,9 +39,12 @@ class Parameter:
     elements: int
     is_replicated: bool
     """Over the tensor-parallel ranks."""
+    is_sequence_parallel: bool
+    """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
     has_partial_gradient: bool
-    """Whether each tensor-parallel rank has a part of the gradient, without --sequence-parallel too."""
-    in_transformer_layer: bool
+    """The same without --sequence-parallel."""
+    is_word_embedding: bool
+    """Or the head that is tied to it."""
     kind: tuple[bool, int, float]
     """Weight decay, bits of a moment, multiplier of the learning rate: the flat group that it is in."""
 
@@ -53,9 +57,11 @@ class FlatBuffer:
     length: int
     partitions: int
     shards_gradients: bool
+    in_bucket: bool = False
+    """Whether it is that of a bucket of layers (`megatron.optimizer.buckets`)."""
 
     def first_partition(self, wanted: Callable[[Parameter], bool]) -> int:
-        """Elements of the wanted parameters in the partition of data rank 0."""
+        """Elements of the wanted parameters in the partition of data rank 0; without ZeRO all of them."""
         end, offset, found = self.length // self.partitions, 0, 0
         alignment = _alignment(self.parameters)
         for parameter in self.parameters:
@@ -65,12 +71,6 @@ class FlatBuffer:
             offset += parameter.elements
         return found
 
-    def local_gradients(self, wanted: Callable[[Parameter], bool]) -> int:
-        """Elements of the wanted parameters' gradients that the rank holds at the end of a step."""
-        if self.shards_gradients:
-            return self.first_partition(wanted)
-        return sum(parameter.elements for parameter in self.parameters if wanted(parameter))
-
 
 def is_replicated(parameter: Parameter) -> bool:
     """Whether all tensor-parallel ranks hold the whole parameter."""
@@ -79,7 +79,7 @@ def is_replicated(parameter: Parameter) -> bool:
 
 def is_sequence_parallel(parameter: Parameter) -> bool:
     """Whether each tensor-parallel rank has a part of the gradient, with --sequence-parallel."""
-    return parameter.is_replicated and parameter.in_transformer_layer
+    return parameter.is_sequence_parallel
 
 
 def has_partial_gradient(parameter: Parameter) -> bool:
@@ -88,9 +88,11 @@ def has_partial_gradient(parameter: Parameter) -> bool:
 
 
 def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[FlatBuffer]:
-    """The flat buffers of a rank: of its parameters outside of ZeRO's units, then of each unit."""
+    """The flat buffers of a rank: of its parameters outside of ZeRO's units, of the tied embedding if it is
+    partitioned and on another rank too, then of each unit or bucket of layers."""
     parallel = config.parallel
-    sharded = parallel.zero_stage >= 2 and parallel.data_parallel_size > 1
+    partitioned = parallel.zero_stage >= 1 and parallel.data_parallel_size > 1
+    sharded = parallel.zero_stage >= 2 and partitioned
     table = layer_parameters(config, vocab_size)
     first, head = embedding_and_head(plan.names)
     layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
@@ -99,12 +101,42 @@ def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Seque
         layers.remove(head)  # the same parameter
     # DeepSpeed registers the tied modules first.
     layers.sort(key=lambda layer: layer != first and (untied or layer != head))
-    in_units = [layer for layer in layers if sharded and plan.names[layer] == TRANSFORMER_LAYER]
+    transformer = sorted(layer for layer in layers if plan.names[layer] == TRANSFORMER_LAYER)
+    units = [[layer] for layer in transformer] if sharded else _buckets(config, transformer, table)
+    in_units = {layer for unit in units for layer in unit}
     others = [p for layer in layers if layer not in in_units for p in table[layer]]
-    flats = flat_buffers(config, others, False)
-    for layer in in_units:
-        flats += flat_buffers(config, table[layer], True)
+    separate = partitioned and is_tied_across_ranks(plan)
+    flats = flat_buffers(config, [p for p in others if not (separate and p.is_word_embedding)], False)
+    flats += flat_buffers(config, [p for p in others if separate and p.is_word_embedding], False)
+    for unit in units:
+        found = flat_buffers(config, [p for layer in unit for p in table[layer]], sharded)
+        flats += found if sharded else [replace(flat, in_bucket=True) for flat in found]
     return flats
+
+
+def _buckets(
+    config: Config, layers: Sequence[int], table: Sequence[tuple[Parameter, ...]]
+) -> list[list[int]]:
+    """The transformer layers of each bucket of a rank that holds `layers`."""
+    bucket_size = config.parallel.bucket_size
+    if bucket_size is None:
+        return []
+    sizes = [sum(parameter.elements for parameter in table[layer]) for layer in layers]
+    return [[layers[index] for index in part] for part in divide_into_buckets(sizes, bucket_size)]
+
+
+def is_tied_across_ranks(plan: StagePlan) -> bool:
+    """Whether two pipeline ranks hold the tied embedding."""
+    return len(embedding_ranks(plan)) == 2 and not is_untied(plan.names)
+
+
+def embedding_ranks(plan: StagePlan) -> set[int]:
+    """The pipeline ranks of the embedding and of the head."""
+    return {plan.rank_of(_stage_of(plan, layer)) for layer in embedding_and_head(plan.names)}
+
+
+def _stage_of(plan: StagePlan, layer: int) -> int:
+    return next(stage for stage, end in enumerate(plan.bounds[1:]) if layer < end)
 
 
 def flat_buffers(config: Config, parameters: Iterable[Parameter], is_unit: bool) -> list[FlatBuffer]:
@@ -174,12 +206,14 @@ def _build_parameters(
 def _describe(config: Config, name: str, parameter: torch.Tensor, layer: str) -> Parameter:
     spec = spec_of(parameter)
     # `moment_bits` knows the word embedding by its name in the whole model.
+    is_word_embedding = layer == EMBEDDING and name == "word_embeddings.weight"
     name = f"tied_modules.embed.{name}" if layer == EMBEDDING else name
     bits = moment_bits(name, spec) if config.optimizer.use_bnb_optimizer else 32
     return Parameter(
         parameter.numel(),
         spec.shard_dim is None,
+        spec.shard_dim is None and layer in (TRANSFORMER_LAYER, EMBEDDING),
         is_sequence_parallel_grad(parameter),
-        layer == TRANSFORMER_LAYER,
+        is_word_embedding,
         (spec.weight_decay, bits, spec.lr_mult),
     )

@@ -208,7 +208,7 @@ def embedding_activation_bytes(config: Config) -> float:
     """Activations of the embedding: token ids as sent and as looked up (shifted to this rank's rows with
     t > 1, and a mask of those of other ranks), the dropout mask, with --embed-layernorm the input and the
     statistics of its norm."""
-    tokens, values = config.batch.micro_batch_size * config.model.seq_length, hidden_values(config)
+    tokens, values = config.batch.micro_batch_size * config.model.seq_length, residual_values(config)
     kept: float = tokens * (2 * 8 + (1 + 8 if config.parallel.tensor_model_parallel_size > 1 else 0))
     if config.model.embed_layernorm:
         kept += values * parameter_bytes(config) + norm_statistics_bytes(config, values)

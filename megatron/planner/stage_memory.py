@@ -22,7 +22,7 @@ class StageMemory:
     head: float
     """LM head and loss: their largest part, or what exists of them while a layer has more."""
     temporaries: float
-    """Of the layer or of the optimizer step that is running."""
+    """Of the layer that is running."""
     tables: float
     """Attention bias, rotary angles, receive buffer."""
     host: float
@@ -76,9 +76,6 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
     of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
-    step = temporaries.optimizer_step_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
-    if step > kept + sum(of_parts):
-        return StageMemory(state, 0.0, 0.0, step, tables, host)
     return StageMemory(state, kept, *of_parts, tables, host)
 
 

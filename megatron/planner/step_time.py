@@ -24,11 +24,14 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
 from megatron.planner.communication import (
+    BUCKET_GRADIENTS,
+    BUCKET_WEIGHTS,
     DATA,
     INPUT_GRADIENT,
     SEND,
     STAGES,
     TENSOR,
+    WEIGHTS,
     Exchange,
     RankCommunication,
     rank_communication,
@@ -36,6 +39,7 @@ from megatron.planner.communication import (
 from megatron.planner.flops import model_iteration_flops, recomputes_scores, tflops_per_device
 from megatron.planner.hardware import GPU, find_gpu
 from megatron.planner.network import Network, find_network
+from megatron.planner.overlap import Collective, reduction_after_backward, wait_for_weights
 from megatron.planner.stages import StagePlan, micro_batches_per_step
 from megatron.planner.work import Program, Work, program_of, stage_work
 
@@ -95,10 +99,10 @@ class StepTime:
     micro_batches: int
     pipeline: float
     reduction: float
-    """Of the gradients, over all groups."""
+    """Of the gradients over all groups, as far as no backward pass hides it."""
     optimizer: float
     gather: float
-    """Of the weights, after the update (ZeRO-1)."""
+    """Of the weights, after the update (ZeRO-1), as far as no forward pass hides it."""
     bubble: float
     """Fraction of the pipeline's time in which the ranks are idle, their mean."""
     exposed_communication: float
@@ -142,7 +146,7 @@ def predict_step(
     transfers = _transfers(config, plan, cluster, exchanges)
     micro_batches = micro_batches_per_step(config)
     pipeline = PipelineTime.measure(config.parallel, stages, transfers, micro_batches)
-    reduction, gather = _collectives_of_step(config, cluster, exchanges)
+    reduction, gather = _collectives_of_step(config, cluster, exchanges, stages, pipeline)
     optimizer = max(_optimizer_seconds(config, plan, program, rank, cluster) for rank in range(ranks))
     outside = reduction + gather + optimizer
     step = pipeline.seconds(micro_batches) + outside
@@ -257,31 +261,48 @@ def _transfers(
 
 
 def _collectives_of_step(
-    config: Config, cluster: Cluster, exchanges: Sequence[RankCommunication]
+    config: Config,
+    cluster: Cluster,
+    exchanges: Sequence[RankCommunication],
+    stages: Sequence[StageTime],
+    pipeline: PipelineTime,
 ) -> tuple[float, float]:
-    """(reductions, all-gathers) after the last backward pass, of the slowest rank."""
-    reductions, gathers = [], []
+    """(reductions, all-gathers) that a step waits for, of the slowest rank: after the end of the pipeline,
+    and in the first forward passes of the next step. A rank that starts later or ends earlier waits less."""
+    timeline = pipeline.timeline(pipeline.simulated)
+    reductions, waits = [], []
     for rank, communication in enumerate(exchanges):
-        layout = _layout(config, rank)
-        found = [0.0, 0.0]
+        layout, own = _layout(config, rank), [time for time in stages if time.rank == rank]
+        by_purpose: dict[str, list[Collective]] = {BUCKET_GRADIENTS: [], BUCKET_WEIGHTS: []}
+        others = {True: 0.0, False: 0.0}
         for call in communication.step:
-            found[call.purpose == "weights"] += call.calls * cluster.network.seconds(call, layout)
-        reductions.append(found[0])
-        gathers.append(found[1])
-    return max(reductions), max(gathers)
+            seconds = call.calls * cluster.network.seconds(call, layout)
+            if call.purpose in by_purpose:
+                by_purpose[call.purpose].append((call.bytes, seconds))
+            else:
+                others[call.purpose == WEIGHTS] += seconds
+        spans, parallel = timeline.spans[rank], config.parallel
+        backward = 0.0 if parallel.no_overlap_grad_reduce else min(time.backward for time in own)
+        after = reduction_after_backward(backward, by_purpose[BUCKET_GRADIENTS], others[False])
+        reductions.append(spans[-1].end + after - timeline.makespan)
+        forward = 0.0 if parallel.no_overlap_param_gather else min(time.forward for time in own)
+        start = 0.0 if parallel.no_overlap_param_gather else spans[0].start
+        waits.append(wait_for_weights(forward, by_purpose[BUCKET_WEIGHTS], others[True], start))
+    return max(reductions), max(waits)
 
 
 def _optimizer_seconds(
     config: Config, plan: StagePlan, program: Program, rank: int, cluster: Cluster
 ) -> float:
-    """The gradient norm and zeroing (two reads, one write of the gradients), the update: master weights and
-    two moments read and written, the gradient read, the weights written."""
+    """Norms and zeroing of the gradients (all read and written, with ZeRO the rank's partition read again),
+    the update: master weights and two moments read and written, the gradient read, the weights written."""
     parallel = config.parallel
     stages = [stage for stage in range(parallel.num_stages) if plan.rank_of(stage) == rank]
     parameters = sum(plan.stage_parameters(stage) for stage in stages)
     shards = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
     size = 4 if config.precision.name == "fp32" else 2
-    moved = parameters * 3 * program.gradient_bytes + parameters / shards * (6 * 4 + 4 + size)
+    gradients = program.gradient_bytes
+    moved = parameters * 2 * gradients + parameters / shards * (gradients + 6 * 4 + 4 + size)
     return moved / (cluster.achieved.memory * cluster.gpu.bandwidth)
 
 

@@ -162,12 +162,3 @@ def table_bytes(config: Config, *, has_buffer: bool) -> float:
     rotary = 2 * model.seq_length * model.rotary_dim if scheme.rotary else 0
     buffer = memory.sent_activation_bytes(config) if has_buffer else 0
     return (bias * model.seq_length**2 + rotary) * size + buffer
-
-
-def optimizer_step_bytes(config: Config, parameters: float) -> float:
-    """`optimizer.flat_group.all_gather_params` copies this rank's partition of the weights (ZeRO-1 and 2). No
-    activations exist then."""
-    parallel = config.parallel
-    if parallel.zero_stage == 0 or parallel.data_parallel_size == 1:
-        return 0.0
-    return parameters * memory.parameter_bytes(config) / parallel.data_parallel_size

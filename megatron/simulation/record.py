@@ -115,9 +115,9 @@ class Memory:
 class StepRecord:
     """One training step of one rank: the second of a run, when all state and all tables exist.
 
-    `first` and `rest` are the work of one instruction: of its first occurrence in a step, and of any other.
-    The simulation has checked that all others are equal, so that `counted` is exact for any number of
-    micro-batches.
+    `first`, `rest` and `last` are the work of one instruction: of its first occurrence in a step, of any
+    other, and of its last one. The last backward pass also starts to reduce gradients. The simulation has
+    checked that all others are equal, so that `works_of` is exact for any number of micro-batches.
     """
 
     rank: int
@@ -133,6 +133,7 @@ class StepRecord:
     """Large tensors in host memory at the end of the step: offloaded state, offloaded activations."""
     first: Mapping[Instruction, Work]
     rest: Mapping[Instruction, Work]
+    last: Mapping[Instruction, Work]
     order: tuple[Instruction, ...]
     """The instructions of the step, in order."""
     outside: Work
@@ -141,10 +142,12 @@ class StepRecord:
     def works_of(self, order: Sequence[Instruction]) -> tuple[Work, ...]:
         """The work of each instruction of `order`, then that outside of instructions. `order` may have more
         micro-batches than were simulated."""
-        seen: set[Instruction] = set()
+        left, seen = Counter(order), set()
         works = []
         for instruction in order:
-            works.append((self.rest if instruction in seen else self.first)[instruction])
+            left[instruction] -= 1
+            kind = self.rest if left[instruction] else self.last
+            works.append((kind if instruction in seen else self.first)[instruction])
             seen.add(instruction)
         return (*works, self.outside)
 

@@ -14,7 +14,7 @@ from megatron.simulation.record import CollectiveCall, HostSync, Instruction, Op
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRAMES = 3
-COMMIT = "CommitP2P"
+COMMIT, BACKWARD = "CommitP2P", "BackwardPass"
 
 
 class SimulationError(RuntimeError):
@@ -102,25 +102,32 @@ class StepTrace:
         """The work outside of instructions so far."""
         return self._outside.closed()
 
-    def by_instruction(self) -> tuple[dict[Instruction, Work], dict[Instruction, Work]]:
-        """The work of the first occurrence of each instruction, and of all others.
+    def by_instruction(
+        self,
+    ) -> tuple[dict[Instruction, Work], dict[Instruction, Work], dict[Instruction, Work]]:
+        """The work of each instruction: of its first occurrence, of all others but the last, and of the last,
+        if there are several. With two occurrences the second one stands for all others.
 
         SimulationError if the others differ: what they do then depends on more than the schedule, and other
         numbers of micro-batches cannot be computed from this step.
         """
-        first: dict[Instruction, Work] = {}
-        rest: dict[Instruction, Work] = {}
+        works: dict[Instruction, list[Work]] = {}
         for instruction, work in self._done:
-            if instruction not in first:
-                first[instruction] = work
-            elif instruction not in rest:
-                rest[instruction] = work
-            elif rest[instruction] != work:
-                raise SimulationError(
-                    f"{instruction} does not do the same for every micro-batch: "
-                    f"{difference(rest[instruction], work)}"
-                )
-        return first, rest
+            works.setdefault(instruction, []).append(work)
+        for instruction, found in works.items():
+            may_differ = instruction.kind == BACKWARD  # it starts to reduce gradients
+            for work in found[2:-1] if may_differ else found[2:]:
+                if work != found[1]:
+                    raise SimulationError(
+                        f"{instruction} does not do the same for every micro-batch: "
+                        f"{difference(found[1], work)}"
+                    )
+        repeated = {instruction: found for instruction, found in works.items() if len(found) > 1}
+        return (
+            {instruction: found[0] for instruction, found in works.items()},
+            {instruction: found[1] for instruction, found in repeated.items()},
+            {instruction: found[-1] for instruction, found in repeated.items()},
+        )
 
 
 def difference(expected: Work, found: Work) -> str:

@@ -52,8 +52,8 @@ from megatron.training.trainer import Trainer, make_metrics
 
 _STEPS = 2
 _NEVER = 2**40
-# A first occurrence, and two others that must be equal.
-_LEAST_MICRO_BATCHES = 3
+# A first occurrence, two others that must be equal, and a last one.
+_LEAST_MICRO_BATCHES = 4
 # Of 'interleaved': the warm-up, and each pair of passes of the steady state more than once.
 _GROUPS = 4
 
@@ -267,7 +267,7 @@ def _tensors_of(state: Any) -> list[Tensor]:
 def _record(
     simulated: SimulatedDevice, engine: GPTEngine, layout: ParallelLayout, micro_batches: int
 ) -> StepRecord:
-    first, rest = simulated.trace.by_instruction()
+    first, rest, last = simulated.trace.by_instruction()
     simulated.memory.end_instruction(None)
     return StepRecord(
         rank=layout.rank,
@@ -280,6 +280,7 @@ def _record(
         host_bytes=simulated.host_memory.total,
         first=first,
         rest=rest,
+        last=last,
         order=simulated.trace.order,
         outside=simulated.trace.outside,
     )

@@ -131,6 +131,7 @@ class Trainer:
                 self.checkpoint(state)
                 saved = state
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
+        self.engine.optimizer.wait_for_params()  # a rank that ends the process would interrupt the others
         if self.config.checkpoint.save and saved != state:
             self.checkpoint(state)
         self._print_exit_reason()

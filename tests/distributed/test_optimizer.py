@@ -1,6 +1,7 @@
 """One optimizer for all layouts: fp32 sums, one norm, clipping, loss scale, ZeRO-1, errors on every rank."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 from megatron.cluster.rank_reports import RankReport
 from megatron.mpu.parameters import merge_shards
-from megatron.optimizer.flat_group import ALIGNMENT, NORM_CHUNK, accurate_norm
+from megatron.optimizer import flat_group
+from megatron.optimizer.flat_group import ALIGNMENT
+from megatron.optimizer.gradient_norm import NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.testing.layouts import (
     FP32_BOUND,
@@ -390,14 +393,47 @@ def test_a_rank_saves_its_own_partition_of_the_master_weights(precision):
         assert own <= written <= 1.1 * own
 
 
-def train_a_little(row):
-    return train_layout(row, 5, model=TWO_LAYERS)
+@contextmanager
+def reduce_scatters():
+    """ZeRO's gradients are reduce-scattered, as they are with NCCL."""
+    chosen = flat_group.prefers_all_reduce
+    flat_group.prefers_all_reduce = lambda group: False
+    try:
+        yield
+    finally:
+        flat_group.prefers_all_reduce = chosen
 
 
+def train_a_little(row, options):
+    with reduce_scatters():
+        return train_layout(row, 5, model={"num_layers": 4}, parallel=options)
+
+
+BUCKETS = {"ddp_bucket_size": 1}  # of one layer each
+OVERLAP = {
+    "none": {},
+    "buckets": BUCKETS,
+    "late gradients": {**BUCKETS, "no_overlap_grad_reduce": True},
+    "early weights": {**BUCKETS, "no_overlap_param_gather": True},
+}
+
+
+def check_same_steps(expected, found):
+    """The histories of all ranks have the same losses; with ZeRO the grad norm is summed from parts of
+    parameters."""
+    for one, other in zip(expected, found, strict=True):
+        assert [loss for loss, _ in one] == [loss for loss, _ in other]
+        assert [norm for _, norm in one] == pytest.approx([norm for _, norm in other], rel=1e-7)
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize("overlap", OVERLAP)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_both_zero_stages_take_the_same_steps(precision):
+def test_both_zero_stages_take_the_same_steps(precision, overlap):
     row = Row(pp=2, dp=2, micro_batch=2, precision=precision)
-    assert run_world(4, train_a_little, row) == run_world(4, train_a_little, replace(row, zero=1))
+    expected = run_world(4, train_a_little, row, {})
+    found = run_world(4, train_a_little, replace(row, zero=1), OVERLAP[overlap])
+    check_same_steps(expected, found)
 
 
 def train_with_bounds(row, bounds):

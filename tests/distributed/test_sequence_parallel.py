@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.mappings import (
     gather_from_tensor_region,
     reduce_scatter_to_sequence_region,
@@ -147,6 +147,38 @@ def test_a_column_and_a_row_parallel_layer_on_a_sharded_sequence_equal_plain_one
     torch.testing.assert_close(torch.cat([part[2] for part in ranks]), column)
     torch.testing.assert_close(torch.cat([part[3] for part in ranks], 1), row)
     torch.testing.assert_close(sum(part[4] for part in ranks), bias)
+
+
+def embedding_pair():
+    """Outputs and gradients of the embedding sharded along the sequence, and this rank's part of those of the
+    replicated one."""
+    import torch.distributed as dist
+
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.mpu.parameters import initialize_parameters
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    tp_group = ParallelLayout.create(ranks, ranks, 1, rank).make_tp_group()
+    tokens = torch.randint(0, 60, (3, 8), generator=torch.Generator().manual_seed(0))
+    found = []
+    for sharded in (True, False):
+        table = VocabParallelEmbedding(
+            64, 6, tp_group, num_valid_rows=60, init_std=0.5, sequence_parallel=sharded
+        )
+        initialize_parameters(table, 1, tp_group)
+        hidden = table(tokens)
+        factors = torch.linspace(-1, 1, 3 * 8 * 6).view(3, 8, 6)
+        own = factors.transpose(0, 1).chunk(ranks)[rank]
+        hidden.backward(own if sharded else factors)
+        part = hidden if sharded else hidden.transpose(0, 1).chunk(ranks)[rank]
+        found.append((part.detach().contiguous(), table.weight.grad))
+    return found
+
+
+def test_a_sharded_embedding_has_the_bits_of_a_replicated_one():
+    for sharded, replicated in run_world(4, embedding_pair):
+        for one, other in zip(sharded, replicated, strict=True):
+            assert one.abs().max() > 0 and torch.equal(one, other)
 
 
 def shard_a_sequence_that_cannot_be_sharded():

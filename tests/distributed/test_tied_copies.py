@@ -22,29 +22,41 @@ UNEQUAL = {"num_layers": 3}
 CLIPPED = {"clip_grad": 0.01}
 
 
+class Finished:
+    """A collective that is complete."""
+
+    def wait(self):
+        """Returns at once."""
+
+
+def shuffled_sum(tensor, group):
+    """The sum over a group, in an order that depends on the group's ranks and on the tensor's length."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    random.Random(f"{dist.get_process_group_ranks(group)} {tensor.numel()}").shuffle(parts)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 @contextmanager
 def sums_in_another_order():
-    """A backend with the least guarantee: all members of a group receive the same bits. The order of an
-    all-reduce's sum depends on the group's ranks and on the length of the buffer."""
-    real = dist.all_reduce
+    """A backend with the least guarantee: all members of a group receive the same bits of an all-reduce."""
+    all_reduce = dist.all_reduce
 
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    def any_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         size = dist.get_world_size(group)
-        if op != dist.ReduceOp.SUM or async_op or not tensor.is_floating_point() or size < 3:
-            return real(tensor, op=op, group=group, async_op=async_op)
-        parts = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(parts, tensor, group=group)
-        random.Random(f"{dist.get_process_group_ranks(group)} {tensor.numel()}").shuffle(parts)
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        tensor.copy_(total)
+        if op != dist.ReduceOp.SUM or not tensor.is_floating_point() or size < 3:
+            return all_reduce(tensor, op=op, group=group, async_op=async_op)
+        tensor.copy_(shuffled_sum(tensor, group))
+        return Finished() if async_op else None
 
-    dist.all_reduce = all_reduce
+    dist.all_reduce = any_all_reduce
     try:
         yield
     finally:
-        dist.all_reduce = real
+        dist.all_reduce = all_reduce
 
 
 def copies_after(row, changes, steps, other_order):
@@ -73,10 +85,12 @@ def copies_after(row, changes, steps, other_order):
 
 
 SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
+BUCKETS = {"parallel": {"ddp_bucket_size": 1}, "model": {"num_layers": 4}}
 # (layout, changes of its config, whether the back-end's order of summation is another one)
 REPRESENTATIVE = {
     "three replicas, partitions of odd lengths": (Row(pp=2, dp=3, zero=1), {"model": UNEQUAL}, False),
     "four replicas, any order": (Row(pp=2, dp=4), {}, True),
+    "buckets of one layer, any order": (Row(pp=2, dp=3, zero=1), BUCKETS, True),
     "TP ranks, any order": (Row(tp=2, dp=3, zero=1, positions="rotary"), SEQUENCE_PARALLEL, True),
 }
 
@@ -98,6 +112,8 @@ def every_case():
         for options in ({}, SEQUENCE_PARALLEL):
             # Clipping by a norm that each replica sums in its own order would also make replicas differ.
             yield row, {**options, "optimizer": CLIPPED, "model": {"embed_layernorm": True}}, True
+    for row in (Row(tp=2, dp=4, zero=1), Row(tp=2, pp=2, dp=2, zero=1), Row(dp=4, zero=1)):
+        yield row, {**BUCKETS, "parallel": {"ddp_bucket_size": 1, "sequence_parallel": row.tp > 1}}, True
     for stage in (2, 3):
         yield Row(tp=2, dp=4, zero=stage), SEQUENCE_PARALLEL, True
     for precision in ("bf16", "fp16"):

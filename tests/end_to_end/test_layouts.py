@@ -133,7 +133,8 @@ def test_measured_times_are_kept_and_read_again(data: list[str], tmp_path: Path)
 def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process(
     single: Run, data: list[str], tmp_path: Path
 ) -> None:
-    options = "--zero-stage 1 --checkpoint-activations --num-workers 2 --log-timers-to-tensorboard".split()
+    options = "--zero-stage 1 --ddp-bucket-size 1 --checkpoint-activations --num-workers 2".split()
+    options += ["--log-timers-to-tensorboard"]
     options += ["--log-validation-ppl-to-tensorboard", "--log-batch-size-to-tensorboard"]
     options += ["--tensorboard-dir", str(tmp_path), "--deepspeed"]
     run = pretrain([*options, *FLAGS, *data], processes=2)

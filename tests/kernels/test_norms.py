@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.kernels.norms import CHUNK, fused_norms
-from megatron.optimizer.flat_group import accurate_norm
+from megatron.optimizer.gradient_norm import accurate_norm
 
 
 def tensors(*sizes):

@@ -36,6 +36,7 @@ LAYOUTS = {
     "alone-z-loss-swiglu": "--bf16 --z-loss-weight 1e-4 --glu-activation swiglu",
     "data-2": "--world-size 2 --bf16",
     "data-4-zero1": "--world-size 4 --zero-stage 1 --bf16 --checkpoint-activations",
+    "data-4-buckets": "--world-size 4 --zero-stage 1 --bf16 --ddp-bucket-size 1000000",
     "data-4-zero2": "--world-size 4 --zero-stage 2 --bf16",
     "data-4-zero3": f"--world-size 4 --zero-stage 3 --bf16 {NO_DROPOUT}",
     "data-4-zero3-recompute": "--world-size 4 --zero-stage 3 --fp16 --checkpoint-activations",
@@ -73,6 +74,8 @@ LAYOUTS = {
     "--zero-stage 1",
     "interleaved-2-llama-sequence": "--world-size 4 --pipeline-model-parallel-size 2 "
     f"--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --bf16 --sequence-parallel {LLAMA}",
+    "dualpipev-2-buckets": "--world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
+    "--bf16 --zero-stage 1 --ddp-bucket-size 1",
     "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
     "alone-llama-fp32-recompute": f"{LLAMA} --group-query-attention "
     "--checkpoint-activations --rotary-percent 0.5 --rotary-interleaved",
@@ -106,6 +109,8 @@ LAYOUTS = {
     f"--zero-stage 1 --checkpoint-activations --position-embedding-type alibi --embed-layernorm {NO_DROPOUT}",
     "all-three-sequence": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--bf16 --zero-stage 1 --sequence-parallel",
+    "all-three-buckets": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--bf16 --zero-stage 1 --sequence-parallel --ddp-bucket-size 1",
     "all-three-spikes": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }

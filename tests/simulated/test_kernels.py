@@ -8,7 +8,7 @@ from megatron.kernels.dropout import fused_dropout_add, mask_place
 from megatron.kernels.norms import CHUNK, fused_norms
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout_add
-from megatron.optimizer.flat_group import accurate_norm
+from megatron.optimizer.gradient_norm import accurate_norm
 from tests.simulated.in_simulator import run_all, simulated_device
 
 # Of the 13B model: [seq, batch, hidden], bf16.

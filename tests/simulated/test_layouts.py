@@ -9,6 +9,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.planner.communication import ALL_REDUCE
 from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import layer_table
 from megatron.simulation.matching import find_deadlock
@@ -146,7 +147,9 @@ def test_apex_is_refused_by_name():
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", ["all-three", "all-three-sequence"])
 def test_other_ranks_of_a_stage_make_the_same_calls(name):
-    """`all_calls` takes the calls of the first tensor and data rank for all: the last ones are simulated."""
+    """`all_calls` takes the calls of the first tensor and data rank for all: the last ones are simulated.
+    With ZeRO the owned parts of small parameters, which are reduced in fp32 after the backward passes, have
+    other lengths on other data ranks."""
     config = config_of(LAYOUTS[name])
     per_stage = config.parallel.world_size // config.parallel.pipeline_model_parallel_size
     last = [rank for rank in range(config.parallel.world_size) if rank % per_stage == per_stage - 1]
@@ -154,4 +157,16 @@ def test_other_ranks_of_a_stage_make_the_same_calls(name):
     expected = all_calls(config, records_of(name), 5)
     for record in found:
         calls = all_calls(config, [record], 5)[record.rank]
-        assert calls == expected[record.rank]
+        assert _without_lengths_of_parts(calls) == _without_lengths_of_parts(expected[record.rank])
+
+
+def _without_lengths_of_parts(calls):
+    return [
+        tuple(
+            replace(call, elements=0, bytes=0)
+            if (call.operation, call.dtype) == (ALL_REDUCE, "float32")
+            else call
+            for call in batch
+        )
+        for batch in calls
+    ]

@@ -20,7 +20,8 @@ from torch import Tensor
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 from megatron.mpu.random import mix64
-from megatron.optimizer.mixed_precision import LocalParamState, MixedPrecisionOptimizer
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.zero import LocalParamState
 
 # Elements per step: their positions and keys fit in a core's cache.
 CHUNK = 1 << 16

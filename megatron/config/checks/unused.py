@@ -64,6 +64,10 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
     if config.parallel.data_parallel_size == 1:
         reason = "with data-parallel size 1"
         yield config.parallel, ("zero_stage",), reason
+    if config.parallel.zero_stage != 1 or config.parallel.data_parallel_size == 1:
+        reason = "without --zero-stage 1 and a data-parallel size above 1"
+        names = ("ddp_bucket_size", "no_overlap_grad_reduce", "no_overlap_param_gather")
+        yield config.parallel, names, reason
     if training.recomputes_attention and model.attention_dropout == 0:
         reason = (
             "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "

@@ -58,6 +58,25 @@ class ParallelConfig(Section):
         "gradients of the transformer layers; 3: also their parameters, after full initialization on each "
         "rank. Stages 2 and 3 need --pipeline-model-parallel-size 1",
     )
+    ddp_bucket_size: int | None = flag(
+        None,
+        at_least=1,
+        aliases=("--bucket-size",),
+        metavar="ELEMENTS",
+        help="with --zero-stage 1: least number of parameters on a rank whose gradients are reduced, and "
+        "weights gathered, in one message, a number of whole layers (default: 40 million, or 1 million x the "
+        "data-parallel size if that is more)",
+    )
+    no_overlap_grad_reduce: bool = flag(
+        False,
+        help="with --zero-stage 1: reduce the gradients after the last backward pass, not during it as the "
+        "gradients of each bucket of layers become final",
+    )
+    no_overlap_param_gather: bool = flag(
+        False,
+        help="with --zero-stage 1: wait for the weights of all ranks after the update, not in the next "
+        "forward pass before each bucket of layers",
+    )
     cpu_offload: bool = flag(
         False,
         help="keep optimizer states in host memory and run the optimizer step on the CPU, with "
@@ -155,6 +174,15 @@ class ParallelConfig(Section):
     def micro_batch_multiple(self) -> int:
         """The number of micro-batches per step and replica is a multiple of this."""
         return self.pipeline_model_parallel_size if self.schedule.whole_groups else 1
+
+    @property
+    def bucket_size(self) -> int | None:
+        """Least number of parameters of a bucket of layers; None without buckets. The default is that of
+        Megatron-LM: larger messages for more ranks, since a ring collective takes a step per rank."""
+        overlaps = not (self.no_overlap_grad_reduce and self.no_overlap_param_gather)
+        if self.zero_stage != 1 or self.data_parallel_size == 1 or not overlaps:
+            return None
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.data_parallel_size)
 
     @property
     def data_parallel_size(self) -> int:

@@ -66,6 +66,7 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
         if not is_finite:
             held.not_finite.append(f"{kind} of {name} on rank {layout.rank}")
 
+    optimizer.wait_for_params()
     for flat in optimizer.flat:
         if flat.shards_weights:
             continue  # ZeRO-3: between steps only the partitions exist, which are compared below

@@ -53,10 +53,20 @@ def test_parameters_with_an_lr_mult_have_groups_of_their_own():
 
 def test_units_have_groups_of_their_own_after_the_others():
     parameters = [(f"{unit}.{name}", made) for unit in ("3", "30") for name, made in named()]
-    groups = parameter_groups(parameters, 0.1, units=["3"])
-    assert [group.get("unit") for group in groups] == [None, None, "3", "3"]
+    groups = parameter_groups(parameters, 0.1, units={"3": "three"})
+    assert [group.get("unit") for group in groups] == [None, None, "three", "three"]
     assert groups[0]["names"] == ["30.embedding.weight", "30.dense.weight"]
     assert groups[3]["names"] == ["3.norm.weight", "3.dense.bias"] and groups[3]["weight_decay"] == 0.0
+
+
+def test_a_unit_of_several_layers_and_a_tied_parameter_have_groups_of_their_own():
+    parameters = [(f"{layer}.{name}", made) for layer in ("3", "4", "5") for name, made in named()]
+    tied = parameters[-4][1]
+    groups = parameter_groups(parameters, 0.1, units={"3": "first", "4": "first"}, tied=[tied])
+    assert [group.get("unit") for group in groups] == [None] * 4 + ["first"] * 2
+    assert groups[2]["params"] == [tied] and not groups[3]["params"]
+    names = [f"{layer}.{name}" for layer in ("3", "4") for name in ("embedding.weight", "dense.weight")]
+    assert groups[4]["names"] == names
 
 
 def test_tied_and_frozen_parameters():

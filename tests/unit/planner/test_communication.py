@@ -51,15 +51,17 @@ def test_one_process_exchanges_nothing() -> None:
 def test_data_parallel_gradients_are_fp32_and_zero_gathers_16_bit_weights(zero: int) -> None:
     found = sums(f"--world-size 2 --zero-stage {zero}")
     parameters = VOCAB * HIDDEN + SEQ * HIDDEN + LAYERS * LAYER + 2 * HIDDEN
-    assert found[DATA, ALL_REDUCE] == 4 * parameters + 4  # and the loss
+    loss = 4
+    assert found[DATA, ALL_REDUCE] == (0 if zero else 4 * parameters) + loss
+    assert found[DATA, REDUCE_SCATTER] == (4 * parameters if zero else 0)
     assert found[DATA, ALL_GATHER] == (2 * parameters if zero else 0)
 
 
 @pytest.mark.parametrize(("zero", "gathered"), [(2, 0), (3, 2)])
 def test_sharded_layers_are_reduced_in_every_micro_batch(zero: int, gathered: int) -> None:
     found = sums(f"--world-size 2 --zero-stage {zero}")
-    assert found[DATA, REDUCE_SCATTER] == 8 * LAYERS * 4 * LAYER
     outside = VOCAB * HIDDEN + SEQ * HIDDEN + 2 * HIDDEN
+    assert found[DATA, REDUCE_SCATTER] == 8 * LAYERS * 4 * LAYER + 4 * outside
     updated = outside + (LAYERS * LAYER if zero == 2 else 0)
     assert found[DATA, ALL_GATHER] == 2 * updated + gathered * 8 * LAYERS * 2 * LAYER
 
@@ -76,8 +78,9 @@ def test_tensor_parallel_layers(flags: str, per_layer: int) -> None:
 
 def test_sequence_parallel_gathers_and_scatters_instead() -> None:
     found = sums("--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
-    assert found[TENSOR, ALL_GATHER] == 8 * LAYERS * 6 * H
-    assert found[TENSOR, REDUCE_SCATTER] == 8 * LAYERS * 4 * H
+    embedding = H
+    assert found[TENSOR, ALL_GATHER] == 8 * (LAYERS * 6 * H + embedding)
+    assert found[TENSOR, REDUCE_SCATTER] == 8 * (LAYERS * 4 * H + embedding)
 
 
 def test_stages_send_hidden_states_and_share_the_embedding() -> None:
@@ -86,6 +89,8 @@ def test_stages_send_hidden_states_and_share_the_embedding() -> None:
     assert sums(flags, rank=1)[STAGES, SEND] == 2 * 8 * H
     assert sums(flags, rank=0)[TIED, ALL_REDUCE] == 4 * VOCAB * HIDDEN
     assert sums(flags, rank=1)[TIED, ALL_REDUCE] == 0
+    shared = sums(f"{flags} --world-size 8 --zero-stage 1", rank=3)
+    assert shared[TIED, ALL_REDUCE] == 4 * VOCAB * HIDDEN / 2, "each replica owns a half"
     # With DualPipeV the first rank has the last stage too.
     v = "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev"
     assert sums(v, rank=0)[TIED, ALL_REDUCE] == 0

@@ -1,0 +1,59 @@
+"""How the optimizer is distributed over ranks: its process groups, what ZeRO shards, and a rank's part."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec
+
+
+@dataclass(frozen=True)
+class OptimizerProcessGroups:
+    """The process groups of an optimizer step; None stands for a group of one rank."""
+
+    data: dist.ProcessGroup | None
+    dp_size: int
+    dp_rank: int
+    model: dist.ProcessGroup | None
+    """All stages and TP ranks of one data-parallel replica."""
+    description: str
+    """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
+
+
+@dataclass(frozen=True)
+class LocalParamState:
+    """The elements of one parameter in this rank's partition."""
+
+    name: str
+    spec: ParameterSpec
+    tp_group: TPGroup
+    start: int
+    """Index of the first element within the flattened TP shard of the parameter."""
+    values: dict[str, Tensor]
+    """'fp32': master weights; other keys: moments, by the optimizer's names. All flat, equally long, fp32."""
+    step: float | None
+    """Number of updates, None if the optimizer does not count them."""
+    quantized: bool
+    """Whether the moments are stored in 8 bits."""
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is sharded over the data-parallel ranks, and where the optimizer state is kept."""
+
+    zero_stage: int
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
+    parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
+    buckets: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
+    """Layers whose gradients are reduced, and weights gathered, together (ZeRO-1). The key is the 'unit' of
+    their parameter groups. Empty if nothing overlaps, and if the data-parallel size is 1."""
+    overlap_grad_reduce: bool = True
+    """Whether the gradients of a bucket are reduced during the last backward pass."""
+    overlap_param_gather: bool = True
+    """Whether the weights of a bucket may arrive during the next forward pass."""
+    cpu_offload: bool = False
+    """Whether master weights and moments are kept and updated in host memory."""
