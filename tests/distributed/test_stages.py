@@ -179,6 +179,7 @@ def interleaved(stages_per_rank, method):
         "pipeline_schedule": "interleaved",
         "virtual_pipeline_stages": stages_per_rank,
         "partition_method": method,
+        "ddp_bucket_size": 1,  # with ZeRO-1 a bucket per layer
     }
 
 
