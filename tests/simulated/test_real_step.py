@@ -16,6 +16,7 @@ from megatron.simulation.record import StepRecord
 from megatron.simulation.world import simulate_rank
 from megatron.testing.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
 from megatron.testing.pool import run_world
+from tests.distributed.test_optimizer import reduce_scatters
 
 ROWS = [
     Row(dp=2, zero=1, precision="bf16", recompute=True),
@@ -61,7 +62,7 @@ def real_step(row: Row):
     engine = build_engine(settings(row))
     train(engine, [0])
     counter = StepCounter()
-    with counter:
+    with reduce_scatters(), counter:
         train(engine, [1], exit_code_fn=int)
     return counter.calls, counter.flops, sum(p.numel() for p in engine.module.parameters())
 
