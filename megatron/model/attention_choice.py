@@ -84,9 +84,7 @@ def implementation_for(query: Tensor, dropout: float, alibi: bool, documents: bo
     """The choice for query [seq, batch, heads, head_dim]. Each reason is logged once per process."""
     seq, _, _, head_dim = query.shape
     on_cpu, against = query.device.type == "cpu", None
-    if on_cpu:
-        against = "the device is a CPU"
-    elif (dropout or alibi or documents) and not uses_kernels(query):
+    if (dropout or alibi or documents) and not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     choice, reason = choose_attention(
         AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, against)
