@@ -83,9 +83,10 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
-    """All changes to look at: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule, and
-    whether activations are sharded along the sequence."""
+    """All changes to look at: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule, stages per
+    rank, and whether activations are sharded along the sequence."""
     world, layers = config.parallel.world_size, config.model.num_layers
+    own = config.parallel.virtual_pipeline_stages
     has_scores = attention_of(config) == Implementation.UNFUSED
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
@@ -109,7 +110,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                                 "parallel.pipeline_model_parallel_size": pp_size,
                                 "parallel.zero_stage": zero_stage if dp_size > 1 else 0,
                                 "parallel.pipeline_schedule": schedule,
-                                "parallel.virtual_pipeline_stages": virtual,
+                                **({"parallel.virtual_pipeline_stages": virtual} if virtual != own else {}),
                                 "parallel.sequence_parallel": sharded,
                                 "batch.micro_batch_size": micro_batch,
                                 "training.checkpoint_activations": recomputes,

@@ -97,15 +97,23 @@ def test_other_stages_print_the_run_of_one_process(
 
 
 @pytest.mark.full
-def test_dualpipev_prints_the_run_of_1f1b_and_the_stages_of_each_rank(data: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        ("--pipeline-schedule dualpipev", [("0", "0"), ("1", "1"), ("1", "2"), ("0", "3")]),
+        ("--virtual-pipeline-stages 2", [("0", "0"), ("1", "1"), ("0", "2"), ("1", "3")]),
+    ],
+)
+def test_several_stages_per_rank_print_the_run_of_1f1b_and_the_stages_of_each_rank(
+    schedule: str, held: list[tuple[str, str]], data: list[str]
+) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2"]
-    plain, is_v_schedule = (
-        pretrain([*flags, "--pipeline-schedule", schedule], processes=2) for schedule in ("1f1b", "dualpipev")
+    plain, several = (
+        pretrain([*flags, *words.split()], processes=2) for words in ("--pipeline-schedule 1f1b", schedule)
     )
-    assert plain.exit_code == is_v_schedule.exit_code == 0, is_v_schedule.stderr
-    assert_same_run(is_v_schedule, plain)
-    held = re.findall(r"^ +(\d)  +[\d.]+  +(\d)  +[\d-]+ ", is_v_schedule.stdout, re.MULTILINE)
-    assert held == [("0", "0"), ("1", "1"), ("1", "2"), ("0", "3")]
+    assert plain.exit_code == several.exit_code == 0, several.stderr
+    assert_same_run(several, plain)
+    assert re.findall(r"^ +(\d)  +[\d.]+  +(\d)  +[\d-]+ ", several.stdout, re.MULTILINE) == held
 
 
 @pytest.mark.full

@@ -94,6 +94,10 @@ def test_stages_send_hidden_states_and_share_the_embedding() -> None:
     # With DualPipeV the first rank has the last stage too.
     v = "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev"
     assert sums(v, rank=0)[TIED, ALL_REDUCE] == 0
+    # With interleaved stages 0 and 2 on rank 0, the activation of stage 1 and the gradient of 3 come back.
+    loop = "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-stages 2"
+    assert sums(loop, rank=0)[STAGES, SEND] == sums(loop, rank=1)[STAGES, SEND] == 3 * 8 * H
+    assert sums(loop, rank=0)[TIED, ALL_REDUCE] == 4 * VOCAB * HIDDEN
 
 
 def test_a_tensor_parallel_rank_sends_its_part() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import ConfigError, read_command_line
-from megatron.planner.stages import plan_stages
+from megatron.planner.stages import in_flight_micro_batches, in_flight_on_rank, plan_stages
 
 FLAGS = (
     "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -29,6 +29,11 @@ def pipeline(stages):
         (pipeline(2) + "--partition-method profile", ("--partition-profile FILE",)),
         (pipeline(2) + "--partition-method stages:4,1", ("5 transformer layers", "--num-layers is 4")),
         (pipeline(2) + "--pipeline-schedule dualpipev --partition-method stages:2,2", ("2 stages", "4")),
+        (pipeline(2) + "--virtual-pipeline-stages 3", ("4 layers", "6 stages (3 x", "--virtual-pipeline")),
+        (
+            pipeline(2) + "--virtual-pipeline-stages 2 --partition-method stages:2,2",
+            ("2 stages", "4, 2 per pipeline rank"),
+        ),
     ],
 )
 def test_an_impossible_partition_is_refused_before_any_process_group_is_created(words, parts):
@@ -52,10 +57,26 @@ def test_in_a_v_the_first_rank_holds_the_tied_matrix_once():
     assert sum(found.stage_parameters(stage) for stage in range(4)) == found.total_parameters
 
 
+def test_interleaved_stages_go_round_the_ranks():
+    found = plan(pipeline(2) + "--virtual-pipeline-stages 2")
+    assert found.rank_of_stage == (0, 1, 0, 1) and found.rank_weights() == [2, 2]
+    # The last stage is on the last rank, so both ranks hold the tied matrix.
+    words = 64 * 1024
+    held = sum(found.stage_parameters(stage) for stage in range(4))
+    assert held == found.total_parameters + words
+    config = read_command_line([*FLAGS.split(), *pipeline(2).split(), "--virtual-pipeline-stages", "2"], {})
+    assert in_flight_on_rank(config.config, 0)[0] == {0: 3, 2: 2}
+    assert in_flight_micro_batches(config.config) == [4, 3, 2, 1]
+
+
 @pytest.mark.parametrize("method", ["memory", "time", "parameters", "uniform", "type:embed:2|transformer"])
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["--pipeline-schedule 1f1b", "--pipeline-schedule dualpipev", "--virtual-pipeline-stages 2"],
+)
 def test_every_method_gives_every_stage_a_layer(method, schedule):
-    found = plan(pipeline(3) + f"--pipeline-schedule {schedule} --partition-method {method} --num-layers 8")
+    words = f"{schedule} --partition-method {method} --num-layers 8 --global-batch-size 12"
+    found = plan(pipeline(3) + words)
     assert all(first < last for first, last in zip(found.bounds, found.bounds[1:], strict=False))
     assert len(found.partition.weights) == len(found.bounds) - 1
 

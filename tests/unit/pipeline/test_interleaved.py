@@ -1,0 +1,137 @@
+"""Orders of work with several chunks per rank: interleaved 1F1B against its description and formulas, and the
+messages of all of them."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from megatron.pipeline.orders import (
+    FLOW,
+    Work,
+    dual_pipe_v,
+    forward_only,
+    interleaved,
+    interleaved_in_flight,
+)
+from megatron.pipeline.schedule import simulate, simulate_schedule
+from megatron.simulation.matching import find_deadlock
+from megatron.simulation.record import CollectiveCall
+
+# (ranks, micro-batches, chunks per rank)
+LOOP_SIZES = [(p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 3 * p, 5 * p) for v in (1, 2, 3, 5)]
+
+
+def megatrons_passes(ranks, micro_batches, chunks, rank):
+    """The passes of Megatron-LM's `forward_backward_pipelining_with_interleaving`, from its description: the
+    k-th forward pass is through the chunk k % (p v) // p, the k-th backward pass through the mirrored one."""
+
+    def work(kind, k):
+        group, rest = divmod(k, ranks * chunks)
+        place, member = divmod(rest, ranks)
+        place = place if kind == "forward" else chunks - 1 - place
+        return Work(kind, group * ranks + member, place * ranks + rank)
+
+    total = micro_batches * chunks
+    warm_up = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
+    passes = [work("forward", k) for k in range(warm_up)]
+    for k in range(total - warm_up):
+        passes += [work("forward", warm_up + k), work("backward", k)]
+    return passes + [work("backward", k) for k in range(total - warm_up, total)]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
+def test_interleaved_has_the_passes_of_megatron(ranks, micro_batches, chunks):
+    order = interleaved(ranks, micro_batches, chunks)
+    assert order.rank_of_chunk == [chunk % ranks for chunk in range(ranks * chunks)]
+    for rank, steps in enumerate(order.steps):
+        passes = [work for step in steps for work in step.work]
+        assert passes == megatrons_passes(ranks, micro_batches, chunks, rank)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, Fraction(7, 3)])
+@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
+def test_interleaving_divides_the_bubble_of_1f1b(ranks, micro_batches, chunks, ratio):
+    """Section 2.2 of the paper: (p - 1) (t_f + t_b) / v beside the m (t_f + t_b) of the work."""
+    count = ranks * chunks
+    forward, backward = [Fraction(1, chunks)] * count, [Fraction(ratio) / chunks] * count
+    timeline = simulate_schedule("interleaved", forward, backward, [0] * (count - 1), micro_batches, chunks)
+    assert timeline.makespan == (1 + ratio) * (micro_batches + Fraction(ranks - 1, chunks))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
+def test_the_peak_of_in_flight_passes_of_interleaved_by_formula(ranks, micro_batches, chunks):
+    order = interleaved(ranks, micro_batches, chunks)
+    for rank, steps in enumerate(order.steps):
+        live, most, seen = Counter(), 0, set()
+        for work in (work for step in steps for work in step.work):
+            live[work.chunk // ranks] += 1 if work.kind == "forward" else -1
+            numbers = tuple(live[chunk] for chunk in range(chunks))
+            if sum(numbers) > most:
+                most, seen = sum(numbers), set()
+            if sum(numbers) == most:
+                seen.add(numbers)
+        found = interleaved_in_flight(rank, ranks, micro_batches, chunks)
+        assert set(found) == seen and {sum(numbers) for numbers in found} == {most}
+
+
+def schedules_of_several_ranks():
+    for ranks, micro_batches in [(p, m) for p in (2, 3, 4, 8) for m in (2 * p, 3 * p, 7 * p)]:
+        yield "dualpipev", dual_pipe_v(ranks, micro_batches)
+        for chunks in (2, 3, 4):
+            yield f"interleaved x {chunks}", interleaved(ranks, micro_batches, chunks)
+            loop = [chunk % ranks for chunk in range(ranks * chunks)]
+            for odd in (1, 2, ranks, micro_batches, micro_batches + 1):
+                yield f"evaluation x {chunks}", forward_only(loop, odd)
+                yield "evaluation in a V", forward_only([*range(ranks), *reversed(range(ranks))], odd)
+
+
+def messages(order):
+    """Per rank and step, the batch of (is sent, other rank, work of the sender)."""
+    for rank, steps in enumerate(order.steps):
+        batches = []
+        for step in steps:
+            assert not step.late_sends
+            batch = [(True, order.rank_of_chunk[w.chunk + FLOW[w.kind]], w) for w in step.sends]
+            for work in step.receives:
+                source = work._replace(chunk=work.chunk - FLOW[work.kind])
+                batch.append((False, order.rank_of_chunk[source.chunk], source))
+            batches.append(batch)
+        yield rank, batches
+
+
+def test_messages_between_two_ranks_arrive_in_the_order_in_which_they_are_received():
+    """Else a rank would take one for the other: they have equal sizes and no tags."""
+    for name, order in schedules_of_several_ranks():
+        sent, received = {}, {}
+        for rank, batches in messages(order):
+            for is_sent, other, work in (message for batch in batches for message in batch):
+                pair = (rank, other) if is_sent else (other, rank)
+                (sent if is_sent else received).setdefault(pair, []).append(work)
+        assert sent == received, (name, len(order.steps))
+
+
+def test_no_schedule_of_several_ranks_deadlocks_if_every_message_blocks():
+    """With the batches of messages that the engine exchanges at once."""
+    for name, order in schedules_of_several_ranks():
+        calls = {
+            rank: [
+                tuple(
+                    CollectiveCall("send" if is_sent else "recv_", (other,), "x", 1, 1)
+                    for is_sent, other, _ in batch
+                )
+                for batch in batches
+                if batch
+            ]
+            for rank, batches in messages(order)
+        }
+        assert find_deadlock(calls) is None, (name, len(order.steps))
+
+
+def test_an_evaluation_runs_every_pass_once():
+    for chunks, micro_batches in ((1, 1), (2, 5), (3, 7)):
+        loop = [chunk % 3 for chunk in range(3 * chunks)]
+        order = forward_only(loop, micro_batches)
+        done = simulate(order, [1] * len(loop), [1] * len(loop), [0] * (len(loop) - 1))
+        found = {span.work for spans in done.spans for span in spans}
+        assert found == {Work("forward", k, c) for k in range(micro_batches) for c in range(len(loop))}
