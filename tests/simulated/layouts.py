@@ -74,8 +74,8 @@ LAYOUTS = {
     "--zero-stage 1",
     "interleaved-2-llama-sequence": "--world-size 4 --pipeline-model-parallel-size 2 "
     f"--tensor-model-parallel-size 2 --virtual-pipeline-stages 2 --bf16 --sequence-parallel {LLAMA}",
-    "interleaved-2-buckets": "--world-size 4 --pipeline-model-parallel-size 2 --virtual-pipeline-stages 2 --bf16 "
-    "--zero-stage 1 --ddp-bucket-size 1",
+    "interleaved-2-buckets": "--world-size 4 --pipeline-model-parallel-size 2 --virtual-pipeline-stages 2 "
+    "--bf16 --zero-stage 1 --ddp-bucket-size 1",
     "dualpipev-2-buckets": "--world-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev "
     "--bf16 --zero-stage 1 --ddp-bucket-size 1",
     "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
