@@ -28,9 +28,12 @@ def main() -> None:
     )
     parser.add_argument("--compile-only", action="store_true", required=True, help="compile, run nothing")
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose names begin so")
     arguments = parser.parse_args()
     rows = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
     for variant in variants():
+        if not variant.name.startswith(arguments.only):
+            continue
         for architecture in arguments.architectures:
             found = compile_variant(variant, architecture)
             numbers = (found.registers, found.shared, found.stack, found.spills)

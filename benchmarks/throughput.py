@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="timed steps per row (default: 10)")
     parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
     parser.add_argument("--compile", action="store_true", help="measure with --compile")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of hidden and attention (default: 0)")
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
@@ -123,7 +124,7 @@ def main() -> None:
             run_plain(preset)
         else:
             rows = {row.name: row for row in rows_of(arguments.preset)}
-            run_worker(preset, rows[arguments.worker], arguments.compile)
+            run_worker(preset, rows[arguments.worker], arguments.compile, arguments.dropout)
         return
     from benchmarks.machine import describe_machine
 
@@ -233,7 +234,7 @@ def run_plain(preset: Preset) -> None:
     serve(lambda name: step(), answers)
 
 
-def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
+def run_worker(preset: Preset, row: Row, compiles: bool, dropout: float) -> None:
     """For each line of the input, does the work that it names, and answers."""
     if row.processes > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -259,7 +260,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool) -> None:
 
     if "KEEP_THREADS" in os.environ:
         torch.set_num_threads(os.cpu_count() or 1)
-    config = make_config(preset, row, compiles)
+    config = make_config(preset, row, compiles, dropout)
     rank = init_distributed(config)
     layout = ParallelLayout.create(row.processes, row.tensor, row.pipeline, rank)
     tensor = layout.make_tp_group()
@@ -299,14 +300,14 @@ def peak_bytes(found: dict[str, int]) -> int:
     return found.get("peak allocated") or found["peak resident"]
 
 
-def make_config(preset: Preset, row: Row, compiles: bool) -> "Config":
+def make_config(preset: Preset, row: Row, compiles: bool, dropout: float) -> "Config":
     """The configuration of a measured run."""
     from megatron.testing.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {preset.layers} --hidden-size {preset.hidden} --num-attention-heads {preset.heads} "
         f"--seq-length {preset.seq} --max-position-embeddings {preset.seq} --make-vocab-size-divisible-by 1 "
-        f"--hidden-dropout 0 --attention-dropout 0 --partition-method time "
+        f"--hidden-dropout {dropout} --attention-dropout {dropout} --partition-method time "
         f"--micro-batch-size {preset.micro_batch} --global-batch-size {preset.global_batch} "
         f"--tensor-model-parallel-size {row.tensor} --pipeline-model-parallel-size {row.pipeline} "
         + " ".join(

@@ -1,4 +1,9 @@
-"""Decides whether tensors of a device are computed with Triton kernels or with PyTorch."""
+"""Decides whether tensors of a device are computed with Triton kernels or with PyTorch.
+
+MEGATRON_KERNELS in the environment changes the decision: `pytorch` selects PyTorch on every device;
+`interpreter` runs the kernels on CPU tensors too, in triton's interpreter (with TRITON_INTERPRET=1), which is
+slow and shows on any machine that a run with kernels is the run without them.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +25,34 @@ def uses_kernels(tensor: torch.Tensor) -> bool:
     Kernels need triton and a device that it supports: CUDA with compute capability 8.0 or newer. The first
     call for a device other than a CPU logs the decision and its reason.
     """
-    if tensor.device.type == "cpu":
-        return False
     return tensor.dtype in _DTYPES and _device_uses_kernels(tensor.device.type)
 
 
 @lru_cache
 def _device_uses_kernels(device_type: str) -> bool:
     reason = reason_against_kernels(device_type)
-    _LOG.info("kernels: %s", "triton" if reason is None else f"PyTorch, {reason}")
+    if device_type != "cpu" or reason is None:
+        _LOG.info("kernels: %s", "triton" if reason is None else f"PyTorch, {reason}")
     return reason is None
 
 
-def reason_against_kernels(device_type: str) -> str | None:
-    """Why kernels do not run on the current accelerator of this type; None if they do.
+def forget_decisions() -> None:
+    """For a process in which MEGATRON_KERNELS changes."""
+    _device_uses_kernels.cache_clear()
 
-    MEGATRON_KERNELS=pytorch in the environment selects PyTorch on every device. The simulated accelerator
-    runs no kernel and does not need the package.
+
+def reason_against_kernels(device_type: str) -> str | None:
+    """Why kernels do not run on the current accelerator of this type, or on the CPU; None if they do.
+
+    The simulated accelerator runs no kernel and does not need the package.
     """
-    if os.environ.get("MEGATRON_KERNELS") == "pytorch":
+    setting = os.environ.get("MEGATRON_KERNELS")
+    if setting == "pytorch":
         return "MEGATRON_KERNELS=pytorch is set"
+    if device_type == "cpu":
+        if setting != "interpreter":
+            return "the device is a CPU"
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else "TRITON_INTERPRET=1 is not set"
     if not get_accelerator().is_triton_supported():
         return f"triton does not support this {device_type} device (compute capability 8.0 or newer)"
     if device_type == "cuda" and find_spec("triton") is None:

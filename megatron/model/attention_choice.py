@@ -89,9 +89,7 @@ def implementation_for(query: Tensor, dropout: float, masks: AttentionMasks) -> 
     seq, _, _, head_dim = query.shape
     alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
     on_cpu, against = query.device.type == "cpu", None
-    if on_cpu:
-        against = "the device is a CPU"
-    elif (dropout or alibi or documents or window) and not uses_kernels(query):
+    if (dropout or alibi or documents or window) and not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     choice, reason = choose_attention(
         AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, against, window)

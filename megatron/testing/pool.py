@@ -3,9 +3,9 @@
     results = run_world(4, function, argument)        # function runs on 4 ranks; results in rank order
 
 `function` must be importable (defined at the top of a module). It runs in a fresh process group of torch and
-of DeepSpeed, with the variables that a launcher sets. Importing torch and DeepSpeed takes seconds, so the
-workers are forked from one process that has done it, and are used again by the cases that follow.
-They have the environment of the session's start. What a function sets in it is undone when it returns.
+of DeepSpeed, with the variables that a launcher sets. The workers are forked (`megatron.testing.forked`) and
+are used again by the cases that follow. They have the environment of the session's start. What a function
+sets in it is undone when it returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from megatron.cluster.launch import temporary_environment
+from megatron.testing import forked
 
 MAX_WORLD_SIZE = 8
 DEFAULT_TIMEOUT_S = 180.0
@@ -40,22 +40,6 @@ _GRACE_S = 5.0
 # A worker with more threads after a case is replaced. Hooks of autograd hold an engine with sharded weights
 # (ZeRO-3) until the process ends, with three threads per process group that wake 100 times per second.
 _MAX_IDLE_THREADS = 8
-_WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-    "MASTER_ADDR": "127.0.0.1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-# What most cases import: loaded before the workers are forked.
-_IMPORTED_ONCE = [
-    "torch",
-    "deepspeed",
-    "deepspeed.runtime.pipe.engine",
-    "megatron.checkpoint.manager",
-    "megatron.engine.pipeline_engine",
-    "megatron.planner.stages",
-    "megatron.training.trainer",
-]
 # The modules in which DeepSpeed keeps what belongs to one world; they are put back to how they were imported.
 _DEEPSPEED_STATE = (
     "deepspeed",
@@ -125,13 +109,9 @@ class _Pool:
             self._workers.append(self._start(len(self._workers)))
 
     def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
-        with temporary_environment(_WORKER_ENVIRONMENT):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self._stack_file(rank)), daemon=False)
-            process.start()
-            theirs.close()
+        ours, theirs = multiprocessing.Pipe()
+        process = forked.start(_work, theirs, self._stack_file(rank))
+        theirs.close()
         return process, ours
 
     def _replace(self, rank: int) -> None:
@@ -299,6 +279,7 @@ def _enter_world(rank: int, world_size: int, port: int, case: int) -> None:
     import torch.distributed as dist
 
     os.environ.update(
+        MASTER_ADDR="127.0.0.1",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),

@@ -1,4 +1,4 @@
-"""Runs `pretrain_gpt.py` as a user types it, and reads what it printed."""
+"""Runs `pretrain_gpt.py`, as a user types it or forked from a process that has done the imports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.testing.forked import ENVIRONMENT, run_script
 from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 
 ROOT = Path(__file__).resolve().parents[2]
 # Far above what any of these runs takes: a run that hangs fails, a slow machine does not.
 TIMEOUT_S = 300.0
+STEP_BY_STEP = "tests/end_to_end/step_by_step.py"
 
 # What a line says of speed differs from run to run; all else may not.
 SPEEDS = ("seconds_per_iteration", "samples_per_second", "tflops_per_device")
@@ -25,13 +27,13 @@ SPEEDS = ("seconds_per_iteration", "samples_per_second", "tflops_per_device")
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. cpu_s, peak_bytes: of the process that was started, without launched ones."""
+    """A finished run. rank_exit_codes: of the ranks that ended by themselves; once one has failed, the others
+    get SIGTERM."""
 
     exit_code: int
     stdout: str
     stderr: str
-    cpu_s: float
-    peak_bytes: int
+    rank_exit_codes: set[int]
 
     @property
     def facts(self) -> list[ParsedLine]:
@@ -52,23 +54,45 @@ class Run:
         """The program's own error lines on stderr."""
         return [line for line in self.stderr.splitlines() if re.match(r"(rank \d+ on \S+: )?error: ", line)]
 
-    @property
-    def rank_exit_codes(self) -> set[int]:
-        """Exit codes, by the launcher's report, of the ranks that ended by themselves. The launcher sends
-        SIGTERM to the others as soon as one rank has ended."""
-        codes = {int(code) for code in re.findall(r"exitcode\s*:\s*(-?\d+)", self.stderr)}
-        return codes - {-signal.SIGTERM}
+
+@dataclass(frozen=True)
+class TypedRun(Run):
+    """A run whose command was started. cpu_s, peak_bytes: of this process, without those that it launched."""
+
+    cpu_s: float
+    peak_bytes: int
 
 
 def pretrain(
+    flags: list[str], *, processes: int = 0, on_line: Callable[[str, list[int]], None] | None = None
+) -> Run:
+    """Runs the program in forked processes, with the variables of a launcher unless `processes` is 0.
+
+    on_line: called with each line of stdout and the process ids by rank; after a training line the run waits
+    until it has returned.
+    """
+
+    def answer(line: str, pids: list[int]) -> bytes:
+        assert on_line is not None
+        on_line(line, pids)
+        return b"\n" if (parse_log_line(line) or {}).get("kind") == "training" else b""
+
+    script = ROOT / ("pretrain_gpt.py" if on_line is None else STEP_BY_STEP)
+    follow = None if on_line is None else answer
+    ended = run_script(script, flags, environment(), processes, TIMEOUT_S, follow)
+    codes = set(ended.exit_codes) - {-signal.SIGTERM}
+    return Run(next((code for code in codes if code), 0), ended.stdout, ended.stderr, codes)
+
+
+def pretrain_typed(
     flags: list[str],
     *,
     processes: int = 0,
     launcher: str = "run",
     on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
     script: str = "pretrain_gpt.py",
-) -> Run:
-    """Run the program; processes: 0 for plain python, else through torch.distributed.run or .launch.
+) -> TypedRun:
+    """Runs the command; processes: 0 for plain python, else through torch.distributed.run or .launch.
 
     on_line: called with each line of stdout; after a training line the run waits until it has returned.
     """
@@ -77,7 +101,7 @@ def pretrain(
         # The launcher itself finds a port that is free, and keeps it.
         command += ["-m", f"torch.distributed.{launcher}", "--standalone"]
         command += ["--nproc_per_node", str(processes)]
-    script = script if on_line is None else "tests/end_to_end/step_by_step.py"
+    script = script if on_line is None else STEP_BY_STEP
     return _run([*command, script, *flags], on_line)
 
 
@@ -85,10 +109,10 @@ def environment() -> dict[str, str]:
     """That of a process on CPU that no launcher has started."""
     launcher_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher_variables}
-    return env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    return env | ENVIRONMENT
 
 
-def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], None] | None) -> Run:
+def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], None] | None) -> TypedRun:
     lines = []
     with tempfile.TemporaryFile("w+") as errors:
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
@@ -107,8 +131,10 @@ def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], Non
         deadline.cancel()
         errors.seek(0)
         stderr = errors.read()
+    # Those of the ranks are in the launcher's report.
+    codes = {int(code) for code in re.findall(r"exitcode\s*:\s*(-?\d+)", stderr)} - {-signal.SIGTERM}
     cpu_s, peak_bytes = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
-    return Run(process.returncode, "".join(lines), stderr, cpu_s, peak_bytes)
+    return TypedRun(process.returncode, "".join(lines), stderr, codes, cpu_s, peak_bytes)
 
 
 def _go_on(process: subprocess.Popen[str]) -> None:

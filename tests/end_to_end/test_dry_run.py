@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.command import Run, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.unit.config.command_lines import BLOOM, GPT_104B
 
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def plan(flags: list[str], world_size: int) -> Run:
-    run = pretrain([*flags, "--dry-run", "--world-size", str(world_size)])
+    run = pretrain_typed([*flags, "--dry-run", "--world-size", str(world_size)])
     assert run.exit_code == 0, run.stderr
     assert run.stderr == ""
     assert run.cpu_s < 10 and run.peak_bytes < 2 * GIB

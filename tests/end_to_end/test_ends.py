@@ -12,11 +12,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.training.logging.log_lines import parse_log_line
-from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.command import Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.end_to_end.test_resume import children
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--pipeline-model-parallel-size", "2"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
 
 
 def last_line(run: Run) -> str:
@@ -43,7 +48,7 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 
 
 def test_killed_rank_is_the_last_line_without_slurm(data: list[str]) -> None:
-    run = pretrain([*FLAGS, *data], processes=2, on_line=at_step(2, kill_the_last_rank))
+    run = pretrain_typed([*FLAGS, *data], processes=2, on_line=at_step(2, kill_the_last_rank))
     assert run.exit_code != 0
     assert re.match(r"error: rank 1 on \S+, stage 1 \(pid \d+\), after iteration \d: killed", last_line(run))
     assert len(run.errors) == 1
@@ -51,7 +56,7 @@ def test_killed_rank_is_the_last_line_without_slurm(data: list[str]) -> None:
 
 def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tmp_path: Path) -> None:
     flags = [*FLAGS, *data, "--save", str(tmp_path), "--load", str(tmp_path)]
-    run = pretrain(flags, processes=2, on_line=at_step(2, interrupt))
+    run = pretrain_typed(flags, processes=2, on_line=at_step(2, interrupt))
     saved = (tmp_path / "latest").read_text().removeprefix("global_step")
     expected = (
         f"interrupted by SIGINT, after iteration {saved}: the same command resumes from iteration {saved}"
@@ -62,7 +67,7 @@ def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tm
 
 def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path), "--log-interval", "2"]
-    run = pretrain(flags, on_line=at_step(2, interrupt))
+    run = pretrain_typed(flags, on_line=at_step(2, interrupt))
     last = run.steps[-1]["iteration"]
     assert run.exit_code == 130 and run.stderr == ""
     assert run.stdout.splitlines()[-1] == (
@@ -83,7 +88,12 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--eval-interval", "2", "--eval-iters", "20"]
     whole = pretrain([*flags, "--tensorboard-dir", str(tmp_path / "whole")])
     folders = ["--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path / "parts")]
-    run = pretrain([*flags, *folders], on_line=at_step(2, lambda process: process.terminate()))
+
+    def terminate(line: str, pids: list[int]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 2:
+            os.kill(pids[0], signal.SIGTERM)
+
+    run = pretrain([*flags, *folders], on_line=terminate)
     assert run.exit_code == 75 and run.evaluations == []
     assert "the evaluation on validation data at iteration 2 was stopped" in run.stdout
     assert (tmp_path / "latest").read_text() == "global_step2"
@@ -93,7 +103,7 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
 
 
 def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[str]) -> None:
-    run = pretrain([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
+    run = pretrain_typed([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
     (line,) = run.errors
     assert line == last_line(run)
     assert re.match(r"error: rank 1 on \S+, stage 1 \(pid \d+\), after iteration 1: out of memory: ", line)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.command import Run, pretrain
+from tests.end_to_end.command import Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
@@ -27,7 +27,7 @@ def single(data: list[str]) -> Run:
 def four(data: list[str]) -> Run:
     """The issue's command."""
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    return pretrain([*layout, *FLAGS, *data], processes=4, launcher="launch")
+    return pretrain_typed([*layout, *FLAGS, *data], processes=4, launcher="launch")
 
 
 def assert_same_run(run: Run, other: Run) -> None:

@@ -14,14 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
-from tests.end_to_end.command import ROOT, TIMEOUT_S, Run, pretrain
+from tests.end_to_end.command import ROOT, TIMEOUT_S, Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT]
 
 
 def test_a_misspelt_flag_is_answered_at_once_with_the_real_one(data: list[str]) -> None:
-    run = pretrain(["--num-layer", "4", *FLAGS, *data])
+    run = pretrain_typed(["--num-layer", "4", *FLAGS, *data])
     assert run.exit_code == 2
     assert run.stdout == ""
     assert run.stderr == "error: unknown flag --num-layer: did you mean --num-layers?\n"
@@ -105,7 +105,7 @@ def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_
         shutil.copy(f"{data[1]}{ending}", tmp_path / f"text{ending}")
     # 5 steps of 4 samples, sequences of 32 tokens, the default seed.
     (tmp_path / "text_train_indexmap_20ns_32sl_1234s_doc_idx.npy").mkdir()
-    run = pretrain([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
+    run = pretrain_typed([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
     assert_told_once(run, "cannot write index files into", str(tmp_path))
     assert run.steps == []
 

@@ -15,16 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron.training.logging.log_lines import parse_log_line
-from tests.end_to_end.command import ROOT, Run, environment, pretrain
+from tests.end_to_end.command import ROOT, Run, environment, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--zero-stage", "1"]
-
-
-def children(pid: int) -> list[int]:
-    """The processes that `pid` has started."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(word) for word in found.stdout.split()]
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +29,18 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     checkpoints, switch = folder / "checkpoints", folder / "stop"
     flags = [*FLAGS, *data, "--save", str(checkpoints), "--load", str(checkpoints)]
 
-    def kill_after_step_8(line: str, process: subprocess.Popen[str]) -> None:
+    def kill_after_step_8(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 8:
-            for pid in [*children(process.pid), process.pid]:
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
 
-    def flip_switch_after_step_10(line: str, process: subprocess.Popen[str]) -> None:
+    def flip_switch_after_step_10(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 10:
             switch.touch()
 
-    def signal_one_process_after_step_14(line: str, process: subprocess.Popen[str]) -> None:
+    def signal_one_process_after_step_14(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 14:
-            os.kill(children(process.pid)[-1], signal.SIGUSR2)
+            os.kill(pids[-1], signal.SIGUSR2)
 
     left = pretrain([*flags, "--exit-interval", "3"], processes=2)
     killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
@@ -96,16 +90,16 @@ def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     assert f"starting from {checkpoints / f'global_step{last}'}," in signalled.stdout
 
     last = signalled.steps[-1]["iteration"]
-    assert signalled.exit_code == 0  # 75 would be a failure to the launcher
+    assert signalled.exit_code == 75
     assert f"exiting program at iteration {last}: SIGUSR2 (--exit-signal)" in signalled.stdout
     assert f"starting from {checkpoints / f'global_step{last}'}," in finished.stdout
     assert finished.exit_code == 0 and (checkpoints / "latest").read_text() == f"global_step{RAMPED_STEPS}"
 
 
 def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path: Path) -> None:
-    def end_after_step_3(line: str, process: subprocess.Popen[str]) -> None:
+    def end_after_step_3(line: str, pids: list[int]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == 3:
-            process.terminate()
+            os.kill(pids[0], signal.SIGTERM)
 
     folders = ["--save", str(tmp_path), "--load", str(tmp_path)]
     run = pretrain([*MODEL, *ABSOLUTE, *RAMPED, *data, *folders], on_line=end_after_step_3)
@@ -204,7 +198,7 @@ def test_kills_at_random_instants_of_saving_lose_nothing_that_was_complete(
                 # However slow the timer is, the run is killed before it ends. Its status is read later.
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-        run = pretrain(flags, on_line=kill)
+        run = pretrain_typed(flags, on_line=kill)
         assert run.exit_code == -signal.SIGKILL
         saved = [int(step) for step in re.findall(r"saved \S+/global_step(\d+) ", run.stdout)]
         started = re.search(r"starting from \S+/global_step(\d+)", run.stdout)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.end_to_end.command import pretrain
+from tests.end_to_end.command import pretrain, pretrain_typed
 from tests.unit.config.command_lines import BLOOM
 
 SMALL = (
@@ -27,7 +27,7 @@ def columns(table):
     "flags, ranks", [(SMALL, 8), ([*BLOOM, "--hidden-dropout", "0", "--attention-dropout", "0"], 384)]
 )
 def test_a_plan_shows_the_simulated_step_of_every_stage(flags, ranks):
-    run = pretrain([*flags, "--dry-run", "--simulate", "--world-size", str(ranks)])
+    run = pretrain_typed([*flags, "--dry-run", "--simulate", "--world-size", str(ranks)])
     assert run.exit_code == 0, run.stderr
     assert run.stderr == ""
     stages = int(flags[flags.index("--pipeline-model-parallel-size") + 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
@@ -21,9 +20,9 @@ def test_two_jobs_at_once_after_a_killed_one(data: list[str], tmp_path: Path) ->
     flags = [*MODEL, *ABSOLUTE, *ENDLESS, *data, "--eval-iters", "0", "--kill-switch-path", str(switch)]
     flags += ["--save", str(checkpoints), "--save-interval", "2"]
 
-    def kill_once_saved(line: str, process: subprocess.Popen[str]) -> None:
+    def kill_once_saved(line: str, pids: list[int]) -> None:
         if line.startswith("saved "):
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(pids[0], signal.SIGKILL)
 
     killed = pretrain([*flags, "--load", str(checkpoints)], on_line=kill_once_saved)
     assert killed.exit_code == -signal.SIGKILL and list(checkpoints.glob("owner-000001-*.json"))

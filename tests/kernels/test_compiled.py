@@ -12,6 +12,10 @@ from tests.end_to_end.command import ROOT
 
 pytest.importorskip("triton")
 
+LIST_VARIANTS = """
+from megatron.testing.compiled_kernels import variants
+print(*(variant.name for variant in variants()), sep="\\n")
+"""
 SPILLING = """
 from dataclasses import replace
 from megatron.testing.compiled_kernels import compile_variant, variants
@@ -30,13 +34,17 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
-@pytest.mark.gate(rows=1)
+KERNELS = {"dropout": 8, "norms": 2, "embedding": 3, "attention": 15, "cross entropy": 6}
+
+
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("architecture", [90, 80])
-def test_no_kernel_spills(architecture: int) -> None:
-    table = run_python("benchmarks/kernels.py", "--compile-only", "--architectures", str(architecture))
-    heading, *rows = (line.split() for line in table.splitlines())
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_kernel_spills(kernel: str, architecture: int) -> None:
+    arguments = ("--compile-only", "--only", kernel, "--architectures", str(architecture))
+    heading, *rows = (line.split() for line in run_python("benchmarks/kernels.py", *arguments).splitlines())
     assert heading[-2:] == ["stack", "spills"]
-    assert len(rows) == 34
+    assert len(rows) == KERNELS[kernel]
     for row in rows:
         registers, shared, stack, spills = map(int, row[-4:])
         assert 0 < registers <= (255 if row[0] == "attention" else 128), row
@@ -51,3 +59,10 @@ def test_spills_are_found() -> None:
     assert free == 0
     assert registers <= 24
     assert limited > 0
+
+
+@pytest.mark.full
+def test_every_variant_is_in_a_row() -> None:
+    names = run_python("-c", LIST_VARIANTS).splitlines()
+    assert len(names) == sum(KERNELS.values())
+    assert all(name.startswith(tuple(KERNELS)) for name in names)

@@ -16,9 +16,9 @@ def accelerator(monkeypatch):
     """An accelerator that supports triton, and a logged decision that is forgotten after the test."""
     found = SimpleNamespace(is_triton_supported=lambda: True)
     monkeypatch.setattr(selection, "get_accelerator", lambda: found)
-    selection._device_uses_kernels.cache_clear()
+    selection.forget_decisions()
     yield found
-    selection._device_uses_kernels.cache_clear()
+    selection.forget_decisions()
 
 
 def test_cpu_tensors_use_pytorch_whatever_the_accelerator(accelerator):
@@ -53,6 +53,14 @@ def test_without_a_supported_device_or_the_package_pytorch_is_used(
 def test_the_environment_selects_pytorch(accelerator, monkeypatch):
     monkeypatch.setenv("MEGATRON_KERNELS", "pytorch")
     assert selection.reason_against_kernels("cuda") == "MEGATRON_KERNELS=pytorch is set"
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_the_environment_selects_the_interpreter_for_cpu_tensors(accelerator, monkeypatch, interpreted):
+    monkeypatch.setenv("MEGATRON_KERNELS", "interpreter")
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    assert selection.uses_kernels(torch.ones(1)) == interpreted
+    assert interpreted or selection.reason_against_kernels("cpu") == "TRITON_INTERPRET=1 is not set"
 
 
 def test_the_simulated_accelerator_does_not_need_the_package(accelerator, monkeypatch):

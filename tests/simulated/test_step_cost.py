@@ -35,6 +35,7 @@ def bytes_per_row(cell: str) -> int:
     return int(cell.split(", ")[1].removesuffix(" bytes per row").replace(",", ""))
 
 
+@pytest.mark.full
 def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     rows = table_of("--kernels", "triton", *QUICK.split())
     launches, verdict = rows["kernel launches per transformer layer, forward"]

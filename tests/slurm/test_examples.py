@@ -296,6 +296,7 @@ def test_a_job_that_may_not_requeue_exits_with_75(submit: Submit, probe: Path) -
     assert not list(probe.glob("runs/*/reports/*"))
 
 
+@pytest.mark.full
 def test_a_requeued_job_starts_again(submit: Submit, probe: Path) -> None:
     job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, **TINY)
     job.wait_for(": restart 0", times=4)
@@ -323,7 +324,7 @@ STUBS = {
 }
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     ("script", "nodes", "words", "layout"),
     [

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.config import ConfigError
 
-MUTATIONS = [100, pytest.param(2000, marks=pytest.mark.full)]
+MUTATIONS = [40, pytest.param(2000, marks=pytest.mark.full)]
 """Of each reader: in the gate and in the full matrix."""
 _MIB = 1 << 20
 

@@ -1,0 +1,307 @@
+#!/usr/bin/env python3
+"""Each Triton kernel on a GPU: its time, its PyTorch twin's, a library's, and the difference to the twin.
+
+    python benchmarks/kernel_speed.py                  one GPU, about three minutes
+
+    TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py --small
+
+is for a machine without a GPU: small tensors in triton's interpreter, fp32, differences only.
+
+Sizes are those of a layer of a 13B model: sequence 2048, hidden size 5120, 40 heads, vocabulary 50,304, bf16.
+Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the cache of
+the GPU between calls. `difference` is the largest one between kernel and twin, outputs and gradients, in
+units of the largest value. Rates are of the bytes that must be read and written once, and for attention of
+the FLOPs of its causal half; the backward pass counts 2.5 times the forward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Work = Callable[[], "list[Tensor]"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tensors of a layer, and of the loss of a chunk of tokens."""
+
+    seq: int
+    heads: int
+    head_dim: int
+    vocab: int
+    tokens: int
+    parameters: tuple[int, ...]
+    """Elements of the gradients whose norms are computed."""
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+LARGE = Sizes(2048, 40, 128, 50304, 1024, (5120, 5120 * 5120, 4 * 5120 * 5120) * 8)
+SMALL = Sizes(40, 2, 16, 100, 24, (7, 5000, 300))
+
+
+@dataclass(frozen=True)
+class Case:
+    """`work` returns outputs and gradients; it is run with the kernel and with its twin. library: the nearest
+    function of a library, which need not compute the same. moved: bytes. flops: 0 if bytes are the limit."""
+
+    name: str
+    work: Work
+    library_name: str
+    library: Work
+    moved: int
+    flops: float = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="small tensors on the CPU, no times")
+    arguments = parser.parse_args()
+    import torch
+
+    from benchmarks.machine import describe_machine
+    from megatron.kernels.selection import reason_against_kernels
+    from megatron.text_table import format_table
+
+    device = torch.device("cpu" if arguments.small else "cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU was found: --small compares the kernels on a CPU")
+    reason = reason_against_kernels(device.type)
+    if reason is not None:
+        parser.error(f"the kernels are not used: {reason}")
+    print(describe_machine(), flush=True)
+    sizes, dtype = (SMALL, torch.float32) if arguments.small else (LARGE, torch.bfloat16)
+    table = [["kernel", "difference", "twin ms", "kernel ms", "ratio", "rate", "library", "library ms"]]
+    for case in cases(sizes, dtype, device):
+        with kernels_or_twins("pytorch"):
+            expected = [value.clone() for value in case.work()]
+        difference = largest_difference([value.clone() for value in case.work()], expected)
+        row = [case.name, f"{difference:.1e}"]
+        table.append([*row, *([""] * 6 if arguments.small else times(case))])
+    print(format_table(table, left_align=(0, 6)))
+
+
+@contextmanager
+def kernels_or_twins(setting: str) -> Iterator[None]:
+    """Sets MEGATRON_KERNELS."""
+    from megatron.cluster.launch import temporary_environment
+    from megatron.kernels.selection import forget_decisions
+
+    forget_decisions()
+    with temporary_environment({"MEGATRON_KERNELS": setting}):
+        yield
+    forget_decisions()
+
+
+def times(case: Case) -> list[str]:
+    """The other columns of a row."""
+    kernel = milliseconds(case.work)
+    with kernels_or_twins("pytorch"):
+        twin = milliseconds(case.work)
+    if case.flops:
+        rate = f"{case.flops / kernel / 1e9:.0f} TFLOP/s"
+    else:
+        rate = f"{case.moved / kernel / 1e6:.0f} GB/s"
+    library = milliseconds(case.library)
+    return [
+        f"{twin:.3f}",
+        f"{kernel:.3f}",
+        f"{twin / kernel:.1f}",
+        rate,
+        case.library_name,
+        f"{library:.3f}",
+    ]
+
+
+def milliseconds(work: Work) -> float:
+    """The median of a call."""
+    from triton.testing import do_bench
+
+    return statistics.median(do_bench(work, return_mode="all"))
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """In units of the largest value of each tensor."""
+    return max(
+        float((a - b).detach().double().abs().max() / b.detach().double().abs().max())
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """One case after the other, so that only its tensors are in memory."""
+    yield dropout_case(sizes, dtype, device)
+    for name, flags in (
+        ("attention, dropout 0.1", "--attention-dropout 0.1"),
+        ("attention, ALiBi", "--attention-dropout 0 --position-embedding-type alibi"),
+        ("attention, documents", "--attention-dropout 0 --reset-attention-mask"),
+        ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
+    ):
+        yield attention_case(name, flags, sizes, dtype, device)
+    yield loss_case(sizes, dtype, device)
+    yield embedding_case(sizes, dtype, device)
+    yield norms_case(sizes, device)
+
+
+def dropout_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    import torch
+    import torch.nn.functional as F
+
+    from megatron.mpu.layout import TPGroup
+    from megatron.mpu.random import DropoutRNG, dropout_add
+
+    x, residual, grad = some((sizes.seq, 1, sizes.hidden), 3, dtype, device)
+    rng = DropoutRNG(1, (5,))
+
+    def work() -> list[Tensor]:
+        y = dropout_add(x, residual, 0.1, rng, "4.mlp", batch_dim=1, tp_group=TPGroup())
+        return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
+
+    def library() -> list[Tensor]:
+        y = residual + F.dropout(x, 0.1)
+        return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
+
+    moved = 5 * x.numel() * x.element_size()  # x, residual, output; gradient, gradient of x
+    return Case("dropout and residual", work, "torch dropout, +", library, moved)
+
+
+def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    import torch
+    import torch.nn.functional as F
+
+    from megatron.model.core_attention import CoreAttention
+    from megatron.model.layer_context import LayerContext
+    from megatron.model.position import document_ids_of
+    from megatron.mpu.layout import TPGroup
+    from megatron.mpu.random import DropoutRNG
+    from megatron.testing.measured_worlds import config_of
+
+    config = config_of(
+        f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
+        f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
+        f"--global-batch-size 1 {flags}"
+    )
+    core = CoreAttention(LayerContext(config, TPGroup(), DropoutRNG(1, (5,))), 0)
+    q, k, v = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
+    (grad,) = some((sizes.seq, 1, sizes.hidden), 1, dtype, device)
+    tokens = torch.ones(1, sizes.seq, dtype=torch.int64, device=device)
+    tokens[:, :: sizes.seq // 4] = 0
+    document_ids = document_ids_of(tokens, 0) if config.data.reset_attention_mask else None
+
+    def work() -> list[Tensor]:
+        y = core(q, k, v, document_ids)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
+
+    def library() -> list[Tensor]:
+        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
+
+    # 2 products of [seq, seq / 2, head_dim], and 5 in the backward pass, 2 FLOPs each.
+    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
+    return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
+
+
+def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    """Logits of a chunk, losses and gradient in place; the product for the logits is part of the times."""
+    import torch
+    import torch.nn.functional as F
+
+    from megatron.mpu.layout import TPGroup
+    from megatron.mpu.logit_chunks import LogitChunks
+
+    (hidden,) = some((sizes.tokens, 64), 1, dtype, device)
+    (weight,) = some((sizes.vocab, 64), 1, dtype, device)
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator).to(device)
+
+    def work() -> list[Tensor]:
+        with torch.no_grad():
+            chunks = LogitChunks(hidden, weight, labels, TPGroup(), sizes.vocab, 0.0)
+            losses, _, _, gradient = chunks.losses(chunks.chunks[0], with_gradient=True)
+        return [losses, gradient]
+
+    def library() -> list[Tensor]:
+        logits = (hidden @ weight.T).detach().requires_grad_()
+        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), logits)]
+
+    moved = 3 * sizes.tokens * sizes.vocab * hidden.element_size()  # written, read, written
+    return Case("cross entropy of a chunk", work, "torch cross_entropy", library, moved)
+
+
+def embedding_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    import torch
+
+    from megatron.mpu.embedding import embedding
+
+    (weight,) = some((sizes.vocab, sizes.hidden), 1, dtype, device)
+    (grad,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
+    generator = torch.Generator().manual_seed(2)
+    # Frequent tokens repeat, as in text.
+    ids = (torch.rand(sizes.seq, generator=generator) ** 4 * sizes.vocab).long().to(device)
+    weight.main_grad = torch.zeros(weight.shape, device=device)
+
+    def work() -> list[Tensor]:
+        weight.main_grad.zero_()
+        embedding(ids, weight).backward(grad)
+        return [weight.main_grad]
+
+    def library() -> list[Tensor]:
+        weight.main_grad.zero_()
+        return [weight.main_grad.index_add_(0, ids, grad.float())]
+
+    moved = sizes.seq * sizes.hidden * (2 * weight.element_size() + 8) + 4 * weight.numel()
+    return Case("embedding's gradient, cleared before", work, "torch index_add_", library, moved)
+
+
+def norms_case(sizes: Sizes, device: torch.device) -> Case:
+    import torch
+
+    from megatron.kernels.norms import fused_norms
+    from megatron.kernels.selection import uses_kernels
+    from megatron.optimizer.flat_group import accurate_norm
+
+    gradients = [some((count,), 1, torch.float32, device)[0].detach() for count in sizes.parameters]
+
+    def work() -> list[Tensor]:
+        if uses_kernels(gradients[0]):
+            return [fused_norms(gradients)]
+        return [torch.stack([accurate_norm(gradient) for gradient in gradients])]
+
+    def library() -> list[Tensor]:
+        return [torch.stack(torch._foreach_norm(gradients))]
+
+    return Case("norms of gradients", work, "torch _foreach_norm", library, 4 * sum(sizes.parameters))
+
+
+def some(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Random tensors that need a gradient."""
+    import torch
+
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
+        for seed in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""A whole run with every kernel, on a CPU in triton's interpreter, is the run without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.command import pretrain
+
+# Few operations: the interpreter needs seconds for each step.
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 2 --lr 1e-2 --train-iters 2 --eval-iters 0 --log-interval 1 --log-level info "
+    "--position-embedding-type alibi --reset-attention-mask --eod-mask-loss"
+).split()
+
+
+@pytest.mark.full  # half a minute
+def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
+    data: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = pretrain([*FLAGS, *data])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("MEGATRON_KERNELS", "interpreter")
+    run = pretrain([*FLAGS, *data])
+    assert run.exit_code == without.exit_code == 0, run.stderr
+    assert "attention: flash, dropout 0.1, ALiBi, document boundaries by the triton kernel" in run.stderr
+    assert "kernels: triton" in run.stderr and "kernels: triton" not in without.stderr
+    assert len(run.steps) == len(without.steps) == 2
+    for step, expected in zip(run.steps, without.steps, strict=True):
+        assert step["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-7)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], abs=0.0011)
