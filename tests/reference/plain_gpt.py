@@ -75,7 +75,7 @@ def linear(weights, name, x):
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def attention(weights, index, x, heads, groups, positions, rotary, window):
+def attention(weights, index, x, heads, groups, positions, rotary, window=None):
     batch, seq, hidden = x.shape
     dim, shared = hidden // heads, heads // groups
     qkv = linear(weights, f"{index}.self_attention.query_key_value", x)
