@@ -40,6 +40,7 @@ runs a part of the list as a pipeline stage, single_process.py all of it in one 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -273,15 +274,9 @@ class ParallelTransformerLayerPipe(nn.Module):
     @not_compiled  # the masks are hashed in Python from the layer's index
     def _drop_and_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
+        shards = {"shard_dim": 0 if self.sequence_parallel else None, "tp_group": self.tp_group}
         return dropout_add(
-            output,
-            residual,
-            self.dropout_rate,
-            self.dropout_rng,
-            place,
-            batch_dim=1,
-            shard_dim=0 if self.sequence_parallel else None,
-            tp_group=self.tp_group,
+            output, residual, self.dropout_rate, self.dropout_rng, place, batch_dim=1, **shards
         )
 
 
@@ -344,14 +339,10 @@ class ParallelSelfAttention(nn.Module):
         self.ranks_per_group = max(ranks // model.query_groups, 1)
         self.head_dim = model.kv_channels
         self.tp_group = context.tp_group
+        first, second = _matrix_settings(context)
+        width = model.query_width + 2 * model.key_width
         self.query_key_value = ColumnParallelLinear(
-            model.hidden_size,
-            model.query_width + 2 * model.key_width,
-            context.tp_group,
-            init_std=model.matrix_init_std,
-            lr_mult=model.matrix_lr_mult,
-            bias=model.qkv_bias,
-            sequence_parallel=context.sequence_parallel,
+            model.hidden_size, width, context.tp_group, **{**first, "bias": model.qkv_bias}
         )
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
@@ -359,15 +350,7 @@ class ParallelSelfAttention(nn.Module):
         self.rotary = context.rotary
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
-        self.dense = RowParallelLinear(
-            model.query_width,
-            model.hidden_size,
-            context.tp_group,
-            init_std=model.output_init_std,
-            lr_mult=model.matrix_lr_mult,
-            bias=not model.disable_bias_linear,
-            sequence_parallel=context.sequence_parallel,
-        )
+        self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], document_ids [batch, seq] or None -> [seq, batch, hidden]."""
@@ -412,24 +395,13 @@ class ParallelMLP(nn.Module):
             GLU_ACTIVATIONS.load(model.glu_activation) if self.gated else ACTIVATIONS.load(model.activation)
         )
         parts = 2 if self.gated else 1
+        first, second = _matrix_settings(context)
+        wide = parts * model.ffn_hidden_size
         self.dense_h_to_4h = ColumnParallelLinear(
-            model.hidden_size,
-            parts * model.ffn_hidden_size,
-            context.tp_group,
-            init_std=model.matrix_init_std,
-            lr_mult=model.matrix_lr_mult,
-            bias=not model.disable_bias_linear,
-            num_fused_parts=parts,
-            sequence_parallel=context.sequence_parallel,
+            model.hidden_size, wide, context.tp_group, num_fused_parts=parts, **first
         )
         self.dense_4h_to_h = RowParallelLinear(
-            model.ffn_hidden_size,
-            model.hidden_size,
-            context.tp_group,
-            init_std=model.output_init_std,
-            lr_mult=model.matrix_lr_mult,
-            bias=not model.disable_bias_linear,
-            sequence_parallel=context.sequence_parallel,
+            model.ffn_hidden_size, model.hidden_size, context.tp_group, **second
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -438,6 +410,18 @@ class ParallelMLP(nn.Module):
             return self.dense_4h_to_h(self.activation(wide))
         value, gate = wide.chunk(2, dim=-1)
         return self.dense_4h_to_h(value * self.activation(gate))
+
+
+def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the first matrix of attention and MLP, and of the second one, which ends in the residual
+    stream."""
+    model = context.config.model
+    both = {
+        "lr_mult": model.matrix_lr_mult,
+        "bias": not model.disable_bias_linear,
+        "sequence_parallel": context.sequence_parallel,
+    }
+    return {"init_std": model.matrix_init_std, **both}, {"init_std": model.output_init_std, **both}
 
 
 class LMHeadPipe(nn.Module):

@@ -187,8 +187,9 @@ RESUMERS = (Row(pp=2, dp=2, zero=1), Row(tp=4, dp=2, zero=1, micro_batch=2), Row
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("saver", SAVERS)
-def test_a_checkpoint_opens_on_other_layouts(saver, tmp_path):
-    changes = {"model": {**LLAMA, "make_vocab_size_divisible_by": 8}}
+@pytest.mark.parametrize("model", [LLAMA, OLMO2, FALCON], ids=["llama", "olmo2", "falcon"])
+def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
+    changes = {"model": {**model, "make_vocab_size_divisible_by": 8}}
     expected = uninterrupted(changes)
     run_world(SAVERS[saver].world_size, save_before, SAVERS[saver], tmp_path, changes)
     for row in RESUMERS if saver != "tp4" else RESUMERS[:1]:

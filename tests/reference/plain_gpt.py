@@ -75,7 +75,7 @@ def linear(weights, name, x):
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def attention(weights, index, x, heads, groups, positions, rotary, window):
+def attention(weights, index, x, heads, groups, positions, rotary, window=None):
     batch, seq, hidden = x.shape
     dim, shared = hidden // heads, heads // groups
     qkv = linear(weights, f"{index}.self_attention.query_key_value", x)
@@ -122,7 +122,7 @@ def rotate(x, base=10000.0, part=1.0, interleaved=False):
     return torch.cat((torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1), rest), -1)
 
 
-def mlp(weights, index, x, glu, exact_gelu):
+def mlp(weights, index, x, glu, exact_gelu=False):
     wide = linear(weights, f"{index}.mlp.dense_h_to_4h", x)
     if glu is None:
         wide = F.gelu(wide, approximate="none" if exact_gelu else "tanh")

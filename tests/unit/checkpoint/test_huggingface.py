@@ -152,7 +152,7 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
 @pytest.mark.parametrize(
     "row, model, named",
     [
-        (Row(positions="rotary"), {}, "--position-embedding-type rotary"),
+        (Row(positions="rotary"), {"rotary_interleaved": True}, "--rotary-interleaved"),
         (GPT2, {"glu_activation": "swiglu"}, "--glu-activation swiglu"),
         (GPT2, {"mup": True}, "--mup"),
         (BLOOM, {}, "no --embed-layernorm"),
@@ -350,5 +350,5 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     )
     contradiction = ["--no-tokenizer", "--vocab-file", "x"]
     assert "contradicts" in mistake(capsys, "--load", checkpoint.folder, *output, *contradiction)
-    other = write(tmp_path / "rotary", Row(positions="rotary"), {})
+    other = write(tmp_path / "rotary", Row(positions="rotary"), {"rotary_interleaved": True})
     assert "rotary" in mistake(capsys, "--load", other.folder, *output)
