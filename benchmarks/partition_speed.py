@@ -129,8 +129,8 @@ def measure(rounds: int, profile: str) -> list[Row]:
 
     configure_logging(LoggingConfig())
 
-    from megatron.planner.layer_times import read_layer_times
     from megatron.planner.stages import layer_kinds, plan_stages
+    from megatron.planner.timing.layer_times import read_layer_times
 
     single = World(__file__, profile, 1, KEEP_MEMORY)
     single.run("profile")
@@ -194,8 +194,8 @@ def run_worker(profile: str) -> None:
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
-    from megatron.planner.layer_times import find_layer_times
     from megatron.planner.stages import plan_stages
+    from megatron.planner.timing.layer_times import find_layer_times
 
     size = int(os.environ["WORLD_SIZE"])
     config = make_config("type:transformer", size, profile)

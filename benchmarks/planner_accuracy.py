@@ -5,8 +5,8 @@
     python benchmarks/planner_accuracy.py --fit    also searches the two constants of each kind of GPU
 
 The rows are BigScience's (benchmarks/published/). They were measured with other programs, whose kernels and
-bytes per parameter are a named profile: `megatron.planner.work.MEGATRON_2021`, `published_rows.Memory`. Rows
-marked with * are those that the constants were fitted on.
+bytes per parameter are a named profile: `megatron.planner.timing.work.MEGATRON_2021`,
+`published_rows.Memory`. Rows marked with * are those that the constants were fitted on.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from benchmarks.published_rows import (  # noqa: E402
     throughput_rows,
 )
 from megatron.config import Config  # noqa: E402
-from megatron.planner.hardware import find_gpu  # noqa: E402
 from megatron.planner.stages import plan_stages  # noqa: E402
-from megatron.planner.step_time import FITTED, Achieved, find_cluster, predict_step  # noqa: E402
+from megatron.planner.timing.hardware import find_gpu  # noqa: E402
+from megatron.planner.timing.step_time import FITTED, Achieved, find_cluster, predict_step  # noqa: E402
 from megatron.text_table import format_table  # noqa: E402
 
 FITTED_ON = {

@@ -2,7 +2,7 @@
 
 The layers, the stages, the micro-batches in flight and the communication are those of this program's planner.
 What differs is named here: `Memory`, the bytes per parameter and the temporary tensors of BigScience's
-Megatron-LM and Megatron-DeepSpeed (2021), and `megatron.planner.work.MEGATRON_2021`, their kernels.
+Megatron-LM and Megatron-DeepSpeed (2021), and `megatron.planner.timing.work.MEGATRON_2021`, their kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.config.cli import parse_args
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.stages import StagePlan, in_flight_micro_batches, plan_stages
-from megatron.planner.work import MEGATRON_2021, Program
+from megatron.planner.timing.work import MEGATRON_2021, Program
 
 FOLDER = Path(__file__).resolve().parent / "published"
 GB, MIB = 1e9, 2**20

@@ -29,7 +29,7 @@ from megatron.config import Config, ConfigError  # noqa: E402
 from megatron.config.cli import parse_args  # noqa: E402
 from megatron.mpu.layout import ParallelLayout  # noqa: E402
 from megatron.pipeline.schedule import simulate_schedule  # noqa: E402
-from megatron.planner.step_time import planned_step  # noqa: E402
+from megatron.planner.timing.step_time import planned_step  # noqa: E402
 from megatron.simulation.processes import run_in_processes  # noqa: E402
 from megatron.simulation.record import STEP, OperationCount, StepRecord, Work  # noqa: E402
 from megatron.simulation.stages import syncs_per_micro_batch  # noqa: E402

@@ -14,9 +14,9 @@ does not help: new blocks are taken from what was kept before.)
 
 Time. `measured` is the processor time of the main thread in the forward and backward pass of a micro-batch,
 the least of STEPS steps: the processes share two cores, so that the clock would show waits for a core, and
-for other ranks, too. `predicted` is the cost model of `megatron.planner.step_time` without collectives. Its
-device has the rates of matrix products and of an addition that this script measures between the layouts; the
-parts that passes reach of them are two constants, fitted on the rows marked with *.
+for other ranks, too. `predicted` is the cost model of `megatron.planner.timing.step_time` without
+collectives. Its device has the rates of matrix products and of an addition that this script measures between
+the layouts; the parts that passes reach of them are two constants, fitted on the rows marked with *.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
 
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """A line per row and pipeline rank."""
-    from megatron.planner.stage_memory import plan_memory
+    from megatron.planner.memory.stage_memory import plan_memory
     from megatron.planner.stages import plan_stages
     from megatron.simulation.stages import simulate_stages
     from megatron.text_table import format_table
@@ -251,7 +251,7 @@ def _seconds(processes: Sequence[Measured], rank: int) -> float:
 
 def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
     """The two constants with the least mean absolute error on the rows, to 0.01."""
-    from megatron.planner.step_time import Achieved
+    from megatron.planner.timing.step_time import Achieved
 
     def mean_error(achieved: Any) -> float:
         return statistics.fmean(
@@ -277,12 +277,12 @@ def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
 
 def predicted_seconds(row: Row, machine: Rates, achieved: Any) -> list[tuple[float, float]]:
     """Seconds of a micro-batch by pipeline rank: (in matrix products, in the rest)."""
-    from megatron.planner.communication import rank_communication
-    from megatron.planner.hardware import GPU
-    from megatron.planner.network import Network
     from megatron.planner.stages import plan_stages
-    from megatron.planner.step_time import Cluster, stage_times
-    from megatron.planner.work import program_of
+    from megatron.planner.timing.communication import rank_communication
+    from megatron.planner.timing.hardware import GPU
+    from megatron.planner.timing.network import Network
+    from megatron.planner.timing.step_time import Cluster, stage_times
+    from megatron.planner.timing.work import program_of
 
     config = make_config(row)
     plan = plan_stages(config, VOCAB)

@@ -10,9 +10,9 @@ same run (--bf16 with fp32). The other presets are one process on an accelerator
 run on the CPU, slowly. 13B-slice is a quarter of a 13B model's layers, with embedding and head;
 250k-last-stage is the last of many stages, with one of 4 shards of a 250k vocabulary.
 
-Model FLOPs are the family's formula (megatron/planner/flops.py) without recomputation. They are compared with
-the card's peak, where it is known, and with a matrix product measured by the same process, in turns with the
-steps: [tokens of a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
+Model FLOPs are the family's formula (megatron/planner/timing/flops.py) without recomputation. They are
+compared with the card's peak, where it is known, and with a matrix product measured by the same process, in
+turns with the steps: [tokens of a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
 
 glibc's malloc would return large blocks to the kernel after each use, which clears them again.
 MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ keep them: about 9 % for all CPU rows, the plain loop
@@ -200,7 +200,7 @@ def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> N
 
 def step_flops(preset: Preset) -> float:
     """Model FLOPs of a step."""
-    from megatron.planner.flops import iteration_flops
+    from megatron.planner.timing.flops import iteration_flops
 
     return iteration_flops(
         num_layers=preset.layers,

@@ -28,7 +28,7 @@ from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
-from megatron.planner.network_figures import NetworkFigures, write_network_figures
+from megatron.planner.timing.network_figures import NetworkFigures, write_network_figures
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.

@@ -319,17 +319,21 @@ TOKENIZERS = Registry(
     },
 )
 
-# Instances of megatron.planner.hardware.GPU.
+# Instances of megatron.planner.timing.hardware.GPU.
 GPUS = Registry(
     "--gpu",
     {
-        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.planner.hardware:V100_16GB"),
-        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.planner.hardware:V100_32GB"),
-        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.planner.hardware:A100_40GB"),
-        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.planner.hardware:A100_80GB"),
-        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.planner.hardware:H100_80GB"),
-        "h200-141gb": Choice("139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.planner.hardware:H200_141GB"),
-        "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.planner.hardware:B200_180GB"),
+        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.planner.timing.hardware:V100_16GB"),
+        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.planner.timing.hardware:V100_32GB"),
+        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:A100_40GB"),
+        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:A100_80GB"),
+        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:H100_80GB"),
+        "h200-141gb": Choice(
+            "139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:H200_141GB"
+        ),
+        "b200-180gb": Choice(
+            "178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:B200_180GB"
+        ),
     },
 )
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from megatron.config import Config, ConfigError
 from megatron.planner.command import replaced
-from megatron.planner.fit import verdict
-from megatron.planner.hardware import GIB
+from megatron.planner.memory.fit import verdict
 from megatron.planner.plan import WhatIf, recomputation_of
 from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import PARTITION_METHODS, Candidate, SearchResult, evaluate
-from megatron.planner.step_time import StepTime, time_lines
+from megatron.planner.timing.hardware import GIB
+from megatron.planner.timing.step_time import StepTime, time_lines
 from megatron.text_table import format_table
 
 

@@ -14,17 +14,17 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.pipeline.methods import TRANSFORMER_LAYER
-from megatron.planner.communication import rank_communication
-from megatron.planner.fit import reserve_bytes
-from megatron.planner.hardware import device_memory_bytes
-from megatron.planner.stage_memory import StageMemory, plan_memory
+from megatron.planner.memory.fit import reserve_bytes
+from megatron.planner.memory.stage_memory import StageMemory, plan_memory
 from megatron.planner.stages import (
     StagePlan,
     in_flight_micro_batches,
     micro_batches_per_step,
     plan_stages,
 )
-from megatron.planner.step_time import PipelineTime, StepTime, planned_step
+from megatron.planner.timing.communication import rank_communication
+from megatron.planner.timing.hardware import device_memory_bytes
+from megatron.planner.timing.step_time import PipelineTime, StepTime, planned_step
 
 _MOST_EVENTS = 4000
 
@@ -91,7 +91,7 @@ class Plan:
     """By pipeline rank."""
     device_bytes: int | None
     reserve_bytes: float
-    """What the fullest rank needs beside its tensors (`megatron.planner.fit`)."""
+    """What the fullest rank needs beside its tensors (`megatron.planner.memory.fit`)."""
     step: StepTime | None
     """None without --gpu."""
     communication: tuple[CommunicationRow, ...]

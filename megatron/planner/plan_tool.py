@@ -17,14 +17,14 @@ from megatron.planner.explain import (
     what_if,
     what_if_table,
 )
-from megatron.planner.fit import verdict
-from megatron.planner.hardware import GIB
+from megatron.planner.memory.fit import verdict
 from megatron.planner.plan import Plan, assemble_plan, make_plan
 from megatron.planner.recipes import RECIPES
 from megatron.planner.report import run_report
 from megatron.planner.search import NO_GPU, Candidate, search
 from megatron.planner.stages import plan_stages
-from megatron.planner.step_time import time_lines
+from megatron.planner.timing.hardware import GIB
+from megatron.planner.timing.step_time import time_lines
 from megatron.tokenizer.vocabulary import find_vocabulary
 
 _IN_JSON = 20

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config import Config, ConfigError
-from megatron.planner.network import find_network
 from megatron.planner.search import NO_GPU, Candidate, Change, evaluate
+from megatron.planner.timing.network import find_network
 
 _FEW_LAYERS = 4
 _ACCUMULATION = (8, 16)

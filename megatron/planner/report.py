@@ -9,12 +9,12 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
-from megatron.planner.flops import pipeline_efficiency
-from megatron.planner.hardware import GIB
-from megatron.planner.network_figures import read_network_figures
-from megatron.planner.stage_memory import StageMemory
+from megatron.planner.memory.stage_memory import StageMemory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, stage_flops
-from megatron.planner.step_time import StepTime, time_lines
+from megatron.planner.timing.flops import pipeline_efficiency
+from megatron.planner.timing.hardware import GIB
+from megatron.planner.timing.network_figures import read_network_figures
+from megatron.planner.timing.step_time import StepTime, time_lines
 from megatron.text_table import format_table
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.

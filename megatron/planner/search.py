@@ -17,15 +17,15 @@ from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner import memory
 from megatron.planner.attention import attention_of
-from megatron.planner.communication import ALL_REDUCE, DATA, TENSOR, Exchange
-from megatron.planner.fit import fits
-from megatron.planner.hardware import device_memory_bytes
-from megatron.planner.stage_memory import StageMemory, plan_memory
+from megatron.planner.memory import layer_memory
+from megatron.planner.memory.fit import fits
+from megatron.planner.memory.stage_memory import StageMemory, plan_memory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
-from megatron.planner.step_time import Cluster, StepTime, find_cluster, planned_step
-from megatron.planner.work import layer_work, program_of
+from megatron.planner.timing.communication import ALL_REDUCE, DATA, TENSOR, Exchange
+from megatron.planner.timing.hardware import device_memory_bytes
+from megatron.planner.timing.step_time import Cluster, StepTime, find_cluster, planned_step
+from megatron.planner.timing.work import layer_work, program_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
@@ -234,8 +234,8 @@ def _estimate(config: Config, vocab_size: int, cluster: Cluster) -> tuple[float,
         calls = count if parallel.zero_stage >= 2 else 1
         reduction = cluster.network.seconds(Exchange(DATA, ALL_REDUCE, "", int(4 * held)), layout)
         step += calls * 1.25 * reduction
-    in_layer = memory.state_bytes_per_parameter(config, in_transformer_layer=True)
-    outside = memory.state_bytes_per_parameter(config)
-    kept = memory.transformer_layer_activation_bytes(config) * layers * min(count, ranks)
+    in_layer = layer_memory.state_bytes_per_parameter(config, in_transformer_layer=True)
+    outside = layer_memory.state_bytes_per_parameter(config)
+    kept = layer_memory.transformer_layer_activation_bytes(config) * layers * min(count, ranks)
     embedding = outside * padded * model.hidden_size / tp_size
     return step, per_layer * layers * in_layer + embedding + kept

@@ -24,7 +24,8 @@ from megatron.pipeline.methods import (
     partition_layers,
 )
 from megatron.pipeline.orders import interleaved_in_flight
-from megatron.planner import flops, memory
+from megatron.planner.memory import layer_memory
+from megatron.planner.timing import flops
 
 
 @dataclass(frozen=True)
@@ -136,19 +137,19 @@ def layer_table(
     first, head = embedding_and_head(names)
     work: dict[str, float] = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
     kept: dict[str, float] = {
-        TRANSFORMER_LAYER: memory.transformer_layer_activation_bytes(config),
-        norm_class(config).__name__: memory.norm_activation_bytes(config),
+        TRANSFORMER_LAYER: layer_memory.transformer_layer_activation_bytes(config),
+        norm_class(config).__name__: layer_memory.norm_activation_bytes(config),
     }
     layer_flops = [work.get(name, 0.0) for name in names]
     activation_bytes = [kept.get(name, 0.0) for name in names]
     layer_flops[head] = flops.head_flops(config, padded)
-    activation_bytes[first] = memory.embedding_activation_bytes(config)
-    activation_bytes[head] = memory.head_activation_bytes(config, padded)
-    per_parameter = dict.fromkeys(names, memory.state_bytes_per_parameter(config))
+    activation_bytes[first] = layer_memory.embedding_activation_bytes(config)
+    activation_bytes[head] = layer_memory.head_activation_bytes(config, padded)
+    per_parameter = dict.fromkeys(names, layer_memory.state_bytes_per_parameter(config))
     # 8-bit Adam keeps 32-bit moments for norms and biases, a thousandth of a layer; that is neglected.
-    moment_bytes = memory.EIGHT_BIT if config.optimizer.use_bnb_optimizer else memory.FP32
-    per_parameter[UNTIED_HEAD] = memory.state_bytes_per_parameter(config, moment_bytes)
-    per_parameter[TRANSFORMER_LAYER] = memory.state_bytes_per_parameter(
+    moment_bytes = layer_memory.EIGHT_BIT if config.optimizer.use_bnb_optimizer else layer_memory.FP32
+    per_parameter[UNTIED_HEAD] = layer_memory.state_bytes_per_parameter(config, moment_bytes)
+    per_parameter[TRANSFORMER_LAYER] = layer_memory.state_bytes_per_parameter(
         config, moment_bytes, in_transformer_layer=True
     )
     held = list(parameters)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.communication import Spec, tensors_at
+from megatron.planner.timing.communication import Spec, tensors_at
 
 _MESSAGE_ELEMENTS = 256
 """Length of DeepSpeed's message with shapes (TENSOR_META_SIZE)."""

@@ -36,9 +36,9 @@ from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.attention import counts_kernels
-from megatron.planner.layer_times import needs_profiling, read_layer_times
-from megatron.planner.stage_memory import planned_bytes
+from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
+from megatron.planner.timing.layer_times import needs_profiling, read_layer_times
 from megatron.simulation.accelerator import BACKEND, SimulatedAccelerator
 from megatron.simulation.device import SimulatedDevice
 from megatron.simulation.peers import Neighbours

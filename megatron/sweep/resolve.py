@@ -13,10 +13,10 @@ from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.pipeline.schedule import mean_bubble
-from megatron.planner.layer_times import read_layer_times
-from megatron.planner.stage_memory import planned_bytes
+from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import micro_batches_per_step, plan_stages, stage_flops
-from megatron.planner.step_time import planned_step
+from megatron.planner.timing.layer_times import read_layer_times
+from megatron.planner.timing.step_time import planned_step
 from megatron.sweep.axes import Row, given_flags, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
 

@@ -13,8 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from megatron.cluster.exit_codes import OutOfMemory
 from megatron.cluster.launch import allocator_settings
 from megatron.config import Config
-from megatron.planner.fit import memory_flags
-from megatron.planner.stage_memory import planned_bytes
+from megatron.planner.memory.fit import memory_flags
+from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan
 from megatron.training.logging.peak_memory import local_memory
 

@@ -20,12 +20,12 @@ from megatron.config.batch import BatchSchedule, RunLength
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.schedule import schedule_of
-from megatron.planner.fit import verdict
-from megatron.planner.layer_times import find_layer_times, needs_profiling, read_layer_times
+from megatron.planner.memory.fit import verdict
+from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.report import run_report
-from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import StagePlan, plan_stages
-from megatron.planner.step_time import planned_step
+from megatron.planner.timing.layer_times import find_layer_times, needs_profiling, read_layer_times
+from megatron.planner.timing.step_time import planned_step
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint

@@ -21,7 +21,7 @@ from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
-from megatron.planner.flops import model_iteration_flops, recomputes_scores
+from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores
 from megatron.training.data import RunData
 from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.logging.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
@@ -87,7 +87,7 @@ class Trainer:
     watchdog: Watchdog
     checkpoints: CheckpointManager
     planned_bytes: Sequence[float]
-    """By pipeline rank, see `megatron.planner.stage_memory`."""
+    """By pipeline rank, see `megatron.planner.memory.stage_memory`."""
     exit_reason: ExitReason | None = field(default=None, init=False)
     """Why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)

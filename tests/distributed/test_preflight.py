@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.cluster import preflight as module
 from megatron.cluster.preflight import preflight
-from megatron.planner.network_figures import NetworkFigures, read_network_figures
+from megatron.planner.timing.network_figures import NetworkFigures, read_network_figures
 from megatron.testing.layouts import Row, config_of
 from megatron.testing.pool import run_world
 

@@ -117,8 +117,8 @@ def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
 
 
 def times_and_bounds(row, parallel, changes):
-    from megatron.planner.layer_times import find_layer_times
     from megatron.planner.stages import plan_stages
+    from megatron.planner.timing.layer_times import find_layer_times
 
     config = config_of(row, parallel={"partition_method": "profile", **parallel}, **changes)
     layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())

@@ -20,7 +20,7 @@ from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.vector_math import initialize_vector_math
-from megatron.planner import layer_times
+from megatron.planner.timing import layer_times
 from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from megatron.testing.pool import run_world
 

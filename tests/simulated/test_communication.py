@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.communication import ALL_GATHER, REDUCE_SCATTER, rank_communication
+from megatron.planner.timing.communication import ALL_GATHER, REDUCE_SCATTER, rank_communication
 from megatron.simulation.record import Instruction
 from megatron.simulation.stages import simulate_stages
 from megatron.simulation.world import plan_of

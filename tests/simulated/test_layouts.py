@@ -9,9 +9,9 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
-from megatron.planner.communication import ALL_REDUCE
-from megatron.planner.stage_memory import plan_memory
+from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.stages import layer_table
+from megatron.planner.timing.communication import ALL_REDUCE
 from megatron.simulation.matching import find_deadlock
 from megatron.simulation.memory import ROUNDING
 from megatron.simulation.processes import run_in_processes

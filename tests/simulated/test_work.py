@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.planner.work import Work, layer_work, program_of
+from megatron.planner.timing.work import Work, layer_work, program_of
 from megatron.simulation.processes import run_in_processes
 from megatron.simulation.world import simulate_rank
 

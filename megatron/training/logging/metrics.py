@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.config import LoggingConfig
-from megatron.planner.flops import tflops_per_device
+from megatron.planner.timing.flops import tflops_per_device
 from megatron.training.logging.log_lines import (
     IntervalSummary,
     format_training_line,
@@ -76,7 +76,8 @@ class ValidationRecord:
 class Throughput:
     """Converts samples per second to the other rates.
 
-    flops_per_sample: tokens per sample -> `megatron.planner.flops.iteration_flops` for a batch of one sample.
+    flops_per_sample: tokens per sample -> `megatron.planner.timing.flops.iteration_flops` for a batch of one
+        sample.
     has_curriculum: whether the sequence length changes, so that lines include it.
     """
 

@@ -17,7 +17,7 @@ from megatron.cluster.preflight import (
     find_differences,
     network_figures,
 )
-from megatron.planner.network_figures import NetworkFigures
+from megatron.planner.timing.network_figures import NetworkFigures
 
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 

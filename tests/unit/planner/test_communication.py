@@ -8,7 +8,8 @@ import pytest
 
 from megatron.config.cli import parse_args
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.communication import (
+from megatron.planner.stages import plan_stages
+from megatron.planner.timing.communication import (
     ALL_GATHER,
     ALL_REDUCE,
     DATA,
@@ -20,7 +21,6 @@ from megatron.planner.communication import (
     Exchange,
     rank_communication,
 )
-from megatron.planner.stages import plan_stages
 
 LAYERS, HIDDEN, SEQ, MICRO, VOCAB = 4, 64, 32, 2, 512
 LAYER = 12 * HIDDEN**2 + 13 * HIDDEN

@@ -12,9 +12,9 @@ from megatron.model.loss import CrossEntropy
 from megatron.mpu.layers import parallel_logits
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
-from megatron.planner.flops import head_flops, transformer_layer_flops
-from megatron.planner.memory import head_activation_bytes, transformer_layer_activation_bytes
+from megatron.planner.memory.layer_memory import head_activation_bytes, transformer_layer_activation_bytes
 from megatron.planner.stages import layer_table
+from megatron.planner.timing.flops import head_flops, transformer_layer_flops
 from megatron.testing.tracked_memory import TrackedMemory
 
 SEQ, BATCH, HIDDEN = 128, 2, 64

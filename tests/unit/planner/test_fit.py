@@ -7,11 +7,11 @@ import re
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.planner.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, reserve_bytes, verdict
-from megatron.planner.hardware import GIB
+from megatron.planner.memory.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, reserve_bytes, verdict
+from megatron.planner.memory.stage_memory import plan_memory, planned_bytes
 from megatron.planner.report import memory_table, run_report
-from megatron.planner.stage_memory import plan_memory, planned_bytes
 from megatron.planner.stages import plan_stages
+from megatron.planner.timing.hardware import GIB
 
 VOCAB = 50_000
 MODEL = (

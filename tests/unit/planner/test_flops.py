@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron.config import ModelConfig
-from megatron.planner.flops import (
+from megatron.planner.timing.flops import (
     iteration_flops,
     model_iteration_flops,
     pipeline_efficiency,
@@ -75,7 +75,7 @@ def test_pipeline_efficiency_counts_the_steps_of_filling_and_draining():
 
 
 def test_flops_need_no_torch():
-    assert "torch" not in sys.modules["megatron.planner.flops"].__dict__
+    assert "torch" not in sys.modules["megatron.planner.timing.flops"].__dict__
 
 
 def test_a_step_of_llama_3_8b_has_six_flops_per_matrix_element_and_token_and_those_of_the_scores():

@@ -7,7 +7,7 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
-from megatron.planner.hardware import GIB, device_memory_bytes, find_gpu
+from megatron.planner.timing.hardware import GIB, device_memory_bytes, find_gpu
 from tests.unit.config.command_lines import SMALL
 
 

@@ -11,12 +11,16 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.checks.unused import unused_setting_notes
 from megatron.config.cli import parse_args
-from megatron.planner.network import Network, find_network
-from megatron.planner.network_figures import NetworkFigures, read_network_figures, write_network_figures
+from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.report import run_report
-from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
-from megatron.planner.step_time import StepTime, planned_step
+from megatron.planner.timing.network import Network, find_network
+from megatron.planner.timing.network_figures import (
+    NetworkFigures,
+    read_network_figures,
+    write_network_figures,
+)
+from megatron.planner.timing.step_time import StepTime, planned_step
 from tests.unit.planner.test_step_time import VOCAB, config_of
 
 FIGURES = NetworkFigures(4, 8, "NVIDIA A100-SXM4-80GB", "nccl", 200e9, 20e9)

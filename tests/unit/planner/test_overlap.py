@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.overlap import reduction_after_backward, wait_for_weights
+from megatron.planner.timing.overlap import reduction_after_backward, wait_for_weights
 
 FOUR = [(100, 1.0)] * 4
 

@@ -11,13 +11,13 @@ import pytest
 from megatron.config import ConfigError, parse_args, read_command_line
 from megatron.planner.command import replaced, run_flags, script_flags, with_defaults
 from megatron.planner.explain import explain, what_if
+from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.plan import make_plan
 from megatron.planner.plan_tool import plan_report, recipe_report, search_report
 from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
-from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
-from megatron.planner.step_time import find_cluster, predict_step
+from megatron.planner.timing.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"

@@ -12,8 +12,8 @@ from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.checks.data import check_index_memory
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
+from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.report import run_report
-from megatron.planner.stage_memory import plan_memory
 from megatron.planner.stages import plan_stages
 from tests.unit.config.command_lines import SMALL
 

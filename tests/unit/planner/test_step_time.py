@@ -11,10 +11,10 @@ from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.planner.communication import ALL_GATHER, ALL_REDUCE, DATA, SEND, STAGES, TENSOR, Exchange
-from megatron.planner.network import ACHIEVED, LATENCY_S, Network, find_network
 from megatron.planner.stages import plan_stages
-from megatron.planner.step_time import (
+from megatron.planner.timing.communication import ALL_GATHER, ALL_REDUCE, DATA, SEND, STAGES, TENSOR, Exchange
+from megatron.planner.timing.network import ACHIEVED, LATENCY_S, Network, find_network
+from megatron.planner.timing.step_time import (
     Achieved,
     PipelineTime,
     StageTime,
@@ -23,7 +23,7 @@ from megatron.planner.step_time import (
     predict_step,
     time_lines,
 )
-from megatron.planner.work import MEGATRON_2021, layer_work, program_of
+from megatron.planner.timing.work import MEGATRON_2021, layer_work, program_of
 
 VOCAB = 50257
 BASE = (

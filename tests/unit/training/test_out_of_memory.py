@@ -10,8 +10,8 @@ import torch
 from megatron.cluster.exit_codes import OutOfMemory
 from megatron.cluster.launch import allocator_settings
 from megatron.config import Config, parse_args
-from megatron.planner.fit import memory_flags
-from megatron.planner.stage_memory import planned_bytes
+from megatron.planner.memory.fit import memory_flags
+from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import plan_stages
 from megatron.training.out_of_memory import (
     _fragmentation_hint,

@@ -47,7 +47,7 @@ from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.flat_buffers import (
+from megatron.planner.memory.flat_buffers import (
     embedding_ranks,
     flat_buffers,
     has_partial_gradient,
@@ -57,8 +57,8 @@ from megatron.planner.flat_buffers import (
     layer_parameters,
     rank_buffers,
 )
-from megatron.planner.flops import skips_last_product
 from megatron.planner.stages import StagePlan
+from megatron.planner.timing.flops import skips_last_product
 
 ALL_REDUCE, BROADCAST = "allreduce_", "broadcast_"
 ALL_GATHER, ALL_GATHER_LIST, REDUCE_SCATTER = "_allgather_base_", "allgather_", "_reduce_scatter_base_"

@@ -36,8 +36,8 @@ from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER
-from megatron.planner.flops import recomputes_scores
 from megatron.planner.stages import head_kind, layer_kinds
+from megatron.planner.timing.flops import recomputes_scores
 
 WARM_UP, REPEATS = 2, 7
 

@@ -1,9 +1,9 @@
 """Work of a pass of one micro-batch through a pipeline stage: FLOPs, bytes through memory, launches.
 
-FLOPs are those of the matrix products (`megatron.planner.flops`). Bytes: a pass reads each weight; a backward
-pass also writes the weight's gradient and adds it to the accumulated one, which reads and writes it. The
-kernels read and write activations. How often depends on the program: `Traffic` has the bytes per element of
-a transformer layer:
+FLOPs are those of the matrix products (`megatron.planner.timing.flops`). Bytes: a pass reads each weight; a
+backward pass also writes the weight's gradient and adds it to the accumulated one, which reads and writes it.
+The kernels read and write activations. How often depends on the program: `Traffic` has the bytes per element
+of a transformer layer:
 
     hidden     of the b s h elements of the hidden state: norms, residual connections, dropout, in and out of
                the tensor-parallel matrices. With --sequence-parallel each rank has 1 / t of them
@@ -28,9 +28,9 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.attention import attention_of, counts_kernels
-from megatron.planner.flops import head_flops, recomputes_scores, transformer_layer_flops
-from megatron.planner.memory import FP32
+from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
+from megatron.planner.timing.flops import head_flops, recomputes_scores, transformer_layer_flops
 
 
 @dataclass(frozen=True)

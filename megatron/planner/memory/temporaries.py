@@ -9,9 +9,9 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
-from megatron.planner import memory
 from megatron.planner.attention import attention_of, counts_kernels
-from megatron.planner.memory import FP32
+from megatron.planner.memory import layer_memory
+from megatron.planner.memory.layer_memory import FP32
 
 # `mpu.random._element_bits`: a 32-bit hash of each element, and one shifted copy of it.
 _HASH_BYTES = 8
@@ -19,36 +19,36 @@ _HASH_BYTES = 8
 
 def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
     """The largest sum during the forward or the backward pass of a transformer layer, beyond the activations
-    of the micro-batches in flight (`memory.transformer_layer_activation_bytes`).
+    of the micro-batches in flight (`layer_memory.transformer_layer_activation_bytes`).
 
     layer_parameters: on one rank.
     """
     training = config.training
-    saved = memory.saved_within_layer_bytes(config)
+    saved = layer_memory.saved_within_layer_bytes(config)
     gradients, weights = _sharded_unit_bytes(config, layer_parameters)
-    size = memory.parameter_bytes(config)
+    size = layer_memory.parameter_bytes(config)
     # The first matrix of the backward pass has its gradient before the layer's full gradients are allocated.
-    second = max(_mlp_matrix_elements(config), memory.mlp_values(config)) * size + gradients
+    second = max(_mlp_matrix_elements(config), layer_memory.mlp_values(config)) * size + gradients
     later = max(_mlp_backward_bytes(config), second, _hidden_dropout_bytes(config))
     attention = _attention_forward_bytes(config)
     if training.recomputes_layers:
         # The backward pass recomputes a group of layers: all that they save exists at once.
-        others = (training.checkpoint_num_layers - 1) * (saved + memory.layer_input_bytes(config))
+        others = (training.checkpoint_num_layers - 1) * (saved + layer_memory.layer_input_bytes(config))
         return weights + others + _recomputed_input_bytes(config) + max(saved + later, attention)
     # The attention of the last layer runs before the rest of what it saves, and its output, exist.
-    return weights + max(later, attention - saved - memory.layer_input_bytes(config))
+    return weights + max(later, attention - saved - layer_memory.layer_input_bytes(config))
 
 
 def _mlp_backward_bytes(config: Config) -> float:
     """`model.gpt_model.ParallelMLP`, backward: first the gradients of the second matrix and of its input;
     with dropout also that of its output (without, it is the gradient that the layer received); with
     --sequence-parallel this is all-gathered first."""
-    model, size = config.model, memory.parameter_bytes(config)
+    model, size = config.model, layer_memory.parameter_bytes(config)
     tensor = config.parallel.tensor_model_parallel_size
-    output = memory.residual_values(config) if model.hidden_dropout > 0 else 0
+    output = layer_memory.residual_values(config) if model.hidden_dropout > 0 else 0
     if config.parallel.sequence_parallel and tensor > 1:
-        output += memory.hidden_values(config)
-    return (memory.mlp_values(config) + _mlp_matrix_elements(config) + output) * size
+        output += layer_memory.hidden_values(config)
+    return (layer_memory.mlp_values(config) + _mlp_matrix_elements(config) + output) * size
 
 
 def _mlp_matrix_elements(config: Config) -> float:
@@ -61,28 +61,34 @@ def _mlp_matrix_elements(config: Config) -> float:
 def _hidden_dropout_bytes(config: Config) -> float:
     """`mpu.random.keep_mask` of the MLP's output: this output, and hashes. The layer's output, which is
     counted as kept, does not exist yet."""
-    if not memory.keeps_dropout_masks(config):
+    if not layer_memory.keeps_dropout_masks(config):
         return 0.0
-    values = memory.residual_values(config)
-    return values * (memory.parameter_bytes(config) + _HASH_BYTES) - memory.layer_input_bytes(config)
+    values = layer_memory.residual_values(config)
+    return values * (layer_memory.parameter_bytes(config) + _HASH_BYTES) - layer_memory.layer_input_bytes(
+        config
+    )
 
 
 def _attention_forward_bytes(config: Config) -> float:
     """`model.core_attention._attend_with_dropout` when the dropout mask is computed: the norm's output,
     queries, keys and values; of each score softmax, mask, score, softmax in 16 bits, and hashes; the causal
     mask or the bias of the documents. 0 without dropout: the fused kernel has no temporaries."""
-    model, size = config.model, memory.parameter_bytes(config)
+    model, size = config.model, layer_memory.parameter_bytes(config)
     if attention_of(config) != Implementation.UNFUSED:
         return 0.0
     per_score = FP32 + 1 + size + (size if size != FP32 else 0) + _HASH_BYTES
     heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
     rows = config.batch.micro_batch_size * model.seq_length
-    copies = 5 if memory.position_scheme(config).rotary else 3
+    copies = 5 if layer_memory.position_scheme(config).rotary else 3
     projected = copies * rows * heads * model.kv_channels
     mask = model.seq_length**2 * (
         config.batch.micro_batch_size * size if config.data.reset_attention_mask else 1
     )
-    return (memory.residual_values(config) + projected) * size + memory.scores(config) * per_score + mask
+    return (
+        (layer_memory.residual_values(config) + projected) * size
+        + layer_memory.scores(config) * per_score
+        + mask
+    )
 
 
 def _recomputed_input_bytes(config: Config) -> float:
@@ -90,7 +96,7 @@ def _recomputed_input_bytes(config: Config) -> float:
     training = config.training
     if not (training.checkpoint_in_cpu or training.partition_activations):
         return 0.0
-    return memory.layer_input_bytes(config)
+    return layer_memory.layer_input_bytes(config)
 
 
 def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float, float]:
@@ -101,7 +107,7 @@ def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float,
         return 0.0, 0.0
     return (
         layer_parameters * (FP32 if parallel.zero_stage >= 2 else 0),
-        layer_parameters * (memory.parameter_bytes(config) if parallel.zero_stage == 3 else 0),
+        layer_parameters * (layer_memory.parameter_bytes(config) if parallel.zero_stage == 3 else 0),
     )
 
 
@@ -113,10 +119,10 @@ def head_loss_bytes(config: Config, padded_vocab: int) -> float:
 
     plain: 16-bit and fp32 logits, and the fp32 logits of the micro-batches before (`stale_buffer_bytes`).
     """
-    model, size = config.model, memory.parameter_bytes(config)
+    model, size = config.model, layer_memory.parameter_bytes(config)
     rows = padded_vocab // config.parallel.tensor_model_parallel_size
     tokens = config.batch.micro_batch_size * model.seq_length
-    hidden = memory.hidden_values(config) * size
+    hidden = layer_memory.hidden_values(config) * size
     if config.training.loss_implementation == "plain":
         return hidden + tokens * rows * (FP32 + (size if size != FP32 else 0))
     sizes = chunk_sizes(tokens, rows, model.hidden_size, size, on_cpu=False)
@@ -134,7 +140,7 @@ def head_loss_bytes(config: Config, padded_vocab: int) -> float:
 
 def head_gradient_bytes(config: Config) -> float:
     """What the head leaves for the backward pass of the last transformer layer: the gradient of its input."""
-    return memory.hidden_values(config) * memory.parameter_bytes(config)
+    return layer_memory.hidden_values(config) * layer_memory.parameter_bytes(config)
 
 
 def stale_buffer_bytes(config: Config, padded_vocab: int, *, receives: bool) -> float:
@@ -142,17 +148,17 @@ def stale_buffer_bytes(config: Config, padded_vocab: int, *, receives: bool) -> 
     buffer still holds the last micro-batch's output, and if the stage `receives`, input and its gradient."""
     rows = padded_vocab // config.parallel.tensor_model_parallel_size
     tokens = config.batch.micro_batch_size * config.model.seq_length
-    output: float = memory.hidden_values(config) * memory.parameter_bytes(config)
+    output: float = layer_memory.hidden_values(config) * layer_memory.parameter_bytes(config)
     if config.training.loss_implementation == "plain":
         output = 2 * tokens * rows * FP32
-    return output + (2 * memory.layer_input_bytes(config) if receives else 0)
+    return output + (2 * layer_memory.layer_input_bytes(config) if receives else 0)
 
 
 def table_bytes(config: Config, *, has_buffer: bool) -> float:
     """Tensors that live longer than a step: the attention bias (`model.position.AttentionMasks`), rotary
     angles, and the buffer into which a stage receives, if its rank has no others."""
-    model, size = config.model, memory.parameter_bytes(config)
-    scheme = memory.position_scheme(config)
+    model, size = config.model, layer_memory.parameter_bytes(config)
+    scheme = layer_memory.position_scheme(config)
     bias: float = 0
     if attention_of(config) in (Implementation.BIASED_SDPA, Implementation.UNFUSED):
         if scheme.slopes is not None:
@@ -160,5 +166,5 @@ def table_bytes(config: Config, *, has_buffer: bool) -> float:
         elif config.data.reset_attention_mask or model.attention_window:
             bias = 1
     rotary = 2 * model.seq_length * model.rotary_dim if scheme.rotary else 0
-    buffer = memory.sent_activation_bytes(config) if has_buffer else 0
+    buffer = layer_memory.sent_activation_bytes(config) if has_buffer else 0
     return (bias * model.seq_length**2 + rotary) * size + buffer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config import Config
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner import memory, temporaries
+from megatron.planner.memory import layer_memory, temporaries
 from megatron.planner.stages import StagePlan, in_flight_on_rank, layer_table
 
 
@@ -66,12 +66,14 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
         head = temporaries.head_loss_bytes(config, padded)
         after_head = temporaries.head_gradient_bytes(config)
         if is_v_schedule:  # other stages run between the head's forward and its backward pass
-            after_head = memory.head_activation_bytes(config, padded) + memory.layer_input_bytes(config)
+            after_head = layer_memory.head_activation_bytes(config, padded) + layer_memory.layer_input_bytes(
+                config
+            )
         if is_v_schedule or plan.has_one_stage_per_rank:
             receives = config.parallel.num_stages > 1 and not is_v_schedule
             kept += temporaries.stale_buffer_bytes(config, padded, receives=receives)
     elif not is_v_schedule and not plan.has_one_stage_per_rank:
-        kept += memory.sent_activation_bytes(config)  # the gradient of the output, which was received
+        kept += layer_memory.sent_activation_bytes(config)  # the gradient of the output, which was received
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
     tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
@@ -87,13 +89,13 @@ def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], 
     kept = sum(activation_bytes[layer] for layer in range(first, last) if layer != head)
     tokens = config.batch.micro_batch_size * config.model.seq_length
     if stage > 0:
-        is_partitioned = memory.sent_activation_bytes(config) < memory.layer_input_bytes(config)
+        is_partitioned = layer_memory.sent_activation_bytes(config) < layer_memory.layer_input_bytes(config)
         starts_with_layer = TRANSFORMER_LAYER in plan.names[first:last] and embedding < first
         # DeepSpeed clones what it has received; a partitioned message is replaced by the gathered input.
         copies = (0 if is_partitioned else 1) + (0 if starts_with_layer else 1)
-        kept += copies * memory.layer_input_bytes(config)
+        kept += copies * layer_memory.layer_input_bytes(config)
     if stage < len(plan.bounds) - 2:
-        kept += memory.sent_activation_bytes(config)
+        kept += layer_memory.sent_activation_bytes(config)
     if stage == len(plan.bounds) - 2:
         kept += tokens * (8 + 4)
     return kept
@@ -106,4 +108,4 @@ def _host_bytes(config: Config, parameters: int) -> float:
         return 0.0
     moments = 1 if config.optimizer.optimizer == "sgd" else 2
     shards = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
-    return parameters * memory.FP32 * (2 + moments) / shards
+    return parameters * layer_memory.FP32 * (2 + moments) / shards

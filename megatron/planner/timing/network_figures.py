@@ -1,7 +1,7 @@
 """What preflight has measured of a network, in the file of --network-figures.
 
-A run writes the file (`megatron.cluster.preflight`), a plan reads it (`megatron.planner.network`). The rates
-are what one all-reduce reaches, so a plan takes nothing off them.
+A run writes the file (`megatron.cluster.preflight`), a plan reads it (`megatron.planner.timing.network`). The
+rates are what one all-reduce reaches, so a plan takes nothing off them.
 """
 
 from __future__ import annotations

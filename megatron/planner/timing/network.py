@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.communication import ALL_REDUCE, RECEIVE, SEND, Exchange
-from megatron.planner.network_figures import read_network_figures
+from megatron.planner.timing.communication import ALL_REDUCE, RECEIVE, SEND, Exchange
+from megatron.planner.timing.network_figures import read_network_figures
 
 ACHIEVED = 0.75
 """Part of a link's rate that collectives reach."""

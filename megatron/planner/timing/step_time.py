@@ -23,7 +23,8 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.vocab import padded_vocab_size
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
-from megatron.planner.communication import (
+from megatron.planner.stages import StagePlan, micro_batches_per_step
+from megatron.planner.timing.communication import (
     BUCKET_GRADIENTS,
     BUCKET_WEIGHTS,
     DATA,
@@ -36,18 +37,17 @@ from megatron.planner.communication import (
     RankCommunication,
     rank_communication,
 )
-from megatron.planner.flops import model_iteration_flops, recomputes_scores, tflops_per_device
-from megatron.planner.hardware import GPU, find_gpu
-from megatron.planner.network import Network, find_network
-from megatron.planner.overlap import Collective, reduction_after_backward, wait_for_weights
-from megatron.planner.stages import StagePlan, micro_batches_per_step
-from megatron.planner.work import Program, Work, program_of, stage_work
+from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores, tflops_per_device
+from megatron.planner.timing.hardware import GPU, find_gpu
+from megatron.planner.timing.network import Network, find_network
+from megatron.planner.timing.overlap import Collective, reduction_after_backward, wait_for_weights
+from megatron.planner.timing.work import Program, Work, program_of, stage_work
 
 LAUNCH_S = 8e-6
 """Host time of one operation in eager PyTorch, an assumption."""
 MISALIGNED = 1 / 16
 """Rate of matrix products without tensor cores, relative to those with them: 19.5 to 312 TFLOP/s on an A100,
-about the same on a V100 (`megatron.planner.hardware`)."""
+about the same on a V100 (`megatron.planner.timing.hardware`)."""
 _FULLY_SIMULATED = 2
 """Micro-batches per stage up to which a step is simulated in full."""
 
