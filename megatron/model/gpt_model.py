@@ -59,11 +59,9 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.mappings import (
-    gather_from_rank_block,
-    gather_from_tensor_region,
-)
-from megatron.mpu.parameters import mark_sequence_parallel_grad, spec_of
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
+from megatron.mpu.parameters import mark_sequence_parallel_grads
 from megatron.mpu.random import dropout, dropout_add
 from megatron.mpu.vector_math import initialize_vector_math
 
@@ -143,9 +141,8 @@ class EmbeddingPipe(nn.Module):
             self.word_embeddings.norm = norm_class(context.config)(*norm_arguments(context.config))
         self.absolute = context.positions.learned_table
         if self.absolute:
-            self.position_embeddings = PositionEmbedding(
-                model.max_position_embeddings, model.hidden_size, model.init_method_std
-            )
+            sharded_over = context.tp_group if context.sequence_parallel else TPGroup()
+            self.position_embeddings = PositionEmbedding(model, sharded_over)
         self.eod = eod
         self.reset_position_ids = context.config.data.reset_position_ids
         self.passes_document_ids = context.layers_need_document_ids
@@ -156,9 +153,7 @@ class EmbeddingPipe(nn.Module):
         self.dropout_rng = context.dropout_rng
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
-            for parameter in self.parameters():
-                if spec_of(parameter).shard_dim is None:
-                    mark_sequence_parallel_grad(parameter)
+            mark_sequence_parallel_grads(self)
 
     def forward(self, tokens: Tensor) -> LayerIO:
         document_ids = (
@@ -172,30 +167,16 @@ class EmbeddingPipe(nn.Module):
                 positions = positions_within_documents(document_ids)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-            hidden = hidden + self._position_vectors(positions, len(tokens))
+            hidden = hidden + self.position_embeddings(positions, len(tokens))
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if self.fp32_residual:
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
-            hidden = dropout(
-                hidden,
-                self.dropout_rate,
-                self.dropout_rng,
-                "embedding.dropout",
-                batch_dim=1 if self.sequence_parallel else 0,
-                shard_dim=0 if self.sequence_parallel else None,
-                tp_group=self.tp_group,
-            )
+            dims = {"batch_dim": 1, "shard_dim": 0} if self.sequence_parallel else {"batch_dim": 0}
+            rng, place = self.dropout_rng, "embedding.dropout"
+            hidden = dropout(hidden, self.dropout_rate, rng, place, **dims, tp_group=self.tp_group)
         return (hidden, document_ids) if self.passes_document_ids else hidden
-
-    def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
-        """positions [batch or 1, seq] -> the vectors in the shape of the output of `word_embeddings`."""
-        if not self.sequence_parallel:
-            return self.position_embeddings(positions, batch)
-        width = positions.shape[1] // self.tp_group.size
-        own = positions.narrow(1, self.tp_group.rank * width, width)
-        return self.position_embeddings(own, batch).transpose(0, 1)
 
     @property
     def head_weight(self) -> Tensor:
@@ -256,9 +237,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.dropout_rng = context.dropout_rng
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
-            for parameter in self.parameters():
-                if spec_of(parameter).shard_dim is None:
-                    mark_sequence_parallel_grad(parameter)
+            mark_sequence_parallel_grads(self)
 
     def forward(self, layer_io: LayerIO) -> LayerIO:
         hidden, document_ids = split_layer_io(layer_io)

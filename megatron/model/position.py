@@ -39,14 +39,21 @@ def positions_within_documents(document_ids: Tensor) -> Tensor:
 class PositionEmbedding(nn.Module):
     """Learned absolute positions: a table [max_positions, hidden], replicated over tensor-parallel ranks."""
 
-    def __init__(self, max_positions: int, hidden_size: int, init_std: float) -> None:
+    def __init__(self, model: ModelConfig, sharded_over: TPGroup) -> None:
+        """`sharded_over`: with --sequence-parallel the tensor-parallel group, else one of one rank."""
         super().__init__()
-        spec = ParameterSpec((max_positions, hidden_size), init_std=init_std)
-        self.weight = new_parameter(spec, TPGroup())
+        shape = (model.max_position_embeddings, model.hidden_size)
+        self.weight = new_parameter(ParameterSpec(shape, init_std=model.init_method_std), TPGroup())
+        self.sharded_over = sharded_over
 
     def forward(self, positions: Tensor, batch: int) -> Tensor:
-        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
-        return embedding(positions, self.weight, batch)
+        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]; sharded: this rank's
+        part [seq / TP, batch, hidden]."""
+        if self.sharded_over.size == 1:
+            return embedding(positions, self.weight, batch)
+        width = positions.shape[1] // self.sharded_over.size
+        own = positions.narrow(1, self.sharded_over.rank * width, width)
+        return embedding(own, self.weight, batch).transpose(0, 1)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -123,6 +123,13 @@ def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 
+def mark_sequence_parallel_grads(module: nn.Module) -> None:
+    """Marks the replicated parameters of a module that computes with this rank's part of the sequence."""
+    for parameter in module.parameters():
+        if spec_of(parameter).shard_dim is None:
+            mark_sequence_parallel_grad(parameter)
+
+
 def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
     """Whether `mark_sequence_parallel_grad` was called for the parameter."""
     return getattr(parameter, "is_sequence_parallel_grad", False)

@@ -12,12 +12,13 @@ from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
-from megatron.config.registry import load_object
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.stages import plan_stages
 from megatron.testing.checkpoints import FINGERPRINT, state_after
 from megatron.testing.layouts import EOD, FP32_BOUND, Row, config_of, relative_errors
 from megatron.testing.pool import run_world
+from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.training.build import build_engine
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.unit.checkpoint.megatron_deepspeed_folder import (
     ASSET_MODELS,
@@ -77,10 +78,8 @@ def resume_asset(row, folder, model):
     checkpoint = find_checkpoint(config, ASSET_VOCAB, FINGERPRINT)
     layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
     tp_group = layout.make_tp_group()
-    bounds = plan_stages(config, ASSET_VOCAB).bounds
-    schedule = config.parallel.schedule
-    stage = load_object(schedule.model)(config, layout, tp_group, ASSET_VOCAB, EOD, bounds)
-    engine = load_object(schedule.engine)(config, layout, tp_group, stage)
+    plan = plan_stages(config, ASSET_VOCAB)
+    engine = build_engine(config, layout, tp_group, Vocabulary(ASSET_VOCAB, EOD), plan)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     history = []
     for step in next_steps(folder):

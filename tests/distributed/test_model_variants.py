@@ -165,7 +165,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, changes = LAYOUTS[name]

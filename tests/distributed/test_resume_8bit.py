@@ -154,7 +154,7 @@ def check_opened(row, bits, folder, universal, saved_ranks):
 WAYS = [("8", False), ("32", True), ("8", True), ("32", False)]
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("saver", SAVERS)
 def test_any_layout_opens_a_checkpoint_of_8_bits_with_either_adam(saver, saved):
     folder, ranks = saved(saver, "8")

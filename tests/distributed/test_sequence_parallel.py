@@ -37,7 +37,7 @@ def histories(row, **changes):
     )
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row",
     [

@@ -37,6 +37,7 @@ def start(
     )
 
 
+@pytest.mark.full
 def test_a_rank_that_prepares_does_not_use_up_the_time_of_the_others(data: list[str], tmp_path: Path) -> None:
     finish, port = tmp_path / "finish", free_ports(1)[0]
     flags = [*data, "--start-timeout", str(TIMEOUT_S), "--train-iters", "2"]

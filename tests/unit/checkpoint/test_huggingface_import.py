@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, GPTNeoXConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, OPTConfig
 
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.formats.registry import open_reader
@@ -234,8 +234,8 @@ def test_an_unsupported_model_is_refused(kind, changes, named, tmp_path):
 def test_another_family_and_folders_without_weights_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="not the folder of a Hugging Face model"):
         read_hugging_face(tmp_path)
-    GPTNeoXConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="of type gpt_neox: expected bloom or gpt2"):
+    OPTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="of type opt: expected one of bloom, "):
         read_hugging_face(tmp_path)
     save_theirs(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").unlink()

@@ -127,6 +127,7 @@ def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
     assert [rank.returncode for rank in ranks] == [2, 2]
 
 
+@pytest.mark.full  # it waits 10 s
 def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tmp_path: Path) -> None:
     """The second rank is inside a collective that never ends: here it waits for stdin."""
     first, second = start(0), start(1)

@@ -181,7 +181,7 @@ def _check_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings.get("model_type"), str) or settings["model_type"] not in FAMILIES:
         raise ConfigError(
             f"{folder} holds a model of type {one_line(settings.get('model_type'))}: expected "
-            f"{' or '.join(FAMILIES)}"
+            f"one of {', '.join(FAMILIES)}"
         )
     for name, value in settings.items():
         if type(value) is int and abs(value) > _LARGEST_SETTING:
