@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every measurement that needs a GPU, in under 40 minutes on one H100 or H200. Needs no network and no data.
+# Every measurement that needs a GPU, for one H100 or H200: meant to take less than 40 minutes, the limits of its parts
+# add up to 57. Needs no network and no data.
 #
 #   benchmarks/gpu.sh                            writes runs/gpu/table.md, and a log of each part beside it
 #   PARTS="kernels nccl" benchmarks/gpu.sh       only these parts
@@ -16,7 +17,7 @@ export TOKENIZERS_PARALLELISM=false
 text=$OUT/text.jsonl
 tokenizer=$OUT/tokenizer
 tokens=$OUT/tokens_text_document
-checkpoints=$OUT/checkpoints
+checkpoints=$OUT/checkpoints-$(date +%Y%m%d-%H%M%S)
 # One process through the launcher: a world of 1 with NCCL on a GPU. `nccl` and `resumed` are the first and the last 10
 # steps; `cpu` prints the same losses to rounding, `adam-8bit` to the rounding of 8-bit moments.
 train=("$PYTHON" -u -m torch.distributed.launch --standalone --nproc_per_node 1 pretrain_gpt.py
@@ -27,11 +28,13 @@ train=("$PYTHON" -u -m torch.distributed.launch --standalone --nproc_per_node 1 
 
 failed=0
 rows=()
+known=()
 
 # part NAME SECONDS COMMAND...: runs the command with a limit, and keeps its output.
 part() {
     local name=$1 limit=$2 started=$SECONDS code=0
     shift 2
+    known+=("$name")
     case " $PARTS " in *" $name "*) ;; *) return 0 ;; esac
     if [ -n "${DRY_RUN:-}" ]; then
         printf '%s: timeout %s %s\n' "$name" "$limit" "$*"
@@ -68,6 +71,13 @@ part 1.3B-compiled 300 "$PYTHON" benchmarks/throughput.py --preset 1.3B --compil
 part 6.7B 240 "$PYTHON" benchmarks/throughput.py --preset 6.7B
 part 13B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 13B-slice
 part last-stage 180 "$PYTHON" benchmarks/throughput.py --preset 250k-last-stage
+for name in $PARTS; do
+    case " ${known[*]} " in *" $name "*) ;; *)
+        echo "error: PARTS has $name, expected some of: ${known[*]}" >&2
+        exit 2
+        ;;
+    esac
+done
 [ -z "${DRY_RUN:-}" ] || exit 0
 
 {

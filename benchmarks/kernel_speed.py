@@ -11,7 +11,8 @@ Sizes are those of a layer of a 13B model: sequence 2048, hidden size 5120, 40 h
 Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the cache of
 the GPU between calls. `difference` is the largest one between kernel and twin, outputs and gradients, in
 units of the largest value. Rates are of the bytes that must be read and written once, and for attention of
-the FLOPs of its causal half; the backward pass counts 2.5 times the forward pass.
+the FLOPs of its causal half, also where documents leave some of them out; the backward pass counts 2.5 times
+the forward pass.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ def main() -> None:
 
     from benchmarks.machine import describe_machine
     from megatron.kernels.selection import reason_against_kernels
-    from megatron.text_table import format_table
 
     device = torch.device("cpu" if arguments.small else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -89,14 +89,19 @@ def main() -> None:
         parser.error(f"the kernels are not used: {reason}")
     print(describe_machine(), flush=True)
     sizes, dtype = (SMALL, torch.float32) if arguments.small else (LARGE, torch.bfloat16)
-    table = [["kernel", "difference", "twin ms", "kernel ms", "ratio", "rate", "library", "library ms"]]
+    print_row("kernel", "difference", "twin ms", "kernel ms", "ratio", "rate", "library ms", "library")
     for case in cases(sizes, dtype, device):
         with kernels_or_twins("pytorch"):
             expected = [value.clone() for value in case.work()]
         difference = largest_difference([value.clone() for value in case.work()], expected)
-        row = [case.name, f"{difference:.1e}"]
-        table.append([*row, *([""] * 6 if arguments.small else times(case))])
-    print(format_table(table, left_align=(0, 6)))
+        print_row(case.name, f"{difference:.1e}", *([] if arguments.small else times(case)))
+
+
+def print_row(name: str, *cells: str) -> None:
+    """Printed as soon as it is measured."""
+    widths = (10, 8, 9, 6, 13, 10)
+    shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
+    print(f"{name:38}", *shown, *cells[len(widths) :], sep="  ", flush=True)
 
 
 @contextmanager
@@ -106,9 +111,11 @@ def kernels_or_twins(setting: str) -> Iterator[None]:
     from megatron.kernels.selection import forget_decisions
 
     forget_decisions()
-    with temporary_environment({"MEGATRON_KERNELS": setting}):
-        yield
-    forget_decisions()
+    try:
+        with temporary_environment({"MEGATRON_KERNELS": setting}):
+            yield
+    finally:
+        forget_decisions()
 
 
 def times(case: Case) -> list[str]:
@@ -126,8 +133,8 @@ def times(case: Case) -> list[str]:
         f"{kernel:.3f}",
         f"{twin / kernel:.1f}",
         rate,
-        case.library_name,
         f"{library:.3f}",
+        case.library_name,
     ]
 
 
@@ -276,16 +283,12 @@ def embedding_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Ca
 def norms_case(sizes: Sizes, device: torch.device) -> Case:
     import torch
 
-    from megatron.kernels.norms import fused_norms
-    from megatron.kernels.selection import uses_kernels
-    from megatron.optimizer.flat_group import accurate_norm
+    from megatron.optimizer.gradient_norm import gradient_norms
 
     gradients = [some((count,), 1, torch.float32, device)[0].detach() for count in sizes.parameters]
 
     def work() -> list[Tensor]:
-        if uses_kernels(gradients[0]):
-            return [fused_norms(gradients)]
-        return [torch.stack([accurate_norm(gradient) for gradient in gradients])]
+        return [gradient_norms(gradients, device)]
 
     def library() -> list[Tensor]:
         return [torch.stack(torch._foreach_norm(gradients))]

@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -98,6 +99,16 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--load {arguments.load}: there is no such folder")
     if not arguments.data_path and not arguments.tasks:
         raise ConfigError("nothing to evaluate: give --data-path, or --tasks")
+    for flag in ("tasks_path", "limit"):
+        if getattr(arguments, flag) is not None and not arguments.tasks:
+            raise ConfigError(f"--{flag.replace('_', '-')} is for --tasks: give --tasks, or remove it")
+    for flag in ("samples", "split", "subset"):
+        if getattr(arguments, flag) is not None and not arguments.data_path:
+            raise ConfigError(f"--{flag} is for --data-path: give --data-path, or remove it")
+    if arguments.tasks and find_spec("lm_eval") is None:
+        raise ConfigError(
+            "--tasks needs EleutherAI's lm-evaluation-harness: install it with 'pip install lm_eval'"
+        )
     if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
         raise ConfigError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
     for flag in ("seq_length", "samples", "micro_batch_size", "limit"):

@@ -323,7 +323,8 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
             f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
             "of them, remove the other"
         )
-    if not os.path.isfile(os.path.join(folder, "config.json")):
+    # A run that has saved resumes from --save, whether the folder still exists or not.
+    if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):
         raise ConfigError(
             f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
         )

@@ -55,7 +55,7 @@ class OrderSchedule(PipeSchedule):
 
     def __init__(self, order: Order, micro_batches: int, rank: int, *, trains: bool) -> None:
         super().__init__(micro_batches, max(order.rank_of_chunk) + 1, rank)
-        self._order = order
+        self._own_steps = order.steps[rank]
         self._trains = trains
         self._last = len(order.rank_of_chunk) - 1
         held = [stage for stage, holder in enumerate(order.rank_of_chunk) if holder == rank]
@@ -66,7 +66,7 @@ class OrderSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of each step of the order, and at the end those of the optimizer step."""
-        for step in self._order.steps[self.stage_id]:
+        for step in self._own_steps:
             yield [
                 *self._exchange(step.sends, step.receives),
                 *self._exchange(step.late_sends, ()),

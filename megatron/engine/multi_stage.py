@@ -58,7 +58,8 @@ class MultiStageEngine(PatchedPipelineEngine):
         return self._stages[self._phase] == stage
 
     def is_first_stage(self) -> bool:
-        """DeepSpeed's `__init__` asks for the rank's place among its neighbours."""
+        """Whether the current pass is through stage 0; between passes, whether this rank holds stage 0."""
+        # While DeepSpeed's `__init__` runs, it asks for the rank's place among its neighbours.
         return self._is_at(0) if self._is_built else super().is_first_stage()
 
     def is_last_stage(self) -> bool:

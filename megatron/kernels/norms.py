@@ -55,7 +55,7 @@ def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 
 # The gradients lie in the same buffers at every step, so the tables are copied to the device once.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _chunk_table(
     places: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ def _chunk_table(
     return torch.cat(starts).to(device), torch.cat(lengths).to(torch.int32).to(device)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _first_chunks(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int32 [len(counts) + 1]: the first chunk of each tensor, and the number of chunks."""
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

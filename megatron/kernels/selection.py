@@ -1,8 +1,8 @@
 """Decides whether tensors of a device are computed with Triton kernels or with PyTorch.
 
 MEGATRON_KERNELS in the environment changes the decision: `pytorch` selects PyTorch on every device;
-`interpreter` runs the kernels on CPU tensors too, in triton's interpreter (with TRITON_INTERPRET=1), which is
-slow and shows on any machine that a run with kernels is the run without them.
+`interpreter` runs the kernels on CPU tensors too, in triton's interpreter (with TRITON_INTERPRET=1). That is
+slow. It lets any machine compare a run with kernels to the run without them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ gathered together during the next forward pass (ZeRO-1).
 
 A bucket is a number of consecutive transformer layers, with flat groups that hold their parameters and no
 others. Gradients are final in the backward pass of the step's last micro-batch. As soon as those of a bucket
-are, its reduce-scatter starts and the backward pass goes on; `GradientReduction.run` waits for it. After the
-update the all-gathers of all buckets' weights start; a layer's forward pass waits for those of its bucket.
+are, its reduce-scatter starts, while the backward pass continues; `GradientReduction.run` waits for it. After
+the update the all-gathers of all buckets' weights start; a layer's forward pass waits for those of its
+bucket.
 
 Invariant: every rank of the data-parallel group runs the same layers in the same order, and autograd visits
 the same graph in the same order. So the collectives are issued in the same order on all ranks. What a
@@ -29,8 +30,8 @@ from megatron.optimizer.flat_group import FlatGroup
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
     """Indices of the layers of each bucket, in order; [] if one bucket would hold all of them.
 
-    layer_sizes: elements of each layer. A bucket has as few layers as hold `bucket_size` elements. The first
-    bucket, whose gradients are final last, holds what is left.
+    layer_sizes: elements of each layer. A bucket has the fewest layers with at least `bucket_size` elements,
+    counted from the last layer. The first bucket, whose gradients are final last, holds the rest.
     """
     ends, held = [len(layer_sizes)], 0
     for index in reversed(range(len(layer_sizes))):
@@ -60,7 +61,8 @@ class Bucket:
         self._dp_group = dp_group
         self._start_reduction = start_reduction
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
-        self._missing = 0
+        self._micro_batches_left: dict[nn.Parameter, int] = {}
+        self._parameters_left = 0
         self._pending: list[dist.Work] = []
         for module in modules:
             module.register_forward_pre_hook(self._before_forward)
@@ -70,7 +72,8 @@ class Bucket:
 
     def begin_step(self, micro_batches: int) -> None:
         """The gradients are final when each parameter has those of this many micro-batches."""
-        self._missing = micro_batches * len(self._parameters)
+        self._micro_batches_left = dict.fromkeys(self._parameters, micro_batches)
+        self._parameters_left = len(self._parameters)
 
     def start_gather(self) -> None:
         """Starts the all-gather of the weights. Collective."""
@@ -83,8 +86,11 @@ class Bucket:
             work.wait()
 
     def _count_gradient(self, parameter: nn.Parameter) -> None:
-        self._missing -= 1
-        if self._missing == 0 and self._start_reduction is not None:
+        left = self._micro_batches_left.get(parameter, 0) - 1
+        self._micro_batches_left[parameter] = left
+        self._parameters_left -= left == 0
+        if left == 0 and self._parameters_left == 0:
+            assert self._start_reduction is not None
             self._start_reduction(self.flats)
 
     # With --compile the layer is compiled; hooks with collectives are not.

@@ -74,8 +74,8 @@ class GradientReduction:
     @torch.no_grad()
     def run(self) -> None:
         """The steps above. Collective. Afterwards `FlatGroup.owned_grad` has the reduced gradients, and
-        `FlatGroup.reduced_grad_norms` the norms before. Gradients that are sharded between micro-batches
-        (ZeRO-2, ZeRO-3) are already reduce-scattered."""
+        `FlatGroup.reduced_grad_norms` the norms of this rank's own gradients. Gradients that are sharded
+        between micro-batches (ZeRO-2, ZeRO-3) are already reduce-scattered."""
         full = [flat for flat in self._flats if not flat.shards_gradients]
         partitioned = [flat for flat in full if flat.partitions > 1]
         replicated = [flat for flat in full if flat.partitions == 1]

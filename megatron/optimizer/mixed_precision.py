@@ -243,7 +243,8 @@ class MixedPrecisionOptimizer:
 
     def _all_gather_params(self) -> None:
         """Copies this rank's master weights into the model and all-gathers the other partitions. Weights that
-        are sharded (ZeRO-3) are gathered later, before each layer runs; those of buckets may arrive later."""
+        are sharded (ZeRO-3) are gathered later, before each layer runs. Those of a bucket may arrive as late
+        as the next forward pass of its first layer."""
         for flat in self.flat:
             flat.copy_master_to_params()
         if self.partition_count > 1:

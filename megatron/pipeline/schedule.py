@@ -44,8 +44,8 @@ class Timeline:
     """Per rank, its work in chronological order."""
     peak_in_flight: list[int]
     """Per rank, the largest number of in-flight forward passes (through one chunk, backward pass not
-    finished): the activations that are kept. With two chunks per rank, a chunk has half of the rank's
-    layers."""
+    finished): the activations that are kept. A chunk is a part of the rank's layers: with two chunks, about
+    half of them."""
 
     @cached_property
     def makespan(self) -> float:
@@ -73,9 +73,9 @@ def simulate_schedule(
 ) -> Timeline:
     """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev' or 'interleaved'.
 
-    forward, backward: seconds of a micro-batch's pass per chunk; 'dualpipev' has two chunks per rank.
+    forward, backward: seconds of a micro-batch's pass per chunk.
     transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
-    chunks_per_rank: of 'interleaved', which has any number of them.
+    chunks_per_rank: of 'interleaved'; 'dualpipev' has two, the others one.
 
     Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
     for times or a number of micro-batches that the schedule does not support.

@@ -210,7 +210,8 @@ def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, int]]:
     """Stage -> micro-batches in flight, for the stages of a pipeline rank, at each of the times when the rank
     has most of them.
 
-    Under 1F1B and under DualPipeV stage s of p has p - s of them; `pipeline.schedule` simulates all three.
+    Under 1F1B and under DualPipeV stage s of p has p - s of them; `pipeline.schedule` simulates these and
+    interleaved 1F1B.
     """
     parallel, micro_batches = config.parallel, micro_batches_per_step(config)
     stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]

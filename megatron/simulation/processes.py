@@ -21,7 +21,7 @@ from megatron.cluster.launch import temporary_environment
 from megatron.config import ConfigError
 from megatron.simulation.trace import SimulationError
 
-_PRELOADED = "megatron.simulation.world"
+_PRELOADED = ["torch._dynamo", "megatron.simulation.world"]
 _SHOWN_LINES = 30
 
 
@@ -63,7 +63,7 @@ def _server() -> BaseContext:
     """The server that processes are forked from. It starts with few variables of the environment changed:
     DeepSpeed must not look for a GPU, and the simulation needs one thread."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOADED])
+    context.set_forkserver_preload(_PRELOADED)
     with temporary_environment({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}):
         multiprocessing.forkserver.ensure_running()
     return context

@@ -100,13 +100,17 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
 
 def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
     """The run's configuration with another number of micro-batches, without what writes or reads files,
-    evaluates or logs, and with an exit after `last_iteration`."""
-    batch = config.batch
-    unit = batch.micro_batch_size * config.parallel.data_parallel_size
+    evaluates or logs, and with an exit after `last_iteration`.
+
+    The first of the two steps, which is not recorded, has as few micro-batches as the layout allows.
+    """
+    batch, parallel = config.batch, config.parallel
+    unit = batch.micro_batch_size * parallel.data_parallel_size
+    size, first = micro_batches * unit, max(parallel.min_micro_batches, parallel.micro_batch_multiple) * unit
     return config.with_settings(
         {
-            "batch.global_batch_size": micro_batches * unit,
-            "batch.rampup_batch_size": None,
+            "batch.global_batch_size": size,
+            "batch.rampup_batch_size": (first, size - first, first) if first < size else None,
             "checkpoint.save": None,
             "checkpoint.load": None,
             "parallel.distributed_backend": None,

@@ -81,22 +81,33 @@ def run_script(
     ids by rank; what it returns is the input of the ranks.
     """
     port = str(free_ports(1)[0])
+    ranks: list[BaseProcess] = []
     with TemporaryDirectory() as folder:
         os.mkfifo(Path(folder, "stdin"))
-        ranks = []
-        for rank in range(max(processes, 1)):
-            variables = dict(environment)
-            if processes:
-                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-                variables |= {"LOCAL_WORLD_SIZE": str(processes)}
-                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            ranks.append(start(_run_script, str(script), list(flags), variables, folder))
         with open(os.open(Path(folder, "stdin"), os.O_RDWR), "wb", buffering=0) as answers:
-            look = None if on_line is None else _Lines(Path(folder, "stdout"), ranks, on_line, answers).look
-            _wait(ranks, timeout, look)
+            try:
+                for rank in range(max(processes, 1)):
+                    variables = dict(environment)
+                    if processes:
+                        variables |= _launch_variables(rank, processes, port)
+                    ranks.append(start(_run_script, str(script), list(flags), variables, folder))
+                lines = on_line and _Lines(Path(folder, "stdout"), ranks, on_line, answers)
+                _wait(ranks, timeout, lines.look if lines else None)
+            finally:
+                for process in ranks:
+                    process.kill()
+                    process.join()
         texts = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
         codes = [rank.exitcode for rank in ranks]
     return Ended([code for code in codes if code is not None], *texts)
+
+
+def _launch_variables(rank: int, processes: int, port: str) -> dict[str, str]:
+    return {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        **{"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    }
 
 
 class _Lines:
@@ -145,7 +156,8 @@ def _run_script(script: str, flags: list[str], environment: Mapping[str, str], f
         os.dup2(file, stream.fileno())
         os.close(file)
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    os.dup2(os.open(os.path.join(folder, "stdin"), os.O_RDWR), 0)
+    os.dup2(os.open(os.path.join(folder, "stdin"), os.O_RDONLY | os.O_NONBLOCK), 0)
+    os.set_blocking(0, True)
     sys.argv = [script, *flags]
     try:
         runpy.run_path(script, run_name="__main__")

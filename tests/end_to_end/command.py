@@ -80,8 +80,9 @@ def pretrain(
     script = ROOT / ("pretrain_gpt.py" if on_line is None else STEP_BY_STEP)
     follow = None if on_line is None else answer
     ended = run_script(script, flags, environment(), processes, TIMEOUT_S, follow)
-    codes = set(ended.exit_codes) - {-signal.SIGTERM}
-    return Run(next((code for code in codes if code), 0), ended.stdout, ended.stderr, codes)
+    own = [code for code in ended.exit_codes if code != -signal.SIGTERM]
+    failures = [code for code in (*own, *ended.exit_codes) if code]
+    return Run(failures[0] if failures else 0, ended.stdout, ended.stderr, set(own))
 
 
 def pretrain_typed(

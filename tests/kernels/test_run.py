@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.end_to_end.command import pretrain
+from tests.end_to_end.command import ROOT, environment, pretrain
 
 # Few operations: the interpreter needs seconds for each step.
 FLAGS = (
@@ -29,3 +32,19 @@ def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
     for step, expected in zip(run.steps, without.steps, strict=True):
         assert step["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-7)
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], abs=0.0011)
+
+
+@pytest.mark.full
+def test_the_benchmark_compares_every_kernel_with_its_twin() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/kernel_speed.py", "--small"],
+        cwd=ROOT,
+        env={**environment(), "TRITON_INTERPRET": "1", "MEGATRON_KERNELS": "interpreter"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    _, table = run.stdout.split("library\n")
+    differences = [float(row.split()[-1]) for row in table.splitlines()]
+    assert len(differences) == 8
+    assert max(differences) < 1e-6 and any(differences)

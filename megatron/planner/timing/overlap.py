@@ -4,8 +4,8 @@
 The gradients of a bucket are reduce-scattered from the time at which the last backward pass of a step has
 passed its layers. Its weights are all-gathered after the optimizer's update, and the first forward pass of
 the next step waits for them at the bucket's first layer. The collectives of a rank run one after the other.
-Of a pass the layers take equal times, and all collectives are given as (bytes, seconds): a layer's part of
-the bytes is its part of the pass.
+Collectives are given as (bytes, seconds). All layers are taken to need the same time, so the bytes that have
+been reduced show how far the pass has come.
 """
 
 from __future__ import annotations

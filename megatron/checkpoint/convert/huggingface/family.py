@@ -40,6 +40,8 @@ class Transform:
     to_theirs: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
     to_ours: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     slice_dim: int | None = None
+    of_groups: bool = False
+    """Whether a slice must hold whole groups of heads: their keys and values have fewer rows."""
 
 
 def one_to_one(

@@ -25,7 +25,8 @@ from megatron.mpu.parameters import ParameterSpec
 
 
 class HuggingFaceReader(StateReader):
-    """Reads config.json and the weights beside it, which are memory-mapped: a rank reads its shards only."""
+    """Reads config.json and the weights beside it, which are memory-mapped. See `read_shard` for what a rank
+    reads of them."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -67,19 +68,22 @@ class HuggingFaceReader(StateReader):
         return full
 
     def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """See `StateReader`. Only a slice of their tensors is read, if it makes this rank's shard."""
+        """See `StateReader`. Reads only a slice of their tensors, if it makes this rank's shard: not of the
+        vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
         ranks, transform = tp_group.size, self._parameters[name].transform
         dim = spec.shard_dim if transform is SAME else transform.slice_dim
         is_whole = ranks == 1 or spec.shard_dim is None or dim is None or spec.num_valid_rows is not None
-        if is_whole or self._config.query_groups % ranks:
+        if is_whole or (transform.of_groups and self._config.query_groups % ranks):
             return super().read_shard(name, kind, spec, tp_group)
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._parts(name)]
-        of_rank = dataclasses.replace(
-            self._config,
-            num_attention_heads=self._config.num_attention_heads // ranks,
-            group_query_attention=True,
-            num_query_groups=self._config.query_groups // ranks,
-        )
+        of_rank = self._config
+        if transform.of_groups:
+            of_rank = dataclasses.replace(
+                of_rank,
+                num_attention_heads=of_rank.num_attention_heads // ranks,
+                group_query_attention=True,
+                num_query_groups=of_rank.query_groups // ranks,
+            )
         return self._converted(name, slices, of_rank).reshape(-1)
 
     def _parts(self, name: str) -> list[Tensor]:

@@ -38,7 +38,7 @@ def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     return torch.cat(grouped, dim=1).flatten(0, 2)
 
 
-HEADS = Transform(_split_heads, _join_heads, slice_dim=0)
+HEADS = Transform(_split_heads, _join_heads, slice_dim=0, of_groups=True)
 # Ours is (value, gate); theirs are the gate and the value ("up").
 GATE = Transform(
     lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]), slice_dim=0
