@@ -64,7 +64,11 @@ class TypedRun(Run):
 
 
 def pretrain(
-    flags: list[str], *, processes: int = 0, on_line: Callable[[str, list[int]], None] | None = None
+    flags: list[str],
+    *,
+    processes: int = 0,
+    on_line: Callable[[str, list[int]], None] | None = None,
+    script: str = "pretrain_gpt.py",
 ) -> Run:
     """Runs the program in forked processes, with the variables of a launcher unless `processes` is 0.
 
@@ -77,9 +81,9 @@ def pretrain(
         on_line(line, pids)
         return b"\n" if (parse_log_line(line) or {}).get("kind") == "training" else b""
 
-    script = ROOT / ("pretrain_gpt.py" if on_line is None else STEP_BY_STEP)
+    script = script if on_line is None else STEP_BY_STEP
     follow = None if on_line is None else answer
-    ended = run_script(script, flags, environment(), processes, TIMEOUT_S, follow)
+    ended = run_script(ROOT / script, flags, environment(), processes, TIMEOUT_S, follow)
     own = [code for code in ended.exit_codes if code != -signal.SIGTERM]
     failures = [code for code in (*own, *ended.exit_codes) if code]
     return Run(failures[0] if failures else 0, ended.stdout, ended.stderr, set(own))

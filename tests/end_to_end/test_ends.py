@@ -103,7 +103,7 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
 
 
 def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[str]) -> None:
-    run = pretrain_typed([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
+    run = pretrain([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
     (line,) = run.errors
     assert line == last_line(run)
     assert re.match(r"error: rank 1 on \S+, stage 1 \(pid \d+\), after iteration 1: out of memory: ", line)

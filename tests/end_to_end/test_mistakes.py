@@ -105,7 +105,7 @@ def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_
         shutil.copy(f"{data[1]}{ending}", tmp_path / f"text{ending}")
     # 5 steps of 4 samples, sequences of 32 tokens, the default seed.
     (tmp_path / "text_train_indexmap_20ns_32sl_1234s_doc_idx.npy").mkdir()
-    run = pretrain_typed([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
+    run = pretrain([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
     assert_told_once(run, "cannot write index files into", str(tmp_path))
     assert run.steps == []
 
