@@ -229,6 +229,7 @@ RUN_ELSEWHERE = {
     "finetuning.md": "tests/end_to_end/test_finetuning.py",
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
+    "models.md": "tests/end_to_end/test_llama_example.py",
     "schedules.md": "tests/end_to_end/test_branches.py",
     "simulation.md": "tests/end_to_end/test_simulate.py",
     "sweep.md": "tests/end_to_end/test_sweep.py",
@@ -250,6 +251,8 @@ def expected(command: str) -> str:
         return "Kendall's tau"
     if "kernels.py" in command:
         return "sm_90"
+    if "step_cost" in command:
+        return "host synchronizations per micro-batch"
     if "tools/plan.py" in command:
         return "tokens/s"
     if "--help" in command:
