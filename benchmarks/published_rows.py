@@ -141,6 +141,7 @@ def _row(values: dict[str, str]) -> Row:
         f"--vocab-size {values['vocab_size']} "
         f"--micro-batch-size {values['micro_batch_size']} --global-batch-size {values['global_batch_size']} "
         f"--lr 1e-4 --train-samples 1000000 --gpu {gpu.lower()} --loss-implementation plain "
+        "--no-overlap-grad-reduce --no-overlap-param-gather "
         f"--node-size {node} --intra-node-gbps {intra} --inter-node-gbps {inter} "
         f"--partition-method type:transformer{'|embedding' * with_embedding} "
         f"{'--bf16' if is_bf16 else '--fp16'} "

@@ -16,7 +16,7 @@ evaluation and checkpoints, jitter between ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config import BatchSchedule, Config
 from megatron.config.sections.parallel import ParallelConfig
@@ -25,10 +25,12 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
 from megatron.planner.stages import StagePlan, micro_batches_per_step
 from megatron.planner.timing.communication import (
+    ALL_REDUCE,
     BUCKET_GRADIENTS,
     BUCKET_WEIGHTS,
     DATA,
     INPUT_GRADIENT,
+    REDUCE_SCATTER,
     SEND,
     STAGES,
     TENSOR,
@@ -142,6 +144,8 @@ def predict_step(
     program = program or program_of(config)
     ranks = config.parallel.pipeline_model_parallel_size
     exchanges = [rank_communication(config, plan, vocab_size, rank) for rank in range(ranks)]
+    if program.all_reduces_gradients:
+        exchanges = [_with_all_reduces(communication) for communication in exchanges]
     stages = stage_times(config, plan, vocab_size, cluster, program, exchanges)
     transfers = _transfers(config, plan, cluster, exchanges)
     micro_batches = micro_batches_per_step(config)
@@ -258,6 +262,15 @@ def _transfers(
             if sent:
                 times[stage.stage] = sum(cluster.network.seconds(call, layout) for call in sent)
     return times
+
+
+def _with_all_reduces(communication: RankCommunication) -> RankCommunication:
+    """The same with gradients that are all-reduced at the end of a step."""
+    step = tuple(
+        replace(call, operation=ALL_REDUCE) if call.operation == REDUCE_SCATTER else call
+        for call in communication.step
+    )
+    return replace(communication, step=step)
 
 
 def _collectives_of_step(

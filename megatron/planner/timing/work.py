@@ -59,6 +59,8 @@ class Program:
     """Whether the forward pass computes the gradients of LM head and loss, and the backward pass none."""
     overlaps_input_gradient: bool
     """Whether a column-parallel layer computes its weight's gradient during the all-reduce of its input's."""
+    all_reduces_gradients: bool = False
+    """Whether ZeRO-1 all-reduces the gradients instead of reduce-scattering them."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ MEGATRON_2021 = Program(
     gradient_bytes=2,
     fused_loss=False,
     overlaps_input_gradient=False,
+    all_reduces_gradients=True,
 )
 
 

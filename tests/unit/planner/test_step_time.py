@@ -204,3 +204,22 @@ def test_the_constants_scale_the_passes() -> None:
     )
     assert slow.matmul == pytest.approx(2 * fast.matmul)
     assert slow.memory == pytest.approx(fast.memory)
+
+
+def test_a_program_that_all_reduces_gradients_reduces_twice_as_long() -> None:
+    config = config_of("--world-size 16 --zero-stage 1 --no-overlap-grad-reduce --no-overlap-param-gather")
+    cluster = find_cluster(config)
+    assert cluster is not None
+    program = program_of(config)
+    ours, theirs = (
+        predict_step(
+            config,
+            plan_stages(config, VOCAB),
+            VOCAB,
+            cluster,
+            dataclasses.replace(program, all_reduces_gradients=all_reduces),
+        )
+        for all_reduces in (False, True)
+    )
+    assert theirs.reduction == pytest.approx(2 * ours.reduction, rel=0.01)
+    assert theirs.gather == ours.gather
