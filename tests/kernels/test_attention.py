@@ -88,7 +88,9 @@ def results(function, inputs, grad):
 def assert_close(found, expected, dtype):
     for name, a, b in zip(("output", "query", "key", "value"), found, expected, strict=True):
         assert a.dtype == dtype and a.shape == b.shape
-        error = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(0.01)
+        # A gradient that should be 0, as a single token's query has, is the difference of two roundings.
+        floor = 0.01 if dtype == torch.float32 else 1.0
+        error = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(floor)
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
