@@ -106,9 +106,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if getattr(arguments, flag) is not None and not arguments.data_path:
             raise ConfigError(f"--{flag} is for --data-path: give --data-path, or remove it")
     if arguments.tasks and find_spec("lm_eval") is None:
-        raise ConfigError(
-            "--tasks needs EleutherAI's lm-evaluation-harness: install it with 'pip install lm_eval'"
-        )
+        raise _no_harness("there is no module lm_eval")
     if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
         raise ConfigError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
     for flag in ("seq_length", "samples", "micro_batch_size", "limit"):
@@ -236,6 +234,12 @@ def mean_loss(
     return total / num_samples
 
 
+def _no_harness(reason: str) -> ConfigError:
+    return ConfigError(
+        f"--tasks needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
+    )
+
+
 def evaluate_tasks(arguments: argparse.Namespace, model: GPTModel, checkpoint: Checkpoint) -> None:
     """Run the tasks and print a line for each metric. ConfigError if lm_eval is not installed."""
     from pathlib import Path
@@ -245,10 +249,7 @@ def evaluate_tasks(arguments: argparse.Namespace, model: GPTModel, checkpoint: C
     try:
         from megatron.training.eval_harness import HarnessModel, run_tasks
     except ImportError as error:
-        raise ConfigError(
-            f"--tasks needs EleutherAI's lm-evaluation-harness ({error}): install it with 'pip install "
-            "lm_eval'"
-        ) from error
+        raise _no_harness(str(error)) from error
     config = checkpoint.config
     tokenizer = find_tokenizer(config.data, checkpoint)
     length = arguments.seq_length or config.model.seq_length

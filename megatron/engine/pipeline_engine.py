@@ -48,14 +48,19 @@ class GPTEngine(PatchedPipelineEngine):
         self.pass_times = PassTimes() if config.logging.log_bubble else None
         # Sequence length of the stages' communication buffers.
         self._seq_length = config.model.seq_length
+        self._zero_units = model.transformer_layers() if config.parallel.shards_gradients else {}
+        self._buckets = _buckets(model, config.parallel.bucket_size)
         optimizer = config.optimizer
         groups = parameter_groups(
             model.named_parameters(),
             optimizer.weight_decay,
             optimizer.use_bnb_optimizer,
-            self._layer_units(model),
+            {layer: layer for layer in self._zero_units}
+            | {layer: name for name, bucket in self._buckets.items() for layer in bucket},
             config.model.matrix_lr_mult,
-            [weight for weight, _ in _tied_weights(model)] if self._is_partitioned else [],
+            [weight for weight, _ in _tied_weights(model)]
+            if config.parallel.optimizer_partitions > 1
+            else [],
         )
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -67,31 +72,6 @@ class GPTEngine(PatchedPipelineEngine):
             config=settings,
             config_class=DeepSpeedConfig(settings, model.mpu()),
         )
-
-    @property
-    def _is_partitioned(self) -> bool:
-        """Whether optimizer state is sharded over data-parallel ranks."""
-        return self.run_config.parallel.zero_stage >= 1 and self.layout.dp_size > 1
-
-    def _zero_units(self, model: GPTModelPipe) -> dict[str, nn.Module]:
-        """The layers whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded over data-parallel ranks."""
-        sharded = self.run_config.parallel.zero_stage >= 2 and self.layout.dp_size > 1
-        return model.transformer_layers() if sharded else {}
-
-    def _buckets(self, model: GPTModelPipe) -> dict[str, dict[str, nn.Module]]:
-        """The layers of each bucket (`megatron.optimizer.buckets`), by the bucket's name."""
-        bucket_size = self.run_config.parallel.bucket_size
-        if bucket_size is None:
-            return {}
-        layers = list(model.transformer_layers().items())
-        sizes = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
-        buckets = [dict(layers[part.start : part.stop]) for part in divide_into_buckets(sizes, bucket_size)]
-        return {f"layers {', '.join(bucket)}": bucket for bucket in buckets}
-
-    def _layer_units(self, model: GPTModelPipe) -> dict[str, str]:
-        """Layer -> its unit or its bucket."""
-        units = {layer: layer for layer in self._zero_units(model)}
-        return units | {layer: name for name, bucket in self._buckets(model).items() for layer in bucket}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         grid = self.module.mpu()
@@ -113,8 +93,8 @@ class GPTEngine(PatchedPipelineEngine):
             LossScaler(self.run_config.precision),
             ZeroConfig(
                 parallel.zero_stage,
-                self._zero_units(self.module),
-                {name: list(bucket.values()) for name, bucket in self._buckets(self.module).items()},
+                self._zero_units,
+                {name: list(bucket.values()) for name, bucket in self._buckets.items()},
                 overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
                 overlap_param_gather=not parallel.no_overlap_param_gather,
                 cpu_offload=parallel.cpu_offload,
@@ -260,6 +240,17 @@ class GPTEngine(PatchedPipelineEngine):
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
+
+
+def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
+    """The layers of each bucket (`megatron.optimizer.buckets`), by the bucket's name. bucket_size: None for
+    no buckets."""
+    if bucket_size is None:
+        return {}
+    layers = list(model.transformer_layers().items())
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
+    buckets = [dict(layers[part.start : part.stop]) for part in divide_into_buckets(sizes, bucket_size)]
+    return {f"layers {', '.join(bucket)}": bucket for bucket in buckets}
 
 
 def _tied_weights(model: GPTModelPipe) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

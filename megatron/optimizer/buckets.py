@@ -18,6 +18,7 @@ to autograd, so no hook would run.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -39,8 +40,9 @@ def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[ra
         if held >= bucket_size:
             ends.append(index)
             held = 0
-    starts = ends[1:] if ends[-1] == 0 else [*ends[1:], 0]
-    buckets = [range(start, end) for start, end in zip(starts, ends, strict=False)][::-1]
+    if ends[-1] != 0:
+        ends.append(0)
+    buckets = [range(start, end) for end, start in pairwise(ends)][::-1]
     return buckets if len(buckets) > 1 else []
 
 

@@ -80,7 +80,7 @@ def run_script(
     ended after `timeout` seconds are killed. on_line: called with each line of stdout and the process
     ids by rank; what it returns is the input of the ranks.
     """
-    port = str(free_ports(1)[0])
+    (port,) = free_ports(1)
     ranks: list[BaseProcess] = []
     with TemporaryDirectory() as folder:
         os.mkfifo(Path(folder, "stdin"))
@@ -89,7 +89,7 @@ def run_script(
                 for rank in range(max(processes, 1)):
                     variables = dict(environment)
                     if processes:
-                        variables |= _launch_variables(rank, processes, port)
+                        variables |= launch_variables(rank, processes, port)
                     ranks.append(start(_run_script, str(script), list(flags), variables, folder))
                 lines = on_line and _Lines(Path(folder, "stdout"), ranks, on_line, answers)
                 _wait(ranks, timeout, lines.look if lines else None)
@@ -102,11 +102,12 @@ def run_script(
     return Ended([code for code in codes if code is not None], *texts)
 
 
-def _launch_variables(rank: int, processes: int, port: str) -> dict[str, str]:
+def launch_variables(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What a launcher sets for a rank of a world on this machine."""
     return {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
         **{"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
 
 

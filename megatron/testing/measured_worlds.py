@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from megatron.testing.forked import launch_variables
 from megatron.testing.ports import free_ports
 
 if TYPE_CHECKING:
@@ -38,13 +39,12 @@ class World:
     ) -> None:
         """Starts `script WORDS --worker WORKER` as the ranks of one world, with `settings` in their
         environment."""
-        port = str(free_ports(1)[0])
+        (port,) = free_ports(1)
         command = [sys.executable, script, *words, f"--worker={worker}"]
         self.processes = []
         for rank in range(processes):
             environment = {**os.environ, **(settings or {}), "OMP_NUM_THREADS": "1"}
-            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment |= launch_variables(rank, processes, port)
             self.processes.append(
                 subprocess.Popen(
                     command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

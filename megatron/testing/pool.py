@@ -278,14 +278,7 @@ def _enter_world(rank: int, world_size: int, port: int, case: int) -> None:
     import deepspeed
     import torch.distributed as dist
 
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(forked.launch_variables(rank, world_size, port))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(f"case-{case}", store), rank=rank, world_size=world_size

@@ -160,16 +160,16 @@ def test_dualpipev_trains_as_one_process_does(stages, zero):
     check(Row(pp=ranks, dp=2 if ranks == 2 else 1, zero=zero), parallel, dropout=0.1)
 
 
+# Two pipeline ranks, with what goes with a pipeline.
+COMBINED = [
+    Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
+    Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
+    Row(tp=2, pp=2, precision="fp16"),
+]
+
+
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
-        Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
-        Row(tp=2, pp=2, precision="fp16"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("row", COMBINED, ids=str)
 def test_dualpipev_with_all_that_goes_with_a_pipeline(row):
     check(row, {"pipeline_schedule": "dualpipev"})
 
@@ -193,16 +193,7 @@ def test_interleaved_trains_as_one_process_does(stages, zero):
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
-        Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
-        Row(tp=2, pp=2, precision="fp16"),
-        Row(tp=2, pp=4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("row", [*COMBINED, Row(tp=2, pp=4)], ids=str)
 def test_interleaved_with_all_that_goes_with_a_pipeline(row):
     method = "type:transformer" if row.pp == 2 else "layout:E|t||t|t||t|L"
     check(row, interleaved(2, method))

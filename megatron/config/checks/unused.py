@@ -56,18 +56,7 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
         reason = "with --no-preflight" if training.no_preflight else "with one process"
         yield config.parallel, ("network_figures",), reason
     yield from _unused_model_settings(model)
-    if config.parallel.tensor_model_parallel_size == 1:
-        reason = "with --tensor-model-parallel-size 1"
-        yield config.parallel, ("sequence_parallel",), reason
-        yield training, ("partition_activations",), reason
-        yield stability, ("sync_tp_duplicated_parameters",), reason
-    if config.parallel.data_parallel_size == 1:
-        reason = "with data-parallel size 1"
-        yield config.parallel, ("zero_stage",), reason
-    if config.parallel.zero_stage != 1 or config.parallel.data_parallel_size == 1:
-        reason = "without --zero-stage 1 and a data-parallel size above 1"
-        names = ("ddp_bucket_size", "no_overlap_grad_reduce", "no_overlap_param_gather")
-        yield config.parallel, names, reason
+    yield from _unused_parallel_settings(config)
     if training.recomputes_attention and model.attention_dropout == 0:
         reason = (
             "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "
@@ -121,6 +110,22 @@ def _unused_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...],
             "log_validation_ppl_to_tensorboard",
         )
         yield logging, names, "without --tensorboard-dir and --wandb-project"
+
+
+def _unused_parallel_settings(config: Config) -> Iterator[tuple[Section, tuple[str, ...], str]]:
+    parallel = config.parallel
+    if parallel.tensor_model_parallel_size == 1:
+        reason = "with --tensor-model-parallel-size 1"
+        yield parallel, ("sequence_parallel",), reason
+        yield config.training, ("partition_activations",), reason
+        yield config.stability, ("sync_tp_duplicated_parameters",), reason
+    if parallel.data_parallel_size == 1:
+        reason = "with data-parallel size 1"
+        yield parallel, ("zero_stage",), reason
+    if parallel.zero_stage != 1 or parallel.data_parallel_size == 1:
+        reason = "without --zero-stage 1 and a data-parallel size above 1"
+        names = ("ddp_bucket_size", "no_overlap_grad_reduce", "no_overlap_param_gather")
+        yield parallel, names, reason
 
 
 def _unused_model_settings(model: ModelConfig) -> Iterator[tuple[Section, tuple[str, ...], str]]:

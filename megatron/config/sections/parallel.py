@@ -188,3 +188,13 @@ class ParallelConfig(Section):
     def data_parallel_size(self) -> int:
         """Number of replicas of the model (DP)."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    @property
+    def optimizer_partitions(self) -> int:
+        """Number of data-parallel ranks that the optimizer state is divided over: 1 without ZeRO."""
+        return self.data_parallel_size if self.zero_stage >= 1 else 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether the gradients of the transformer layers are sharded too (ZeRO-2, ZeRO-3)."""
+        return self.zero_stage >= 2 and self.data_parallel_size > 1

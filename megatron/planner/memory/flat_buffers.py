@@ -90,9 +90,7 @@ def has_partial_gradient(parameter: Parameter) -> bool:
 def rank_buffers(config: Config, plan: StagePlan, vocab_size: int, stages: Sequence[int]) -> list[FlatBuffer]:
     """The flat buffers of a rank: of its parameters outside of ZeRO's units, of the tied embedding if it is
     partitioned and on another rank too, then of each unit or bucket of layers."""
-    parallel = config.parallel
-    partitioned = parallel.zero_stage >= 1 and parallel.data_parallel_size > 1
-    sharded = parallel.zero_stage >= 2 and partitioned
+    partitioned, sharded = config.parallel.optimizer_partitions > 1, config.parallel.shards_gradients
     table = layer_parameters(config, vocab_size)
     first, head = embedding_and_head(plan.names)
     layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
@@ -141,8 +139,7 @@ def _stage_of(plan: StagePlan, layer: int) -> int:
 
 def flat_buffers(config: Config, parameters: Iterable[Parameter], is_unit: bool) -> list[FlatBuffer]:
     """A flat buffer per kind of parameter; ZeRO divides it into equal partitions."""
-    parallel = config.parallel
-    partitions = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
+    partitions = config.parallel.optimizer_partitions
     by_kind: dict[tuple[bool, int, float], list[Parameter]] = {}
     for parameter in parameters:
         by_kind.setdefault(parameter.kind, []).append(parameter)

@@ -103,9 +103,7 @@ def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], 
 
 def _host_bytes(config: Config, parameters: int) -> float:
     """With --cpu-offload: master weights, moments and gradients, fp32 (`optimizer.flat_group`)."""
-    parallel = config.parallel
-    if not parallel.cpu_offload:
+    if not config.parallel.cpu_offload:
         return 0.0
     moments = 1 if config.optimizer.optimizer == "sgd" else 2
-    shards = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
-    return parameters * layer_memory.FP32 * (2 + moments) / shards
+    return parameters * layer_memory.FP32 * (2 + moments) / config.parallel.optimizer_partitions

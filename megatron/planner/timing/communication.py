@@ -189,7 +189,7 @@ def stage_communication(config: Config, plan: StagePlan, vocab_size: int, stage:
             loss_forward, loss_backward = _loss_exchanges(config, vocab_size)
             forward += loss_forward
             backward += loss_backward
-    if config.parallel.zero_stage >= 2 and config.parallel.data_parallel_size > 1:
+    if config.parallel.shards_gradients:
         unit_forward, unit_backward = _unit_exchanges(config, vocab_size, count)
         forward += unit_forward
         backward += unit_backward
@@ -335,7 +335,7 @@ def _step_exchanges(
     replicated = sum(flat.first_partition(is_replicated) for flat in flats) if tp_size > 1 else 0
     if replicated:
         yield Exchange(TENSOR, ALL_REDUCE, "replicated gradients", FP32 * replicated)
-    partitioned = parallel.zero_stage >= 1 and dp_size > 1
+    partitioned = parallel.optimizer_partitions > 1
     if partitioned:
         yield Exchange(WORLD, ALL_REDUCE, "gradient norm", 8)
     if tp_size * ranks > 1 and not partitioned:

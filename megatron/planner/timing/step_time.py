@@ -312,10 +312,11 @@ def _optimizer_seconds(
     parallel = config.parallel
     stages = [stage for stage in range(parallel.num_stages) if plan.rank_of(stage) == rank]
     parameters = sum(plan.stage_parameters(stage) for stage in stages)
-    shards = parallel.data_parallel_size if parallel.zero_stage >= 1 else 1
     size = 4 if config.precision.name == "fp32" else 2
     gradients = program.gradient_bytes
-    moved = parameters * 2 * gradients + parameters / shards * (gradients + 6 * 4 + 4 + size)
+    moved = parameters * 2 * gradients + parameters / parallel.optimizer_partitions * (
+        gradients + 6 * 4 + 4 + size
+    )
     return moved / (cluster.achieved.memory * cluster.gpu.bandwidth)
 
 

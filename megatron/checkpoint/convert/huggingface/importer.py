@@ -338,6 +338,16 @@ def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> 
     }
 
 
+def check_finite(values: Tensor, folder: Path, name: str) -> None:
+    """ConfigError if values of the parameter `name` are NaN or infinite."""
+    finite = values.isfinite()
+    if not finite.all():
+        raise ConfigError(
+            f"{folder} holds {int((~finite).sum()):,} numbers of {name} that are NaN or infinite: it is "
+            "damaged, or its training diverged: use another one"
+        )
+
+
 def write_universal(
     model: HuggingFaceModel, config: Config, vocab_size: int, eod: int | None, output: Path
 ) -> None:
@@ -364,12 +374,7 @@ def write_universal(
         check_space(partial, sum(4 * prod(spec.global_shape) for spec in specs.values()), "--output")
         for name, weight in model.weights():
             values = weight[: specs[name].num_valid_rows].float().contiguous()
-            if not values.isfinite().all():
-                count = int((~values.isfinite()).sum())
-                raise ConfigError(
-                    f"{model.folder} holds {count:,} numbers of {name} that are NaN or infinite: it is "
-                    "damaged, or its training diverged: use another one"
-                )
+            check_finite(values, model.folder, name)
             write_parameter(partial, name, specs[name], (values, {}, {}))
         run = _run_record(config, vocab_size, eod, specs)
         sync_file(partial / PARAMETER_FOLDER)

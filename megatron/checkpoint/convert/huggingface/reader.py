@@ -7,19 +7,19 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.family import SAME, Parameter
 from megatron.checkpoint.convert.huggingface.importer import (
     HuggingFaceModel,
+    check_finite,
     read_hugging_face,
     read_settings,
 )
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.reader import StateReader, check_shape
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import Config, ConfigError, ModelConfig
+from megatron.config import Config, ModelConfig
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 
@@ -91,11 +91,7 @@ class HuggingFaceReader(StateReader):
 
     def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
         values = self._parameters[name].transform.to_ours(parts, model).float()
-        if not torch.isfinite(values).all():
-            raise ConfigError(
-                f"{self.folder} holds numbers of {name} that are NaN or infinite: it is damaged, or its "
-                "training diverged: use another one"
-            )
+        check_finite(values, self.folder, name)
         return values
 
     def external_differences(
