@@ -10,6 +10,11 @@ stage. Bytes are those of the tensors that each operation reads and writes. The 
 planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share the 3200
 Gbit/s of their node.
 
+There are two estimates of MFU, with the same collectives and the same pipeline. "by roofline": every
+operation takes max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do not
+reach; the second table has the operations of a stage. "with the A100's achieved rates": the planner's
+prediction, whose memory kernels reach the part of the bandwidth that was fitted on published A100 runs.
+
 All other flags are those of pretrain_gpt.py, and replace the preset's.
 """
 
@@ -29,9 +34,11 @@ from megatron.config import Config, ConfigError  # noqa: E402
 from megatron.config.cli import parse_args  # noqa: E402
 from megatron.mpu.layout import ParallelLayout  # noqa: E402
 from megatron.pipeline.schedule import simulate_schedule  # noqa: E402
-from megatron.planner.timing.step_time import planned_step  # noqa: E402
+from megatron.planner.stages import StagePlan  # noqa: E402
+from megatron.planner.timing.hardware import find_gpu  # noqa: E402
+from megatron.planner.timing.step_time import find_cluster, planned_step, predict_step  # noqa: E402
 from megatron.simulation.processes import run_in_processes  # noqa: E402
-from megatron.simulation.record import STEP, OperationCount, StepRecord, Work  # noqa: E402
+from megatron.simulation.record import STEP, Instruction, OperationCount, StepRecord, Work  # noqa: E402
 from megatron.simulation.stages import syncs_per_micro_batch  # noqa: E402
 from megatron.simulation.world import plan_of, simulate_rank  # noqa: E402
 from megatron.text_table import format_table  # noqa: E402
@@ -56,6 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 _BY_LAYERS = {"parallel.partition_method": "type:transformer"}
 # Forward times of half a stage: a backward pass takes twice as long, the ideal is 3 * 2 * 16.
 RANKS, MICRO_BATCHES = 8, 16
+PASSES = ("ForwardPass", "BackwardPass")
 # By schedule and stages per rank.
 SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117}
 MISSING_SCHEDULES = {"zero-bubble": 110}
@@ -85,10 +93,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The simulated step of a stage in the middle of the pipeline; and a layer of each of VARIANTS."""
+    """The simulated step of a rank in the middle of the pipeline and of all pipeline ranks; and a layer of
+    each of VARIANTS."""
 
     config: Config
     record: StepRecord
+    ranks: list[StepRecord]
     layers: dict[str, LayerCost]
 
 
@@ -96,23 +106,24 @@ def simulate(config: Config) -> Simulated:
     """Simulates the step; and for the cost of a layer models with one and with two layers per stage."""
     parallel = config.parallel
     stages = parallel.num_stages
-    stage = parallel.pipeline_model_parallel_size // 2
-    rank = stage * (parallel.world_size // parallel.pipeline_model_parallel_size)
+    middle, count = parallel.pipeline_model_parallel_size // 2, parallel.pipeline_model_parallel_size
+    ranks = range(0, parallel.world_size, parallel.world_size // count)
     one = config.with_settings({"model.num_layers": stages, **_BY_LAYERS})
     two = config.with_settings({"model.num_layers": 2 * stages, **_BY_LAYERS})
     others = [two.with_settings(settings) for settings in VARIANTS.values()]
-    record, single, double, *rest = run_in_processes(
-        simulate_rank, [(each, rank) for each in (config, one, two, *others)]
+    records = run_in_processes(
+        simulate_rank,
+        [(config, rank) for rank in ranks] + [(each, ranks[middle]) for each in (one, two, *others)],
     )
     chunks = parallel.stages_per_rank
-    lower, upper, *found = (_forward_cost(each) for each in (single, double, *rest))
+    lower, upper, *found = (_forward_cost(each) for each in records[count:])
     layer = [(b - a) / chunks for a, b in zip(lower, upper, strict=True)]
     costs = {"dropout": LayerCost(*layer)}
     for variant, other in zip(VARIANTS, found, strict=True):
         # The two layers are all that differs.
         less = [(a - b) / (2 * chunks) for a, b in zip(upper, other, strict=True)]
         costs[variant] = LayerCost(*(a - b for a, b in zip(layer, less, strict=True)))
-    return Simulated(config, record, costs)
+    return Simulated(config, records[middle], records[:count], costs)
 
 
 def _forward_cost(record: StepRecord) -> tuple[float, float, float]:
@@ -201,9 +212,80 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
                 "<= 1 %",
                 share <= 0.01,
             ),
-            Row("MFU (predicted)", f"{100 * step.mfu:.0f} %", ">= 50 %", step.mfu >= 0.5),
         ]
     return rows
+
+
+def utilisation_rows(simulated: Simulated) -> list[Row]:
+    """The two estimates of MFU (see the module's docstring)."""
+    config, cluster = simulated.config, find_cluster(simulated.config)
+    if cluster is None:
+        return []
+    vocab, plan = plan_of(config)
+    bound = predict_step(config, plan, vocab.size, cluster, computing=bounds_of_passes(simulated, plan)).mfu
+    predicted = predict_step(config, plan, vocab.size, cluster).mfu
+    return [
+        Row("MFU by roofline", f"{100 * bound:.0f} %", ">= 50 %", bound >= 0.5),
+        Row("MFU with the A100's achieved rates", f"{100 * predicted:.0f} %", "", None),
+    ]
+
+
+def bounds_of_passes(simulated: Simulated, plan: StagePlan) -> dict[int, list[float]]:
+    """By stage, the least seconds of its forward and its backward pass."""
+    stages = range(simulated.config.parallel.num_stages)
+    bounds = {}
+    for stage in stages:
+        rank = plan.rank_of(stage)
+        chunk = [other for other in stages if plan.rank_of(other) == rank].index(stage)
+        passes = (simulated.ranks[rank].rest[Instruction(kind, chunk)] for kind in PASSES)
+        bounds[stage] = [
+            sum(_least_seconds(simulated.config, count) for count in work.operations.values())
+            for work in passes
+        ]
+    return bounds
+
+
+def _least_seconds(config: Config, count: OperationCount) -> float:
+    """Of these calls of an operation, at the peak rate of matrix products and of the device's memory."""
+    gpu = find_gpu(config)
+    assert gpu is not None
+    return gpu.least_seconds(count.flops, _moved(count), config.precision.name)
+
+
+def operations_table(simulated: Simulated) -> str:
+    """The operations of the middle rank's passes of a micro-batch, the longest first; shorter ones than 1 %
+    of both passes in one line."""
+    cells = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
+    passes = {kind: simulated.record.rest[Instruction(kind)].operations for kind in PASSES}
+    times = {
+        (kind, name): _least_seconds(simulated.config, count)
+        for kind, operations in passes.items()
+        for name, count in operations.items()
+    }
+    least = sum(times.values()) / 100
+    for kind, operations in passes.items():
+        longest = sorted(operations, key=lambda name: times[kind, name], reverse=True)
+        shown = [name for name in longest if times[kind, name] >= least]
+        rest = [operations[name] for name in longest if times[kind, name] < least]
+        rows = [(name, operations[name], times[kind, name]) for name in shown]
+        others = sum((times[kind, name] for name in longest if times[kind, name] < least), 0.0)
+        rows.append(("others", sum(rest, OperationCount(0, 0, 0, 0)), others))
+        cells += [(kind, *_cells_of(simulated.config, *row)) for row in rows]
+    return format_table(cells, left_align=(0, 1, 6))
+
+
+def _cells_of(config: Config, name: str, count: OperationCount, seconds: float) -> tuple[str, ...]:
+    gpu = find_gpu(config)
+    assert gpu is not None
+    by_memory = seconds > count.flops / gpu.peak_flops[config.precision.name]
+    return (
+        name,
+        str(count.calls),
+        f"{count.flops / 1e9:,.0f}",
+        f"{_moved(count) / 1e6:,.0f}",
+        f"{1e6 * seconds:,.1f}",
+        "memory" if by_memory else "matrix products",
+    )
 
 
 def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
@@ -262,10 +344,14 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]
+    rows += utilisation_rows(simulated)
     cells = [("what", arguments.kernels, "goal", "")]
     cells += [row.cells() for row in (*rows, *schedule_rows())]
     print(f"counted on the simulated accelerator, rank {simulated.record.rank}; nothing was run on a GPU")
     print(format_table(cells, left_align=(0, 3)))
+    if find_gpu(config) is not None:
+        print("\nleast time of the operations of a micro-batch on this rank")
+        print(operations_table(simulated))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
         capture_output=True,
         text=True,
     ).stdout
-    heading, *rows = output[output.index("\nwhat ") + 1 :].splitlines()
+    table, _, operations = output.partition("\n\nleast time of the operations")
+    heading, *rows = table[table.index("\nwhat ") + 1 :].splitlines()
     assert heading.split() == ["what", arguments[1], "goal"]
     found = {}
     for row in rows:
         name, *cells = (part.strip() for part in row.strip().split("  ") if part.strip())
         found[name] = (cells[0], cells[-1])
+    found["operations"] = (operations, "")
     return found
 
 
@@ -50,6 +52,15 @@ def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     steps = {name.rpartition(": ")[2]: row for name, row in rows.items()}
     assert (steps["1f1b"], steps["dualpipev"]) == (("138", "met"), ("130", "met"))
     assert steps["interleaved"] == ("117", "met")
+    bound, predicted = (
+        int(rows[f"MFU {kind}"][0].removesuffix(" %"))
+        for kind in ("by roofline", "with the A100's achieved rates")
+    )
+    assert 0 <= predicted < bound < 100
+    lines = [line.split() for line in rows["operations"][0].splitlines()[2:]]
+    limits = {(line[0], line[1]): " ".join(line[6:]) for line in lines}
+    assert limits["ForwardPass", "dropout_add"] == "memory"
+    assert {limit for (_, name), limit in limits.items() if name == "add_"} == {"memory"}
 
 
 @pytest.mark.full

@@ -37,6 +37,11 @@ class GPU:
     peak_flops: dict[str, float]
     bandwidth: float
 
+    def least_seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
+        """The roofline's time of an operation with these FLOPs in matrix products, which reads and writes
+        `moved_bytes`: no kernel is faster."""
+        return max(flops / self.peak_flops[dtype], moved_bytes / self.bandwidth)
+
 
 def _gpu(memory_gib: float, fp32: float, tf32: float, fp16: float, bf16: float, bandwidth_tb_s: float) -> GPU:
     """fp32 to bf16: TFLOP/s."""

@@ -15,7 +15,7 @@ evaluation and checkpoints, jitter between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config import BatchSchedule, Config
@@ -138,15 +138,21 @@ def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime |
 
 
 def predict_step(
-    config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster, program: Program | None = None
+    config: Config,
+    plan: StagePlan,
+    vocab_size: int,
+    cluster: Cluster,
+    program: Program | None = None,
+    computing: Mapping[int, Sequence[float]] | None = None,
 ) -> StepTime:
-    """Predicts a step at the full batch size. program: other kernels than this program's."""
+    """Predicts a step at the full batch size. program: other kernels than this program's. computing: by
+    stage, the seconds in which its forward and its backward pass compute, if they are known."""
     program = program or program_of(config)
     ranks = config.parallel.pipeline_model_parallel_size
     exchanges = [rank_communication(config, plan, vocab_size, rank) for rank in range(ranks)]
     if program.all_reduces_gradients:
         exchanges = [_with_all_reduces(communication) for communication in exchanges]
-    stages = stage_times(config, plan, vocab_size, cluster, program, exchanges)
+    stages = stage_times(config, plan, vocab_size, cluster, program, exchanges, computing)
     transfers = _transfers(config, plan, cluster, exchanges)
     micro_batches = micro_batches_per_step(config)
     pipeline = PipelineTime.measure(config.parallel, stages, transfers, micro_batches)
@@ -188,8 +194,9 @@ def stage_times(
     cluster: Cluster,
     program: Program,
     exchanges: Sequence[RankCommunication],
+    computing: Mapping[int, Sequence[float]] | None = None,
 ) -> list[StageTime]:
-    """The times of the passes, in the order of the stages."""
+    """The times of the passes, in the order of the stages. computing: as for `predict_step`."""
     times = []
     for rank, communication in enumerate(exchanges):
         layout = _layout(config, rank)
@@ -198,10 +205,14 @@ def stage_times(
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
             seconds = []
-            for part, calls in ((work.forward, stage.forward), (work.backward, stage.backward)):
+            passes = ((work.forward, stage.forward), (work.backward, stage.backward))
+            for index, (part, calls) in enumerate(passes):
                 overlapped = _tensor_seconds(cluster, layout, calls, True)
                 exposed = max(overlapped - hidden_by, 0.0) + _tensor_seconds(cluster, layout, calls, False)
-                seconds.append((*_work_seconds(config, cluster, part), exposed))
+                matmul, rest = _work_seconds(config, cluster, part)
+                if computing is not None:
+                    rest = computing[stage.stage][index] - matmul
+                seconds.append((matmul, rest, exposed))
             times.append(
                 StageTime(
                     stage.stage,

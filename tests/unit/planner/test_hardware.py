@@ -7,7 +7,7 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
-from megatron.planner.timing.hardware import GIB, device_memory_bytes, find_gpu
+from megatron.planner.timing.hardware import GIB, H100_80GB, device_memory_bytes, find_gpu
 from tests.unit.config.command_lines import SMALL
 
 
@@ -48,3 +48,9 @@ def test_wrong_values_are_refused_with_the_value(flags, parts):
     with pytest.raises(ConfigError) as caught:
         config_of(*flags.split())
     assert all(part in str(caught.value) for part in parts)
+
+
+def test_an_operation_takes_at_least_as_long_as_its_products_and_as_its_bytes():
+    assert H100_80GB.least_seconds(989.4e12, 3.35e12, "bf16") == pytest.approx(1)
+    assert H100_80GB.least_seconds(989.4e12, 6.7e12, "bf16") == pytest.approx(2)
+    assert H100_80GB.least_seconds(989.4e12, 0, "fp32") == pytest.approx(989.4 / 67)
