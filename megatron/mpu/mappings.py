@@ -21,11 +21,6 @@ def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1)
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
-def scatter_to_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """Split along `dim`: replicated n -> this rank's n / size. Backward: all-gather."""
-    return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
-
-
 @not_compiled  # collectives stay as they are written here
 def gather_from_rank_block(x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
     """All-gather along the last dimension over each block of `block` consecutive ranks: [..., n] per rank ->
@@ -50,7 +45,9 @@ def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tenso
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
     """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd.
     ValueError if seq is not divisible by the group's size."""
-    part = x.new_empty(_width_of_part(x, tp_group, 0), *x.shape[1:])
+    if x.shape[0] % tp_group.size != 0:
+        raise ValueError(f"dimension 0 of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
+    part = x.new_empty(x.shape[0] // tp_group.size, *x.shape[1:])
     return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
@@ -67,17 +64,6 @@ def _all_gather(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def _local_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
-    width = _width_of_part(x, tp_group, dim)
-    return x.narrow(dim, tp_group.rank * width, width).contiguous()
-
-
-def _width_of_part(x: torch.Tensor, tp_group: TPGroup, dim: int) -> int:
-    if x.shape[dim] % tp_group.size != 0:
-        raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
-    return x.shape[dim] // tp_group.size
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
@@ -87,7 +73,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _local_part(grad, ctx.tp_group, ctx.dim), None, None
+        return grad.chunk(ctx.tp_group.size, ctx.dim)[ctx.tp_group.rank].contiguous(), None, None
 
 
 class _GatherBlock(torch.autograd.Function):
@@ -114,18 +100,6 @@ def _block_of(tp_group: TPGroup, block: int) -> slice:
     """The ranks of this rank's block."""
     first = tp_group.rank // block * block
     return slice(first, first + block)
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
-        ctx.tp_group, ctx.dim = tp_group, dim
-        return _local_part(x, tp_group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_gather(grad, ctx.tp_group, ctx.dim), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -13,9 +13,10 @@ from megatron.mpu.layers import (
     parallel_logits,
 )
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.mappings import gather_from_tensor_region, scatter_to_tensor_region
+from megatron.mpu.mappings import gather_from_tensor_region
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
 from megatron.testing.pool import run_world
+from megatron.testing.scatter import scatter
 
 SEED = 1234
 HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
@@ -40,7 +41,7 @@ class Row(nn.Module):
         self.layer = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3)
 
     def forward(self, x):
-        return self.layer(scatter_to_tensor_region(x, self.tp_group))
+        return self.layer(scatter(x, self.tp_group))
 
 
 class GatedMlp(nn.Module):

@@ -3,16 +3,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.mappings import (
-    gather_from_rank_block,
-    gather_from_tensor_region,
-    scatter_to_tensor_region,
-)
+from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
 from megatron.testing.pool import run_world
+from megatron.testing.scatter import scatter
 
 MAPPINGS = {
     "gather": gather_from_tensor_region,
-    "scatter": scatter_to_tensor_region,
+    "scatter": scatter,
 }
 
 
