@@ -119,7 +119,7 @@ def attention_forward_op(
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """(output, logarithm of base 2 of each row's sum of exponentials, fp32 [batch, heads, seq])."""
-    from megatron.kernels.attention_triton import launch_forward  # triton is optional
+    from megatron.kernels.attention_launch import launch_forward  # triton is optional
 
     out, log_sums = _like(query), _per_row(query, torch.float32)
     launch_forward(query, key, value, out, log_sums, slopes, first_keys, sample_keys, scale, p, first_head)
@@ -147,7 +147,7 @@ def attention_backward_query_op(
     first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the queries, sum(out * grad) of each row in fp32, the hash of each row in int64)."""
-    from megatron.kernels.attention_triton import launch_backward_query  # triton is optional
+    from megatron.kernels.attention_launch import launch_backward_query  # triton is optional
 
     grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
     launch_backward_query(
@@ -192,7 +192,7 @@ def attention_backward_key_op(
     p: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values."""
-    from megatron.kernels.attention_triton import launch_backward_key  # triton is optional
+    from megatron.kernels.attention_launch import launch_backward_key  # triton is optional
 
     grad_key, grad_value = _like(key), _like(value)
     launch_backward_key(

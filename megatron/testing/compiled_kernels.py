@@ -158,7 +158,7 @@ def _attention_variants() -> Iterator[Variant]:
     """With ALiBi, documents and dropout, which need most registers."""
     import torch
 
-    from megatron.kernels import attention_triton as module
+    from megatron.kernels import attention_launch as module
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     kernels = {
