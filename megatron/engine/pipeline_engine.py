@@ -94,6 +94,7 @@ class GPTEngine(PatchedPipelineEngine):
             ZeroConfig(
                 parallel.zero_stage,
                 self._zero_units,
+                self.module.initial_values if parallel.shards_weights else None,
                 {name: list(bucket.values()) for name, bucket in self._buckets.items()},
                 overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
                 overlap_param_gather=not parallel.no_overlap_param_gather,

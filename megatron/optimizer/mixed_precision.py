@@ -122,12 +122,16 @@ class MixedPrecisionOptimizer:
 
     def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
         in_unit = group.get("unit") in zero.units
+
+        def initial_values(parameter: nn.Parameter) -> Tensor:
+            return zero.initial_values(self.names[parameter])
+
         return FlatGroup(
             group,
             self.partition_count,
             self.groups.dp_rank if self.partition_count > 1 else 0,
             shards_gradients=in_unit,
-            shards_weights=in_unit and zero.zero_stage == 3,
+            initial_values=initial_values if in_unit and zero.initial_values else None,
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
 

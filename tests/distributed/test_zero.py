@@ -13,6 +13,9 @@ import torch
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.manager import load_checkpoint
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT
@@ -24,6 +27,7 @@ from megatron.testing.layouts import (
     VOCAB,
     Row,
     build_engine,
+    build_model,
     config_of,
     full_weights,
     micro_batches,
@@ -236,6 +240,26 @@ def engine_is_collected(row):
 
 def test_hooks_do_not_keep_the_optimizer_alive():
     assert run_world(2, engine_is_collected, Row(dp=2, zero=3)) == [True, True]
+
+
+def start(row):
+    """Bytes of the layers' weights when the model is made, and the weights of the engine."""
+    config = config_of(row)
+    layout, tp_group, model = build_model(config)
+    layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
+    held = sum(p.untyped_storage().nbytes() for p in layers)
+    return held, weights_of(GPTEngine(config, layout, tp_group, model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_zero_3_starts_from_the_same_weights_without_whole_layers(precision):
+    row = Row(tp=2, dp=2, zero=3, precision=precision)
+    for held, weights in run_world(4, start, row):
+        assert held == 0
+        for name, shard in weights.shards.items():
+            tp_group = TPGroup(weights.tp_rank, 2)
+            expected = initial_values(weights.specs[name], config_of(row).training.seed, name, tp_group)
+            assert torch.equal(shard, expected.to(shard.dtype)), name
 
 
 # --- checkpoints ---

@@ -109,6 +109,14 @@ def test_planned_memory_is_that_of_the_step(name):
         assert planned.total == pytest.approx(record.peak.total, rel=PEAK_TOLERANCE), f"stage {record.stage}"
 
 
+@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_start_needs_no_more_memory_than_a_step(name):
+    """So the plan, which counts the steps, holds for the start."""
+    for record in records_of(name):
+        assert record.start_peak <= record.peak.total, f"stage {record.stage}"
+
+
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32", "interleaved-2"])
 def test_more_micro_batches_follow_from_fewer(name):

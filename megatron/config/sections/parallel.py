@@ -55,8 +55,8 @@ class ParallelConfig(Section):
         at_least=0,
         at_most=3,
         help="ZeRO stage. 0: nothing is sharded over data-parallel ranks; 1: optimizer states; 2: also the "
-        "gradients of the transformer layers; 3: also their parameters, after full initialization on each "
-        "rank. Stages 2 and 3 need --pipeline-model-parallel-size 1",
+        "gradients of the transformer layers; 3: also their parameters, from the start on. "
+        "Stages 2 and 3 need --pipeline-model-parallel-size 1",
     )
     ddp_bucket_size: int | None = flag(
         None,
@@ -198,3 +198,8 @@ class ParallelConfig(Section):
     def shards_gradients(self) -> bool:
         """Whether the gradients of the transformer layers are sharded too (ZeRO-2, ZeRO-3)."""
         return self.zero_stage >= 2 and self.data_parallel_size > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the weights of the transformer layers are sharded too (ZeRO-3)."""
+        return self.zero_stage == 3 and self.data_parallel_size > 1
