@@ -39,7 +39,7 @@ from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
-from megatron.optimizer.sharded_units import ShardedUnit
+from megatron.optimizer.sharded_units import ShardedUnit, UnitOverlap
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 from megatron.text_table import first_few
 
@@ -104,8 +104,11 @@ class MixedPrecisionOptimizer:
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
+        self._unit_overlap = UnitOverlap(zero.overlap_param_gather, zero.overlap_grad_reduce)
         self._units = [
-            ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
+            ShardedUnit(
+                module, [flat for flat in self.flat if flat.unit == unit], groups.data, self._unit_overlap
+            )
             for unit, module in zero.units.items()
         ]
         self._overlaps_gather = zero.overlap_param_gather
@@ -183,6 +186,10 @@ class MixedPrecisionOptimizer:
         for bucket in self._buckets:
             bucket.begin_step(micro_batches)
 
+    def begin_micro_batch(self) -> None:
+        """Called before the forward pass of a micro-batch."""
+        self._unit_overlap.begin_micro_batch()
+
     def register_loss(self, loss: Tensor) -> None:
         """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
 
@@ -196,6 +203,7 @@ class MixedPrecisionOptimizer:
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
         The norms before the reduction are kept, to name the rank of a non-finite gradient."""
+        self._unit_overlap.finish_reduction()
         self._reduction.run()
 
     @torch.no_grad()

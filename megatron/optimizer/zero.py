@@ -55,8 +55,10 @@ class ZeroConfig:
     """Layers whose gradients are reduced, and weights gathered, together (ZeRO-1). The key is the 'unit' of
     their parameter groups. Empty if nothing overlaps, and if the data-parallel size is 1."""
     overlap_grad_reduce: bool = True
-    """Whether the gradients of a bucket are reduced during the last backward pass."""
+    """Whether the gradients of a bucket are reduced during the last backward pass, and those of a unit while
+    the next one computes."""
     overlap_param_gather: bool = True
-    """Whether the weights of a bucket may arrive during the next forward pass."""
+    """Whether the weights of a bucket may arrive during the next forward pass, and those of a unit while the
+    one before computes."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""

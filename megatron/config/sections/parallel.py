@@ -70,12 +70,14 @@ class ParallelConfig(Section):
     no_overlap_grad_reduce: bool = flag(
         False,
         help="with --zero-stage 1: reduce the gradients after the last backward pass, not during it as the "
-        "gradients of each bucket of layers become final",
+        "gradients of each bucket of layers become final; with --zero-stage 2 and 3: wait for the reduction "
+        "of a layer's gradients before the backward pass of the layer before it",
     )
     no_overlap_param_gather: bool = flag(
         False,
         help="with --zero-stage 1: wait for the weights of all ranks after the update, not in the next "
-        "forward pass before each bucket of layers",
+        "forward pass before each bucket of layers; with --zero-stage 3: gather a layer's weights when it "
+        "runs, not while the layer before it runs",
     )
     cpu_offload: bool = flag(
         False,

@@ -22,7 +22,7 @@ class StageMemory:
     head: float
     """LM head and loss: their largest part, or what exists of them while a layer has more."""
     temporaries: float
-    """Of the layer that is running."""
+    """Of the layer that is running, and with ZeRO-2 and 3 of the layers before and after it."""
     tables: float
     """Attention bias, rotary angles, receive buffer."""
     host: float
@@ -78,7 +78,9 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
     of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
-    return StageMemory(state, kept, *of_parts, tables, host)
+    at_head, in_layer = of_parts
+    in_layer += temporaries.reducing_gradient_bytes(config, of_layer)
+    return StageMemory(state, kept, at_head, in_layer, tables, host)
 
 
 def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], stage: int) -> float:
