@@ -228,7 +228,7 @@ class GPTEngine(PatchedPipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
         self._heartbeat()
-        self.optimizer.begin_micro_batch()
+        self.optimizer.unit_overlap.begin_micro_batch()
         # Every schedule runs the forward passes of a stage in the order of the samples.
         samples = next(self._samples_to_come[phase]) if self.module.training else ()
         logits_wanted = self.eval_return_logits or not self._compute_loss

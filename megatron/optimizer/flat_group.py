@@ -23,7 +23,7 @@ backward pass: they have their contents again once the storage is allocated and 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,9 +102,11 @@ class FlatGroup:
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
         if master_on_host:
-            # Page-locked memory makes copies to and from the device fast.
-            master = get_accelerator().pin_memory(self.local_weights.to("cpu", copy=True).float())
-            self.host_gradients = get_accelerator().pin_memory(torch.zeros_like(master))
+            # Copies between page-locked memory and the device, within one dtype, do not block the host.
+            pin = get_accelerator().pin_memory
+            self.host_weights = pin(self.local_weights.to("cpu", copy=True))
+            master = pin(self.host_weights.float()) if first.dtype != torch.float32 else self.host_weights
+            self.host_gradients = pin(torch.zeros_like(master))
         else:
             master = self.local_weights if self.weights_are_master else self.local_weights.float()
         self.master = nn.Parameter(master.detach())
@@ -163,7 +165,11 @@ class FlatGroup:
 
     def copy_master_to_params(self) -> None:
         """Rounds the master weights to the run's precision, into this rank's partition of the weights."""
-        if not self.weights_are_master:
+        if self.host_gradients is not None:
+            if self.host_weights.dtype != torch.float32:
+                self.host_weights.copy_(self.master.detach())
+            self.local_weights.copy_(self.host_weights, non_blocking=True)
+        elif not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
     def all_gather_params(self, dp_group: dist.ProcessGroup) -> dist.Work:
@@ -215,12 +221,24 @@ class FlatGroup:
         return self.local_gradients[start : start + length]
 
     def set_master_grad(self, factor: float) -> None:
-        """Sets the gradient of the master weights to the partition's gradient times `factor`."""
+        """Sets the gradient of the master weights to the partition's gradient times `factor`. With
+        `master_on_host` it may be read after `wait_for_copies`."""
         if factor != 1.0:
             self.local_gradients.mul_(factor)
         if self.host_gradients is not None:
-            self.host_gradients.copy_(self.local_gradients)
+            self.host_gradients.copy_(self.local_gradients, non_blocking=True)
         self.master.grad = self.local_gradients if self.host_gradients is None else self.host_gradients
+
+
+def wait_for_copies(groups: Sequence[FlatGroup]) -> None:
+    """Waits until all copies between the device and the host memory of `groups` have ended: gradients on
+    their way to the host, weights on their way to the device. One wait for all."""
+    accelerator = get_accelerator()
+    on_host = any(group.host_gradients is not None for group in groups)
+    if on_host and not accelerator.is_synchronized_device():
+        event = accelerator.Event()
+        event.record()
+        event.synchronize()
 
 
 def prefers_all_reduce(group: dist.ProcessGroup) -> bool:

@@ -46,8 +46,7 @@ def allowed_per_step(name):
     if "--spike-policy" in flags:
         allowed["_loss_and_norm_everywhere"] = 2
     if "--cpu-offload" in flags:
-        # The gradients go to the host, and the weights come back.
-        allowed |= {"set_master_grad": 99, "copy_master_to_params": 99}
+        allowed |= {"wait_for_copies": 1}  # before the step on the host
     if "--use-bnb-optimizer" in flags:
         allowed["_step_of"] = 99
     return allowed

@@ -104,8 +104,11 @@ def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], 
 
 
 def _host_bytes(config: Config, parameters: int) -> float:
-    """With --cpu-offload: master weights, moments and gradients, fp32 (`optimizer.flat_group`)."""
+    """With --cpu-offload: master weights, moments and gradients, fp32, and the weights in 16 bits that are
+    sent to the device (`optimizer.flat_group`)."""
     if not config.parallel.cpu_offload:
         return 0.0
     moments = 1 if config.optimizer.optimizer == "sgd" else 2
-    return parameters * layer_memory.FP32 * (2 + moments) / config.parallel.optimizer_partitions
+    size = layer_memory.parameter_bytes(config)
+    per_parameter = layer_memory.FP32 * (2 + moments) + (size if size != layer_memory.FP32 else 0)
+    return parameters * per_parameter / config.parallel.optimizer_partitions
