@@ -94,6 +94,7 @@ class GPTEngine(PatchedPipelineEngine):
             ZeroConfig(
                 parallel.zero_stage,
                 self._zero_units,
+                self.module.initial_values if parallel.shards_weights else None,
                 {name: list(bucket.values()) for name, bucket in self._buckets.items()},
                 overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
                 overlap_param_gather=not parallel.no_overlap_param_gather,
@@ -227,6 +228,7 @@ class GPTEngine(PatchedPipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
         self._heartbeat()
+        self.optimizer.unit_overlap.begin_micro_batch()
         # Every schedule runs the forward passes of a stage in the order of the samples.
         samples = next(self._samples_to_come[phase]) if self.module.training else ()
         logits_wanted = self.eval_return_logits or not self._compute_loss

@@ -52,6 +52,9 @@ tests/distributed/test_optimizer.py unless another file is named.
 18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
    waits once per step. Here it is made on the device.
    tests/distributed/test_partitioned_activations.py
+19. At its start the engine broadcasts every parameter of the model, also those that have no memory yet
+   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). Here these have DeepSpeed's own mark of such
+   parameters meanwhile. tests/distributed/test_zero.py
 """
 
 from datetime import timedelta
@@ -64,6 +67,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import PartitionedTensor
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
 
 from megatron.engine.profiler_ranges import in_profiler_range
@@ -123,6 +127,15 @@ class PatchedPipelineEngine(PipelineEngine):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
         """Wraps the plain optimizer. The engine's module and process groups exist when this is called."""
         raise NotImplementedError
+
+    def _broadcast_model(self) -> None:
+        """Entry 19."""
+        empty = [p for p in self.module.parameters() if p.untyped_storage().nbytes() == 0]
+        for parameter in empty:
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        super()._broadcast_model()
+        for parameter in empty:
+            del parameter.ds_status
 
     def _configure_optimizer(self, client_optimizer: torch.optim.Optimizer, model_parameters: list) -> None:
         self.basic_optimizer = client_optimizer

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
@@ -35,7 +36,7 @@ from megatron.model.loss import CrossEntropy
 from megatron.model.recompute import ActivationCheckpointing
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import initialize_parameters, spec_of
+from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import embedding_and_head
 
@@ -65,13 +66,36 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bo
     return [count(layer) for layer in layers]
 
 
+def is_transformer_layer(layer: LayerSpec | Callable) -> bool:
+    return isinstance(layer, LayerSpec) and layer.typename is ParallelTransformerLayerPipe
+
+
+class _DeviceLayerSpec(LayerSpec):
+    """Builds a layer on the device in the run's precision, so that the start never needs all layers in fp32.
+
+    With `is_sharded` (ZeRO-3) the parameters keep no memory: the optimizer makes their partitions from
+    `GPTModelPipe.initial_values`, and gathers them when the layer runs.
+    """
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, is_sharded: bool) -> None:
+        super().__init__(layer.typename, *layer.module_args, **layer.module_kwargs)
+        self.dtype, self.is_sharded = dtype, is_sharded
+
+    def build(self, log: bool = False) -> nn.Module:
+        with torch.device(get_accelerator().current_device_name()):
+            layer = super().build(log).to(self.dtype)
+        for parameter in layer.parameters() if self.is_sharded else ():
+            parameter.untyped_storage().resize_(0)
+        return layer
+
+
 class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
     Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and
     all that DeepSpeed does with the layers, concerns one stage of the rank, the active phase. Parameters are
-    initialized from (seed, name) only, so every layout starts from the same weights. They are then cast to
-    the run's precision.
+    initialized from (seed, name) only, so every layout starts from the same weights, and have the run's
+    precision. With ZeRO-3 those of transformer layers have no memory yet.
     """
 
     def __init__(
@@ -82,10 +106,11 @@ class GPTModelPipe(PipelineModule):
         vocab_size: int,
         eod: int | None,
         bounds: Sequence[int],
-        initialize: Callable[[nn.Module, int, TPGroup], None] = initialize_parameters,
+        values: InitialValues = initial_values,
     ) -> None:
-        """`initialize`: fills the parameters; another function is given only where they have no values."""
+        """`values`: the initial values; another function is given only where parameters have none."""
         self.config = config
+        self._tp_group, self._values = tp_group, values
         self.stage_bounds = list(bounds)
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
         self._head_is_fused = False
@@ -95,15 +120,25 @@ class GPTModelPipe(PipelineModule):
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
         self._check_head(layers)
+        dtype, sharded = PARAMETER_DTYPES[config.precision.name], config.parallel.shards_weights
+        layers = [
+            _DeviceLayerSpec(layer, dtype, sharded) if is_transformer_layer(layer) else layer
+            for layer in layers
+        ]
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its stage map here
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
         self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
-        initialize(self, training.seed, tp_group)
-        self.to(PARAMETER_DTYPES[config.precision.name])
+        initialize_parameters(self, training.seed, tp_group, values)
+        self.to(dtype)
         if training.compile:
             for layer in self.modules():
                 if isinstance(layer, ParallelTransformerLayerPipe):
                     compile_in_place(layer)
+
+    def initial_values(self, name: str) -> Tensor:
+        """The initial values of this rank's shard of the parameter `name`, fp32, on the CPU."""
+        spec = spec_of(self.get_parameter(name))
+        return self._values(spec, self.config.training.seed, name, self._tp_group)
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """This rank's transformer layers by layer index, the first part of their parameters' names."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,10 @@ class ParameterSpec:
     num_valid_rows: int | None = None
     weight_decay: bool = True
     lr_mult: float = 1.0
+
+
+InitialValues = Callable[[ParameterSpec, int, str, TPGroup], torch.Tensor]
+"""(spec, seed, name, TP group) -> the initial values of this rank's shard, fp32, on the CPU."""
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
@@ -135,16 +139,6 @@ def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "is_sequence_parallel_grad", False)
 
 
-def initialize_parameters(module: nn.Module, seed: int, tp_group: TPGroup) -> None:
-    """Initializes every parameter of `module` in place. The values depend on the seed and the full name only.
-
-    They are generated on the CPU in fp32 and rounded to the parameter's dtype: equal on every device.
-    """
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(initial_values(spec_of(parameter), seed, name, tp_group))
-
-
 def initial_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> torch.Tensor:
     """This rank's shard of the initial values of the parameter `name`, fp32, on the CPU."""
     shard = np.empty(local_shape(spec, tp_group), dtype=np.float32)
@@ -155,6 +149,20 @@ def initial_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup)
     if spec.num_valid_rows is not None:
         _zero_padding(shard, spec, tp_group)
     return torch.from_numpy(shard)
+
+
+def initialize_parameters(
+    module: nn.Module, seed: int, tp_group: TPGroup, values: InitialValues = initial_values
+) -> None:
+    """Initializes every parameter of `module` that has memory, in place, with `values`.
+
+    By default these depend on the seed and the full name only. They are generated on the CPU in fp32 and
+    rounded to the parameter's dtype: equal on every device.
+    """
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.untyped_storage().nbytes():
+                parameter.copy_(values(spec_of(parameter), seed, name, tp_group))
 
 
 def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> None:

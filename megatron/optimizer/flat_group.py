@@ -23,6 +23,7 @@ backward pass: they have their contents again once the storage is allocated and 
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,16 +55,17 @@ class FlatGroup:
         partition: int,
         *,
         shards_gradients: bool = False,
-        shards_weights: bool = False,
+        initial_values: Callable[[nn.Parameter], Tensor] | None = None,
         master_on_host: bool = False,
     ) -> None:
-        """`partitions`, `partition`: number of partitions and index of this rank's. `shards_gradients`,
-        `shards_weights`: the full buffer is allocated only while in use, and is freed now. `master_on_host`:
-        master weights and optimizer state are kept in host memory (--cpu-offload)."""
+        """`partitions`, `partition`: number of partitions and index of this rank's. `shards_gradients`: the
+        full gradients are allocated only while in use. `initial_values`: the same for the weights; the
+        parameters have no memory yet, and this gives the values of each (fp32, on the host).
+        `master_on_host`: master weights and optimizer state are kept in host memory (--cpu-offload)."""
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")
-        self.shards_gradients, self.shards_weights = shards_gradients, shards_weights
+        self.shards_gradients, self.shards_weights = shards_gradients, initial_values is not None
         alignment = BLOCK_SIZE if self.quantized else 1
         aligned = max(alignment, ALIGNMENT) * partitions
         offset = 0
@@ -72,36 +74,55 @@ class FlatGroup:
             offset = parameter.flat_offset + parameter.numel()
         length = math.ceil(offset / aligned) * aligned
         first = self.parameters[0]
-        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
         self.partitions = partitions
         self.size = length // partitions
         self.start = partition * self.size
+        # Weights first, then gradients: the parameters' first memory is freed in between.
+        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         for parameter in self.parameters:
-            place = slice(parameter.flat_offset, parameter.flat_offset + parameter.numel())
-            view = self.weights[place].view_as(parameter)
-            view.copy_(parameter.data)
+            view = self._view(self.weights, parameter)
+            if initial_values is None:
+                view.copy_(parameter.data)
             parameter.data = view
-            parameter.main_grad = self.gradients[place].view_as(parameter)
-        own_weights, own_gradients = self._own_part(self.weights), self._own_part(self.gradients)
-        self.local_weights = own_weights.clone() if shards_weights else own_weights
-        self.local_gradients = torch.zeros_like(own_gradients) if shards_gradients else own_gradients
+        self.local_weights = self._own_part(self.weights)
+        if initial_values is not None:
+            self.free_full_params()
+            self.local_weights = self._make_local_weights(initial_values)
+        self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
+        for parameter in self.parameters:
+            parameter.main_grad = self._view(self.gradients, parameter)
+        self.local_gradients = self._own_part(self.gradients)
+        if shards_gradients:
+            self.local_gradients = torch.zeros_like(self.local_gradients)
+            _free_storage(self.gradients)
         # Per parameter, the norm of this rank's gradients before they were reduced: for the diagnosis of a
         # non-finite gradient.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
-        master = self.local_weights if self.weights_are_master else self.local_weights.float()
         if master_on_host:
-            # Page-locked memory makes copies to and from the device fast.
-            master = get_accelerator().pin_memory(master.to("cpu", copy=True))
-            self.host_gradients = get_accelerator().pin_memory(torch.zeros_like(master))
+            # Copies between page-locked memory and the device, within one dtype, do not block the host.
+            pin = get_accelerator().pin_memory
+            self.host_weights = pin(self.local_weights.to("cpu", copy=True))
+            master = pin(self.host_weights.float()) if first.dtype != torch.float32 else self.host_weights
+            self.host_gradients = pin(torch.zeros_like(master))
+        else:
+            master = self.local_weights if self.weights_are_master else self.local_weights.float()
         self.master = nn.Parameter(master.detach())
-        if shards_weights:
-            self.free_full_params()
-        if shards_gradients:
-            _free_storage(self.gradients)
+
+    def _view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The parameter's part of a full buffer, in its shape."""
+        return flat[parameter.flat_offset : parameter.flat_offset + parameter.numel()].view_as(parameter)
+
+    def _make_local_weights(self, initial_values: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """This rank's partition of the weights, made one parameter at a time; padding is zero."""
+        weights = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)
+        for parameter, start, length in self.fragments():
+            offset = max(self.start - parameter.flat_offset, 0)
+            values = initial_values(parameter).view(-1)
+            weights[start : start + length].copy_(values[offset : offset + length])
+        return weights
 
     @property
     def quantized(self) -> bool:
@@ -144,7 +165,11 @@ class FlatGroup:
 
     def copy_master_to_params(self) -> None:
         """Rounds the master weights to the run's precision, into this rank's partition of the weights."""
-        if not self.weights_are_master:
+        if self.host_gradients is not None:
+            if self.host_weights.dtype != torch.float32:
+                self.host_weights.copy_(self.master.detach())
+            self.local_weights.copy_(self.host_weights, non_blocking=True)
+        elif not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
     def all_gather_params(self, dp_group: dist.ProcessGroup) -> dist.Work:
@@ -196,12 +221,24 @@ class FlatGroup:
         return self.local_gradients[start : start + length]
 
     def set_master_grad(self, factor: float) -> None:
-        """Sets the gradient of the master weights to the partition's gradient times `factor`."""
+        """Sets the gradient of the master weights to the partition's gradient times `factor`. With
+        `master_on_host` it may be read after `wait_for_copies`."""
         if factor != 1.0:
             self.local_gradients.mul_(factor)
         if self.host_gradients is not None:
-            self.host_gradients.copy_(self.local_gradients)
+            self.host_gradients.copy_(self.local_gradients, non_blocking=True)
         self.master.grad = self.local_gradients if self.host_gradients is None else self.host_gradients
+
+
+def wait_for_copies(groups: Sequence[FlatGroup]) -> None:
+    """Waits until all copies between the device and the host memory of `groups` have ended: gradients on
+    their way to the host, weights on their way to the device. One wait for all."""
+    accelerator = get_accelerator()
+    on_host = any(group.host_gradients is not None for group in groups)
+    if on_host and not accelerator.is_synchronized_device():
+        event = accelerator.Event()
+        event.record()
+        event.synchronize()
 
 
 def prefers_all_reduce(group: dist.ProcessGroup) -> bool:

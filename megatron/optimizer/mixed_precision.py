@@ -33,13 +33,13 @@ from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks
 from megatron.optimizer.buckets import Bucket
 from megatron.optimizer.eight_bit import new_moment
-from megatron.optimizer.flat_group import FlatGroup, is_host_memory
+from megatron.optimizer.flat_group import FlatGroup, is_host_memory, wait_for_copies
 from megatron.optimizer.gradient_norm import gradient_norms
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
-from megatron.optimizer.sharded_units import ShardedUnit
+from megatron.optimizer.sharded_units import ShardedUnit, UnitOverlap
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 from megatron.text_table import first_few
 
@@ -104,8 +104,11 @@ class MixedPrecisionOptimizer:
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
+        self.unit_overlap = UnitOverlap(zero.overlap_param_gather, zero.overlap_grad_reduce)
         self._units = [
-            ShardedUnit(module, [flat for flat in self.flat if flat.unit == unit], groups.data)
+            ShardedUnit(
+                module, [flat for flat in self.flat if flat.unit == unit], groups.data, self.unit_overlap
+            )
             for unit, module in zero.units.items()
         ]
         self._overlaps_gather = zero.overlap_param_gather
@@ -122,12 +125,13 @@ class MixedPrecisionOptimizer:
 
     def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
         in_unit = group.get("unit") in zero.units
+        has_values = zero.initial_values is None or not in_unit
         return FlatGroup(
             group,
             self.partition_count,
             self.groups.dp_rank if self.partition_count > 1 else 0,
             shards_gradients=in_unit,
-            shards_weights=in_unit and zero.zero_stage == 3,
+            initial_values=None if has_values else lambda p: zero.initial_values(self.names[p]),
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
 
@@ -192,6 +196,7 @@ class MixedPrecisionOptimizer:
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
         The norms before the reduction are kept, to name the rank of a non-finite gradient."""
+        self.unit_overlap.finish_reduction()
         self._reduction.run()
 
     @torch.no_grad()
@@ -229,6 +234,7 @@ class MixedPrecisionOptimizer:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
             flat.set_master_grad(factor)
+        wait_for_copies(self.flat)
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
@@ -461,6 +467,7 @@ class MixedPrecisionOptimizer:
         Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
         self.wait_for_params()
+        wait_for_copies(self.flat)
         self.optimizer.state.clear()
         self._first_others: dict[tuple[int, str], Any] = {}
         for index, flat in enumerate(self.flat):

@@ -172,11 +172,12 @@ class SimulatedDevice(TorchDispatchMode):
         if target == source.device.type:
             return False, None
         dtype = kwargs.get("dtype") or source.dtype
+        non_blocking = bool(kwargs.get("non_blocking")) and dtype == source.dtype
         if target == "cpu":
-            if not kwargs.get("non_blocking"):
+            if not non_blocking:
                 self.trace.add_sync("copy to host")
             return True, self._host_copy(source, dtype)
-        self._copy_to_device(source, bool(kwargs.get("non_blocking")))
+        self._copy_to_device(source, non_blocking)
         with self._fake:
             result = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=self.device)
         self._count_storage(result)
@@ -201,8 +202,9 @@ class SimulatedDevice(TorchDispatchMode):
         if target.device.type == source.device.type:
             return False, None
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        non_blocking &= source.dtype == target.dtype  # PyTorch converts through pageable memory
         if target.device.type == "cpu":
-            if not non_blocking:
+            if not non_blocking or target.untyped_storage() not in self._pinned:
                 self.trace.add_sync("copy to host")
             return True, target
         self._copy_to_device(source, non_blocking)

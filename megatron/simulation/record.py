@@ -127,6 +127,8 @@ class StepRecord:
     """Simulated ones; `schedule` may have more."""
     parameters: int
     """Number of parameters on this rank."""
+    start_peak: int
+    """Most bytes on the device before the first step, while model and optimizer are made."""
     peak: Memory
     end: Memory
     host_bytes: int

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import set_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 from megatron.checkpoint.compatibility import resumed_schedule
@@ -34,6 +34,7 @@ from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.attention import counts_kernels
 from megatron.planner.memory.stage_memory import planned_bytes
@@ -94,8 +95,9 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: _mark_state(simulated, optimizer)
+        start_peak = simulated.memory.peak
         trainer.train(TrainingState(first, 0, 0))
-        return _record(simulated, trainer.engine, layout, count)
+        return _record(simulated, trainer.engine, layout, count, start_peak)
 
 
 def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
@@ -209,8 +211,9 @@ class _SimulatedTrainer(Trainer):
         self.startup_report = _NoReport(self.config, self.engine.layout, self.planned_bytes)
 
 
-def _leave_uninitialized(module: nn.Module, seed: int, tp_group: TPGroup) -> None:
+def _no_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> Tensor:
     """Parameters on the simulated device have no values."""
+    return torch.empty(local_shape(spec, tp_group))
 
 
 def _make_trainer(
@@ -219,7 +222,7 @@ def _make_trainer(
     rank = processes.init_distributed(config, FakeStore())
     vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
     tp_group = layout.make_tp_group()
-    engine = build_engine(config, layout, tp_group, vocab, plan, _leave_uninitialized)
+    engine = build_engine(config, layout, tp_group, vocab, plan, _no_values)
     size, unit = config.batch.global_batch_size, config.batch.micro_batch_size * layout.dp_size
     batches = BatchSchedule(size)
     least = config.parallel.min_micro_batches * unit
@@ -269,7 +272,7 @@ def _tensors_of(state: Any) -> list[Tensor]:
 
 
 def _record(
-    simulated: SimulatedDevice, engine: GPTEngine, layout: ParallelLayout, micro_batches: int
+    simulated: SimulatedDevice, engine: GPTEngine, layout: ParallelLayout, micro_batches: int, start_peak: int
 ) -> StepRecord:
     first, rest, last = simulated.trace.by_instruction()
     simulated.memory.end_instruction(None)
@@ -279,6 +282,7 @@ def _record(
         world_size=layout.world_size,
         micro_batches=micro_batches,
         parameters=sum(p.numel() for p in engine.module.parameters()),
+        start_peak=start_peak,
         peak=simulated.memory.peak_memory(),
         end=simulated.memory.current_memory(),
         host_bytes=simulated.host_memory.total,

@@ -1,15 +1,11 @@
 """Builds this rank's part of the model and its engine."""
 
-from collections.abc import Callable
-
-from torch import nn
-
 from megatron.config import Config
 from megatron.config.registry import load_object
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import initialize_parameters
+from megatron.mpu.parameters import InitialValues, initial_values
 from megatron.planner.stages import StagePlan
 from megatron.tokenizer.vocabulary import Vocabulary
 
@@ -20,9 +16,9 @@ def build_engine(
     tp_group: TPGroup,
     vocab: Vocabulary,
     plan: StagePlan,
-    initialize: Callable[[nn.Module, int, TPGroup], None] = initialize_parameters,
+    values: InitialValues = initial_values,
 ) -> GPTEngine:
-    """This rank's stages of the model, in their engine. initialize: see `GPTModelPipe`. Collective."""
-    model = GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, plan.bounds, initialize)
+    """This rank's stages of the model, in their engine. values: see `GPTModelPipe`. Collective."""
+    model = GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, plan.bounds, values)
     engine: GPTEngine = load_object(config.parallel.schedule.engine)(config, layout, tp_group, model)
     return engine

@@ -13,6 +13,9 @@ import torch
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.manager import load_checkpoint
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT
@@ -24,6 +27,7 @@ from megatron.testing.layouts import (
     VOCAB,
     Row,
     build_engine,
+    build_model,
     config_of,
     full_weights,
     micro_batches,
@@ -182,8 +186,8 @@ def whole_layers(engine):
 
 
 def what_is_there(row, changes):
-    """Which layers have full (weights, gradients): between steps; by the layer at work in its forward pass;
-    by the layer whose backward pass is about to end."""
+    """Which layers have full (weights, gradients): between steps; by the layer at work in each forward pass;
+    by the layer whose backward pass is about to end, for each micro-batch."""
     engine = build_engine(config_of(row, **changes))
     layers = engine.module.transformer_layers()
     forward, backward = {}, {}
@@ -194,7 +198,7 @@ def what_is_there(row, changes):
 
     def note(record, name):
         def hook(*_):
-            record.setdefault(name, present())
+            record.setdefault(name, []).append(present())
 
         return hook
 
@@ -211,18 +215,70 @@ def what_is_there(row, changes):
     return before, between, present(), forward, backward, held, parameters
 
 
+NO_OVERLAP = {"parallel": {"no_overlap_grad_reduce": True, "no_overlap_param_gather": True}}
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
     row = Row(dp=4, zero=zero, micro_batch=1, recompute=recompute)
     names = ["3", "4", "5", "6"]
     always = names if zero == 2 else []
-    for before, between, after, forward, backward, held, parameters in run_world(4, what_is_there, row, {}):
+    ranks = run_world(4, what_is_there, row, NO_OVERLAP)
+    for before, between, after, forward, backward, held, parameters in ranks:
         assert before == between == after == (always, [])
-        assert forward == {name: (names if zero == 2 else [name], []) for name in names}
-        assert backward == {name: (names if zero == 2 else [name], [name]) for name in names}
+        for name in names:
+            now = names if zero == 2 else [name]
+            assert all(found == (now, []) for found in forward[name])
+            assert all(found == (now, [name]) for found in backward[name])
         # A partition is padded to the alignment: two groups of four layers.
         assert parameters / 4 <= held <= parameters / 4 + 8 * ALIGNMENT
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("zero", [3, 2])
+def test_one_layer_is_gathered_ahead_and_one_reduced_behind(zero, recompute):
+    """Of the second micro-batch: the first one shows the order."""
+    row = Row(dp=4, zero=zero, micro_batch=1, recompute=recompute)
+    names = ["3", "4", "5", "6"]
+    always = names if zero == 2 else []
+    forward_weights = {"3": ["3", "4"], "4": ["4", "5"], "5": ["5", "6"], "6": ["6"]}
+    backward_weights = {"6": ["5", "6"], "5": ["4", "5"], "4": ["3", "4"], "3": ["3"]}
+    backward_gradients = {"6": ["3", "6"], "5": ["5", "6"], "4": ["4", "5"], "3": ["3", "4"]}
+    for before, between, after, forward, backward, _, _ in run_world(4, what_is_there, row, {}):
+        assert before == between == after == (always, [])
+        second = 2 if recompute else 1  # the first micro-batch was recomputed
+        for name in names:
+            assert forward[name][second] == (always or forward_weights[name], ["3"])
+            assert backward[name][1] == (always or backward_weights[name], backward_gradients[name])
+
+
+def train_and_evaluate(row, changes):
+    """Losses and grad norms of three steps, with an evaluation after the first, and the weights."""
+    engine = build_engine(config_of(row, **changes))
+    history = train(engine, [0])
+    history.append((engine.evaluate(micro_batches(engine, 0), 2).item(), 0.0))
+    return history + train(engine, [1, 2]), weights_of(engine).shards
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize(
+    "row, layers_per_checkpoint",
+    [
+        (Row(dp=4, zero=3, micro_batch=1, recompute=True), 3),
+        (Row(dp=2, zero=3, micro_batch=2, precision="bf16"), 1),
+        (Row(dp=2, zero=2, micro_batch=1), 1),
+    ],
+    ids=str,
+)
+def test_overlap_changes_no_digit(row, layers_per_checkpoint):
+    training = {"training": {"checkpoint_num_layers": layers_per_checkpoint}}
+    expected = run_world(row.world_size, train_and_evaluate, row, {**training, **NO_OVERLAP})
+    found = run_world(row.world_size, train_and_evaluate, row, training)
+    for (history, weights), (plain_history, plain_weights) in zip(found, expected, strict=True):
+        assert history == plain_history
+        assert all(torch.equal(weights[name], plain_weights[name]) for name in plain_weights)
 
 
 def engine_is_collected(row):
@@ -236,6 +292,26 @@ def engine_is_collected(row):
 
 def test_hooks_do_not_keep_the_optimizer_alive():
     assert run_world(2, engine_is_collected, Row(dp=2, zero=3)) == [True, True]
+
+
+def start(row):
+    """Bytes of the layers' weights when the model is made, and the weights of the engine."""
+    config = config_of(row)
+    layout, tp_group, model = build_model(config)
+    layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
+    held = sum(p.untyped_storage().nbytes() for p in layers)
+    return held, weights_of(GPTEngine(config, layout, tp_group, model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_zero_3_starts_from_the_same_weights_without_whole_layers(precision):
+    row = Row(tp=2, dp=2, zero=3, precision=precision)
+    for held, weights in run_world(4, start, row):
+        assert held == 0
+        for name, shard in weights.shards.items():
+            tp_group = TPGroup(weights.tp_rank, 2)
+            expected = initial_values(weights.specs[name], config_of(row).training.seed, name, tp_group)
+            assert torch.equal(shard, expected.to(shard.dtype)), name
 
 
 # --- checkpoints ---

@@ -103,6 +103,12 @@ def waits():
         causes_of("from pinned", lambda: sim.pin(host).to(sim.device, non_blocking=True))
         causes_of("from pinned, blocking", lambda: sim.pin(host).to(sim.device))
         causes_of("copy_", lambda: x.copy_(host))
+        pinned, half = sim.pin(host), torch.ones(8, dtype=torch.bfloat16, device=sim.device)
+        causes_of("copy_ from pinned", lambda: x.copy_(pinned, non_blocking=True))
+        causes_of("copy_ from pinned, converted", lambda: half.copy_(pinned, non_blocking=True))
+        causes_of("copy_ to pinned", lambda: pinned.copy_(x, non_blocking=True))
+        causes_of("copy_ to pinned, converted", lambda: pinned.copy_(half, non_blocking=True))
+        causes_of("copy_ to pageable", lambda: host.copy_(x, non_blocking=True))
         causes_of("scalar", lambda: x.add_(1.0).mul_(2))
         causes_of("full", lambda: torch.full((1,), 3, device=sim.device))
         return causes
@@ -117,6 +123,11 @@ def test_every_wait_of_the_host_is_found(results):
         "from pinned": [],
         "from pinned, blocking": ["copy to device"],
         "copy_": ["copy to device"],
+        "copy_ from pinned": [],
+        "copy_ from pinned, converted": ["copy to device"],
+        "copy_ to pinned": [],
+        "copy_ to pinned, converted": ["copy to host"],
+        "copy_ to pageable": ["copy to host"],
         "scalar": [],
         "full": [],
     }

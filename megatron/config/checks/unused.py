@@ -122,10 +122,14 @@ def _unused_parallel_settings(config: Config) -> Iterator[tuple[Section, tuple[s
     if parallel.data_parallel_size == 1:
         reason = "with data-parallel size 1"
         yield parallel, ("zero_stage",), reason
-    if parallel.zero_stage != 1 or parallel.data_parallel_size == 1:
-        reason = "without --zero-stage 1 and a data-parallel size above 1"
-        names = ("ddp_bucket_size", "no_overlap_grad_reduce", "no_overlap_param_gather")
-        yield parallel, names, reason
+    replicas = "and a data-parallel size above 1"
+    stage = parallel.zero_stage if parallel.data_parallel_size > 1 else 0
+    if stage != 1:
+        yield parallel, ("ddp_bucket_size",), f"without --zero-stage 1 {replicas}"
+    if stage not in (1, 3):
+        yield parallel, ("no_overlap_param_gather",), f"without --zero-stage 1 or 3 {replicas}"
+    if stage == 0:
+        yield parallel, ("no_overlap_grad_reduce",), f"without --zero-stage 1 to 3 {replicas}"
 
 
 def _unused_model_settings(model: ModelConfig) -> Iterator[tuple[Section, tuple[str, ...], str]]:

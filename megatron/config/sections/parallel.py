@@ -55,8 +55,8 @@ class ParallelConfig(Section):
         at_least=0,
         at_most=3,
         help="ZeRO stage. 0: nothing is sharded over data-parallel ranks; 1: optimizer states; 2: also the "
-        "gradients of the transformer layers; 3: also their parameters, after full initialization on each "
-        "rank. Stages 2 and 3 need --pipeline-model-parallel-size 1",
+        "gradients of the transformer layers; 3: also their parameters, from the start on. "
+        "Stages 2 and 3 need --pipeline-model-parallel-size 1",
     )
     ddp_bucket_size: int | None = flag(
         None,
@@ -70,12 +70,14 @@ class ParallelConfig(Section):
     no_overlap_grad_reduce: bool = flag(
         False,
         help="with --zero-stage 1: reduce the gradients after the last backward pass, not during it as the "
-        "gradients of each bucket of layers become final",
+        "gradients of each bucket of layers become final; with --zero-stage 2 and 3: wait for the reduction "
+        "of a layer's gradients before the backward pass of the layer before it",
     )
     no_overlap_param_gather: bool = flag(
         False,
         help="with --zero-stage 1: wait for the weights of all ranks after the update, not in the next "
-        "forward pass before each bucket of layers",
+        "forward pass before each bucket of layers; with --zero-stage 3: gather a layer's weights when it "
+        "runs, not while the layer before it runs",
     )
     cpu_offload: bool = flag(
         False,
@@ -198,3 +200,8 @@ class ParallelConfig(Section):
     def shards_gradients(self) -> bool:
         """Whether the gradients of the transformer layers are sharded too (ZeRO-2, ZeRO-3)."""
         return self.zero_stage >= 2 and self.data_parallel_size > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the weights of the transformer layers are sharded too (ZeRO-3)."""
+        return self.zero_stage == 3 and self.data_parallel_size > 1

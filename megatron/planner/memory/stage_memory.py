@@ -22,7 +22,7 @@ class StageMemory:
     head: float
     """LM head and loss: their largest part, or what exists of them while a layer has more."""
     temporaries: float
-    """Of the layer that is running."""
+    """Of the layer that is running, and with ZeRO-2 and 3 of the layers before and after it."""
     tables: float
     """Attention bias, rotary angles, receive buffer."""
     host: float
@@ -78,7 +78,9 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
     of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
-    return StageMemory(state, kept, *of_parts, tables, host)
+    at_head, in_layer = of_parts
+    in_layer += temporaries.reducing_gradient_bytes(config, of_layer)
+    return StageMemory(state, kept, at_head, in_layer, tables, host)
 
 
 def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], stage: int) -> float:
@@ -102,8 +104,11 @@ def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], 
 
 
 def _host_bytes(config: Config, parameters: int) -> float:
-    """With --cpu-offload: master weights, moments and gradients, fp32 (`optimizer.flat_group`)."""
+    """With --cpu-offload: master weights, moments and gradients, fp32, and the weights in 16 bits that are
+    sent to the device (`optimizer.flat_group`)."""
     if not config.parallel.cpu_offload:
         return 0.0
     moments = 1 if config.optimizer.optimizer == "sgd" else 2
-    return parameters * layer_memory.FP32 * (2 + moments) / config.parallel.optimizer_partitions
+    size = layer_memory.parameter_bytes(config)
+    per_parameter = layer_memory.FP32 * (2 + moments) + (size if size != layer_memory.FP32 else 0)
+    return parameters * per_parameter / config.parallel.optimizer_partitions

@@ -12,6 +12,7 @@ from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.planner.attention import attention_of, counts_kernels
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.layer_memory import FP32
+from megatron.planner.stages import micro_batches_per_step
 
 # `mpu.random._element_bits`: a 32-bit hash of each element, and one shifted copy of it.
 _HASH_BYTES = 8
@@ -26,6 +27,7 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
     training = config.training
     saved = layer_memory.saved_within_layer_bytes(config)
     gradients, weights = _sharded_unit_bytes(config, layer_parameters)
+    ahead = _gathered_ahead_bytes(config, weights)
     size = layer_memory.parameter_bytes(config)
     # The first matrix of the backward pass has its gradient before the layer's full gradients are allocated.
     second = max(_mlp_matrix_elements(config), layer_memory.mlp_values(config)) * size + gradients
@@ -34,9 +36,9 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
     if training.recomputes_layers:
         # The backward pass recomputes a group of layers: all that they save exists at once.
         others = (training.checkpoint_num_layers - 1) * (saved + layer_memory.layer_input_bytes(config))
-        return weights + others + _recomputed_input_bytes(config) + max(saved + later, attention)
+        return weights + ahead + others + _recomputed_input_bytes(config) + max(saved + later, attention)
     # The attention of the last layer runs before the rest of what it saves, and its output, exist.
-    return weights + max(later, attention - saved - layer_memory.layer_input_bytes(config))
+    return weights + max(ahead + later, attention - saved - layer_memory.layer_input_bytes(config))
 
 
 def _mlp_backward_bytes(config: Config) -> float:
@@ -109,6 +111,24 @@ def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float,
         layer_parameters * (FP32 if parallel.zero_stage >= 2 else 0),
         layer_parameters * (layer_memory.parameter_bytes(config) if parallel.zero_stage == 3 else 0),
     )
+
+
+def _gathered_ahead_bytes(config: Config, weights: float) -> float:
+    """`optimizer.sharded_units.UnitOverlap`, ZeRO-3: the weights of the next layer. Nothing is gathered ahead
+    when a recomputed group of several layers is whole."""
+    recomputes_groups = config.training.recomputes_layers and config.training.checkpoint_num_layers > 1
+    has_next = config.model.num_layers > 1 and not recomputes_groups
+    return weights if has_next and not config.parallel.no_overlap_param_gather else 0.0
+
+
+def reducing_gradient_bytes(config: Config, layer_parameters: float) -> float:
+    """`optimizer.sharded_units.UnitOverlap`, ZeRO-2 and ZeRO-3: the full gradients of the layer before,
+    during the whole of every micro-batch but the first."""
+    overlaps = config.model.num_layers > 1 and not config.parallel.no_overlap_grad_reduce
+    if not overlaps or micro_batches_per_step(config) == 1:
+        return 0.0
+    gradients, _ = _sharded_unit_bytes(config, layer_parameters)
+    return gradients
 
 
 def head_loss_bytes(config: Config, padded_vocab: int) -> float:

@@ -73,6 +73,8 @@ INPUT_GRADIENT = "input gradient"
 
 WEIGHTS = "weights"
 """Purpose of the all-gathers after the update of the optimizer."""
+UNIT_GRADIENTS, UNIT_WEIGHTS = "gradients of layers", "weights of layers"
+"""Purposes of the collectives of `megatron.optimizer.sharded_units`."""
 BUCKET_GRADIENTS, BUCKET_WEIGHTS = "gradients of buckets", "weights of buckets"
 """Purposes of collectives that run during backward and forward passes (`megatron.optimizer.buckets`)."""
 
@@ -299,13 +301,13 @@ def _unit_exchanges(config: Config, vocab_size: int, count: int) -> tuple[list[E
     parameters = layer_parameters(config, vocab_size)[FIRST_TRANSFORMER_LAYER]
     lengths = [flat.length for flat in flat_buffers(config, parameters, True)]
     size, training = _parameter_bytes(config), config.training
-    backward = [Exchange(DATA, REDUCE_SCATTER, "gradients", FP32 * n, count) for n in lengths]
+    backward = [Exchange(DATA, REDUCE_SCATTER, UNIT_GRADIENTS, FP32 * n, count) for n in lengths]
     if config.parallel.zero_stage < 3:
         return [], backward
     # All layers of a recomputed group but the last run once more before their backward pass.
     again = count - -(-count // training.checkpoint_num_layers) if training.recomputes_layers else 0
-    forward = [Exchange(DATA, ALL_GATHER, "weights", size * n, count) for n in lengths]
-    backward += [Exchange(DATA, ALL_GATHER, "weights", size * n, count + again) for n in lengths]
+    forward = [Exchange(DATA, ALL_GATHER, UNIT_WEIGHTS, size * n, count) for n in lengths]
+    backward += [Exchange(DATA, ALL_GATHER, UNIT_WEIGHTS, size * n, count + again) for n in lengths]
     return forward, backward
 
 

@@ -1,5 +1,5 @@
 """Data-parallel communication that computation hides: that of the buckets of layers
-(`megatron.optimizer.buckets`).
+(`megatron.optimizer.buckets`), and that of sharded layers (`megatron.optimizer.sharded_units`).
 
 The gradients of a bucket are reduce-scattered from the time at which the last backward pass of a step has
 passed its layers. Its weights are all-gathered after the optimizer's update, and the first forward pass of
@@ -42,3 +42,14 @@ def wait_for_weights(forward: float, buckets: Sequence[Collective], others: floa
         arrived += seconds
         clock = max(clock, arrived) + forward * size / total
     return clock - start - (forward if buckets else 0.0)
+
+
+def wait_for_units(compute: float, communication: float, units: int) -> float:
+    """Seconds for which a pass waits for the collectives of its sharded layers. Those of a layer run while
+    another one computes; nothing hides the first.
+
+    compute, communication: seconds of the pass without the other. units: number of layers.
+    """
+    if not units:
+        return 0.0
+    return (communication + (units - 1) * max(communication - compute, 0.0)) / units

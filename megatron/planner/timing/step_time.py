@@ -15,7 +15,7 @@ evaluation and checkpoints, jitter between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from megatron.config import BatchSchedule, Config
@@ -34,6 +34,8 @@ from megatron.planner.timing.communication import (
     SEND,
     STAGES,
     TENSOR,
+    UNIT_GRADIENTS,
+    UNIT_WEIGHTS,
     WEIGHTS,
     Exchange,
     RankCommunication,
@@ -42,7 +44,12 @@ from megatron.planner.timing.communication import (
 from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores, tflops_per_device
 from megatron.planner.timing.hardware import GPU, find_gpu
 from megatron.planner.timing.network import Network, find_network
-from megatron.planner.timing.overlap import Collective, reduction_after_backward, wait_for_weights
+from megatron.planner.timing.overlap import (
+    Collective,
+    reduction_after_backward,
+    wait_for_units,
+    wait_for_weights,
+)
 from megatron.planner.timing.work import Program, Work, program_of, stage_work
 
 LAUNCH_S = 8e-6
@@ -198,20 +205,27 @@ def stage_times(
 ) -> list[StageTime]:
     """The times of the passes, in the order of the stages. computing: as for `predict_step`."""
     times = []
+    overlapped = set() if config.parallel.no_overlap_grad_reduce else {UNIT_GRADIENTS}
+    overlapped |= set() if config.parallel.no_overlap_param_gather else {UNIT_WEIGHTS}
     for rank, communication in enumerate(exchanges):
         layout = _layout(config, rank)
         for stage in communication.stages:
+            others = {call.purpose for call in (*stage.forward, *stage.backward)}
+            others -= {INPUT_GRADIENT, *overlapped}
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
             seconds = []
             passes = ((work.forward, stage.forward), (work.backward, stage.backward))
             for index, (part, calls) in enumerate(passes):
-                overlapped = _tensor_seconds(cluster, layout, calls, True)
-                exposed = max(overlapped - hidden_by, 0.0) + _tensor_seconds(cluster, layout, calls, False)
+                during_products = _seconds_of(cluster, layout, calls, {INPUT_GRADIENT})
+                exposed = max(during_products - hidden_by, 0.0)
+                exposed += _seconds_of(cluster, layout, calls, others)
                 matmul, rest = _work_seconds(config, cluster, part)
                 if computing is not None:
                     rest = computing[stage.stage][index] - matmul
+                ahead = _seconds_of(cluster, layout, calls, overlapped)
+                exposed += wait_for_units(matmul + rest + exposed, ahead, config.model.num_layers)
                 seconds.append((matmul, rest, exposed))
             times.append(
                 StageTime(
@@ -243,14 +257,14 @@ def _work_seconds(config: Config, cluster: Cluster, work: Work) -> tuple[float, 
     return matmul, max(memory, work.launches * LAUNCH_S - matmul)
 
 
-def _tensor_seconds(
-    cluster: Cluster, layout: ParallelLayout, calls: Sequence[Exchange], overlapped: bool
+def _seconds_of(
+    cluster: Cluster, layout: ParallelLayout, calls: Sequence[Exchange], purposes: Set[str]
 ) -> float:
-    """Of the collectives of a pass; those that a matrix product may hide, or the others."""
+    """Of the collectives of a pass that have one of these purposes."""
     return sum(
         call.calls * cluster.network.seconds(call, layout)
         for call in calls
-        if call.group in (TENSOR, DATA) and (call.purpose == INPUT_GRADIENT) == overlapped
+        if call.group in (TENSOR, DATA) and call.purpose in purposes
     )
 
 

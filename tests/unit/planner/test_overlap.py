@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.timing.overlap import reduction_after_backward, wait_for_weights
+from megatron.planner.timing.overlap import reduction_after_backward, wait_for_units, wait_for_weights
 
 FOUR = [(100, 1.0)] * 4
 
@@ -28,3 +28,10 @@ def test_without_overlap_all_of_it_is_waited_for():
 def test_a_stage_that_starts_later_waits_less():
     assert wait_for_weights(0.4, FOUR, 0.5, 100.0) == pytest.approx(0.0, abs=1e-9)
     assert wait_for_weights(0.0, [], 0.5, 0.3) == pytest.approx(0.2)
+
+
+def test_a_pass_waits_for_the_first_layer_and_for_what_computation_does_not_hide():
+    assert wait_for_units(compute=8.0, communication=4.0, units=4) == 1.0
+    assert wait_for_units(compute=4.0, communication=8.0, units=4) == 2.0 + 3 * 1.0
+    assert wait_for_units(compute=4.0, communication=8.0, units=1) == 8.0, "nothing to overlap with"
+    assert wait_for_units(compute=4.0, communication=0.0, units=0) == 0.0
