@@ -89,6 +89,8 @@ class StageTime:
     """Of both passes, in other kernels, and in waits for launches."""
     communication: float
     """Of both passes, in collectives that nothing hides."""
+    weight: float = 0.0
+    """The part of `backward` that --pipeline-schedule zero-bubble runs as a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -197,22 +199,19 @@ def stage_times(
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
+            rest = work.backward + work.weight.times(-1)
             seconds = []
-            for part, calls in ((work.forward, stage.forward), (work.backward, stage.backward)):
+            for part, calls in (
+                (work.forward, stage.forward),
+                (rest, stage.backward),
+                (work.weight, stage.weight),
+            ):
                 overlapped = _tensor_seconds(cluster, layout, calls, True)
                 exposed = max(overlapped - hidden_by, 0.0) + _tensor_seconds(cluster, layout, calls, False)
                 seconds.append((*_work_seconds(config, cluster, part), exposed))
-            times.append(
-                StageTime(
-                    stage.stage,
-                    rank,
-                    sum(seconds[0]),
-                    sum(seconds[1]),
-                    seconds[0][0] + seconds[1][0],
-                    seconds[0][1] + seconds[1][1],
-                    seconds[0][2] + seconds[1][2],
-                )
-            )
+            forward, backward, weight = map(sum, seconds)
+            by_cause = map(sum, zip(*seconds, strict=True))
+            times.append(StageTime(stage.stage, rank, forward, backward + weight, *by_cause, weight))
     return sorted(times, key=lambda time: time.stage)
 
 
@@ -295,7 +294,9 @@ def _collectives_of_step(
             else:
                 others[call.purpose == WEIGHTS] += seconds
         spans, parallel = timeline.spans[rank], config.parallel
-        backward = 0.0 if parallel.no_overlap_grad_reduce else min(time.backward for time in own)
+        # The gradients are final in the last pass.
+        last = min(time.weight or time.backward for time in own)
+        backward = 0.0 if parallel.no_overlap_grad_reduce else last
         after = reduction_after_backward(backward, by_purpose[BUCKET_GRADIENTS], others[False])
         reductions.append(spans[-1].end + after - timeline.makespan)
         forward = 0.0 if parallel.no_overlap_param_gather else min(time.forward for time in own)
@@ -331,6 +332,7 @@ class PipelineTime:
     stages_per_rank: int
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weight: tuple[float, ...]
     transfers: tuple[float, ...]
     simulated: int
     at_simulated: float
@@ -347,17 +349,18 @@ class PipelineTime:
         """Simulates the schedule with up to `micro_batches`."""
         forward = tuple(time.forward for time in stages)
         backward = tuple(time.backward for time in stages)
+        weight = tuple(time.weight for time in stages)
         name, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
         most = min(micro_batches, _FULLY_SIMULATED * len(stages))
         # With groups of micro-batches the time of a group is constant, not that of one.
         step = parallel.micro_batch_multiple
         fewer = max(most - max(len(stages) // 2 // step * step, step), step)
         times = [
-            simulate_schedule(name, forward, backward, transfers, count, per_rank).makespan
+            simulate_schedule(name, forward, backward, transfers, count, per_rank, weight).makespan
             for count in ((most, fewer) if micro_batches > most else (most,))
         ]
         slope = (times[0] - times[1]) / (most - fewer) if len(times) == 2 else 0.0
-        return cls(name, per_rank, forward, backward, tuple(transfers), most, times[0], slope)
+        return cls(name, per_rank, forward, backward, weight, tuple(transfers), most, times[0], slope)
 
     def seconds(self, micro_batches: int) -> float:
         """Of a step of this many micro-batches."""
@@ -368,7 +371,13 @@ class PipelineTime:
     def timeline(self, micro_batches: int) -> Timeline:
         """The simulation of a step."""
         return simulate_schedule(
-            self.schedule, self.forward, self.backward, self.transfers, micro_batches, self.stages_per_rank
+            self.schedule,
+            self.forward,
+            self.backward,
+            self.transfers,
+            micro_batches,
+            self.stages_per_rank,
+            self.weight,
         )
 
 
