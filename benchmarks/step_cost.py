@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 _BY_LAYERS = {"parallel.partition_method": "type:transformer"}
 # Forward times of half a stage: a backward pass takes twice as long, the ideal is 3 * 2 * 16.
 RANKS, MICRO_BATCHES = 8, 16
-PASSES = ("ForwardPass", "BackwardPass")
+PASSES = ("ForwardPass", "BackwardPass", "WeightGradPass")  # the last one with zero-bubble only
 # By schedule and stages per rank.
 SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117}
 MISSING_SCHEDULES = {"zero-bubble": 110}
@@ -231,18 +231,24 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
 
 
 def bounds_of_passes(simulated: Simulated, plan: StagePlan) -> dict[int, list[float]]:
-    """By stage, the least seconds of its forward and its backward pass."""
+    """By stage, the least seconds of each of its PASSES."""
     stages = range(simulated.config.parallel.num_stages)
     bounds = {}
     for stage in stages:
         rank = plan.rank_of(stage)
         chunk = [other for other in stages if plan.rank_of(other) == rank].index(stage)
-        passes = (simulated.ranks[rank].rest[Instruction(kind, chunk)] for kind in PASSES)
+        passes = (_operations(simulated.ranks[rank], kind, chunk) for kind in PASSES)
         bounds[stage] = [
-            sum(_least_seconds(simulated.config, count) for count in work.operations.values())
-            for work in passes
+            sum(_least_seconds(simulated.config, count) for count in operations.values())
+            for operations in passes
         ]
     return bounds
+
+
+def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:
+    """Of a pass in the middle of the step; none if the schedule has no such pass."""
+    work = record.rest.get(Instruction(kind, chunk))
+    return {} if work is None else work.operations
 
 
 def _least_seconds(config: Config, count: OperationCount) -> float:
@@ -256,7 +262,7 @@ def operations_table(simulated: Simulated) -> str:
     """The operations of the middle rank's passes of a micro-batch, the longest first; shorter ones than 1 %
     of both passes in one line."""
     cells = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
-    passes = {kind: simulated.record.rest[Instruction(kind)].operations for kind in PASSES}
+    passes = {kind: _operations(simulated.record, kind) for kind in PASSES}
     times = {
         (kind, name): _least_seconds(simulated.config, count)
         for kind, operations in passes.items()
@@ -264,6 +270,8 @@ def operations_table(simulated: Simulated) -> str:
     }
     least = sum(times.values()) / 100
     for kind, operations in passes.items():
+        if not operations:
+            continue
         longest = sorted(operations, key=lambda name: times[kind, name], reverse=True)
         shown = [name for name in longest if times[kind, name] >= least]
         rest = [operations[name] for name in longest if times[kind, name] < least]

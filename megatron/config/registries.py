@@ -257,6 +257,8 @@ class PipelineSchedule(Choice):
 
     micro_batches_per_rank: a step needs at least this number x pipeline ranks of micro-batches; 0 if there is
     no minimum. whole_groups: the number of micro-batches must be a multiple of the ranks.
+
+    splits_backward: the gradients of weights are computed in passes of their own.
     """
 
     engine: str = ""
@@ -265,6 +267,7 @@ class PipelineSchedule(Choice):
     is_v_schedule: bool = False
     micro_batches_per_rank: int = 0
     whole_groups: bool = False
+    splits_backward: bool = False
 
 
 PIPELINE_SCHEDULES = Registry(
@@ -293,6 +296,13 @@ PIPELINE_SCHEDULES = Registry(
             stages_per_rank=2,
             is_v_schedule=True,
             micro_batches_per_rank=2,
+        ),
+        "zero-bubble": PipelineSchedule(
+            "1F1B with the gradients of inputs and those of weights in separate passes; the latter run when "
+            "the rank would be idle, which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
+            "megatron.pipeline.orders:zero_bubble",
+            engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
+            splits_backward=True,
         ),
     },
 )

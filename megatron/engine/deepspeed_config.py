@@ -150,11 +150,11 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _file_is_absent(config) else _load(path)
-    # With one stage per rank each tensor-parallel rank sends its part of a replicated activation. The engine
-    # for several does not support that, and with --sequence-parallel the activation is sharded already.
+    # With 1f1b each tensor-parallel rank sends its part of a replicated activation. `engine.multi_stage` does
+    # not support that, and with --sequence-parallel the activation is sharded already.
     unpartitioned = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
     parallel = config.parallel
-    pipeline = unpartitioned if parallel.stages_per_rank > 1 or parallel.sequence_parallel else {}
+    pipeline = unpartitioned if parallel.runs_order_of_work or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
         # This timer synchronizes with the device in every forward pass, and nothing reads it.

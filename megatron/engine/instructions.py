@@ -7,6 +7,7 @@ from itertools import chain
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
+    BufferOpInstruction,
     CommitP2P,
     ForwardPass,
     LoadMicroBatch,
@@ -23,8 +24,19 @@ from deepspeed.runtime.pipe.schedule import (
 
 from megatron.config.registry import load_object
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.pipeline.orders import Order, Work, forward_only
+from megatron.pipeline.orders import Kind, Order, Work, forward_only
 from megatron.pipeline.schedule import order_of_work
+
+
+class WeightGradPass(BufferOpInstruction):
+    """Computes the gradients of weights that the backward pass of the buffer's micro-batch has left."""
+
+
+_PASSES: dict[Kind, type[PipeInstruction]] = {
+    "forward": ForwardPass,
+    "backward": BackwardPass,
+    "weight": WeightGradPass,
+}
 
 
 def training_schedule(parallel: ParallelConfig, micro_batches: int, rank: int) -> PipeSchedule:
@@ -77,21 +89,20 @@ class OrderSchedule(PipeSchedule):
 
     def _exchange(self, sends: Sequence[Work], receives: Sequence[Work]) -> list[PipeInstruction]:
         """Messages that are sent and received together."""
-        queued = [self._of(work, SendActivation, SendGrad) for work in sends]
-        queued += [self._of(work, RecvActivation, RecvGrad) for work in receives]
+        queued = [self._of(work, SendActivation if work.kind == "forward" else SendGrad) for work in sends]
+        queued += [
+            self._of(work, RecvActivation if work.kind == "forward" else RecvGrad) for work in receives
+        ]
         return [*queued, CommitP2P()] if queued else []
 
     def _pass(self, work: Work) -> list[PipeInstruction]:
-        run = self._of(work, ForwardPass, BackwardPass)
+        run = self._of(work, _PASSES[work.kind])
         # A rank with the first and the last stage loads tokens and labels together.
         loads_at = 0 if 0 in self._phases else self._last
         if work.kind == "forward" and work.chunk == loads_at:
             return [LoadMicroBatch(run.kwargs["buffer_id"]), run]
         return [run]
 
-    def _of(
-        self, work: Work, forward: type[PipeInstruction], backward: type[PipeInstruction]
-    ) -> PipeInstruction:
+    def _of(self, work: Work, kind: type[PipeInstruction]) -> PipeInstruction:
         phase = self._phases[work.chunk]
-        kind = forward if work.kind == "forward" else backward
         return kind(buffer_id=phase * self.micro_batches + work.micro_batch, phase=phase)

@@ -1,8 +1,9 @@
-"""DeepSpeed's pipeline engine for ranks that hold several stages, in any order of work.
+"""DeepSpeed's pipeline engine for ranks that hold one or several stages, in any order of work.
 
 DeepSpeed has such an engine for DualPipeV only. This one runs the same kinds of instructions, see
 `engine.instructions`: messages are queued, and CommitP2P sends and receives them together. So a rank never
-waits for one message while another rank waits for a message that it could send at the same time.
+waits for one message while another rank waits for a message that it could send at the same time. A rank that
+only sends waits at the next exchange: the pass between them does not depend on the receiver.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import CommitP2P, PipeSchedule
 from torch import Tensor
 
+from megatron.engine.instructions import WeightGradPass
 from megatron.engine.workarounds import PatchedPipelineEngine
+from megatron.mpu.deferred_gradients import accumulate
 
 Tensors = Tensor | tuple[Tensor, ...]
 Spec = tuple[torch.Size, torch.dtype]
 
 
 class MultiStageEngine(PatchedPipelineEngine):
-    """Trains a model whose ranks hold several stages, the 'phases' of a rank.
+    """Trains a model whose ranks hold one or several stages, the 'phases' of a rank.
 
     A subclass sets the first two attributes before `__init__`.
     """
@@ -43,10 +46,11 @@ class MultiStageEngine(PatchedPipelineEngine):
         self._stages = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.stage_id]
         self._schedule = lru_cache(maxsize=4)(self.make_schedule)
         self._messages: list[dist.P2POp] = []
+        self._sending: tuple[list[dist.Work], list[dist.P2POp]] = ([], [])
         self._announced: set[int] = set()
         self._input_specs: dict[int, list[Spec]] = {}
-        # Gradients of outputs that were received, and losses.
-        self.pipe_buffers |= {"grads": [], "losses": []}
+        # Gradients of outputs that were received, losses, and gradients of weights that are not computed yet.
+        self.pipe_buffers |= {"grads": [], "losses": [], "deferred": []}
         self._is_built = True
 
     # --- places ---
@@ -95,6 +99,7 @@ class MultiStageEngine(PatchedPipelineEngine):
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         self._buffers_per_phase = pipe_schedule.num_micro_batches
         super()._exec_schedule(pipe_schedule)
+        self._wait_for_sends()
 
     def reset_activation_shape(self) -> None:
         super().reset_activation_shape()
@@ -148,6 +153,12 @@ class MultiStageEngine(PatchedPipelineEngine):
             buffers["outputs"][buffer_id] = buffers["labels"][buffer_id] = None
             if self.is_first_stage():
                 buffers["inputs"][buffer_id] = None  # its gradient is not sent
+        if self.module.deferred_gradients is not None:
+            buffers["deferred"][buffer_id] = self.module.deferred_gradients.take()
+
+    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+        deferred, self.pipe_buffers["deferred"][buffer_id] = self.pipe_buffers["deferred"][buffer_id], None
+        accumulate(deferred)
 
     # --- messages ---
 
@@ -190,12 +201,20 @@ class MultiStageEngine(PatchedPipelineEngine):
         self._messages += [dist.P2POp(operation, x, peer) for x in tensors]
 
     def _exec_commit_p2p(self) -> None:
-        """Sends and receives the queued messages, and waits for all of them."""
+        """Sends and receives the queued messages. Waits for all of them; if nothing is received, at the next
+        exchange."""
+        self._wait_for_sends()
         messages, self._messages = self._messages, []
-        for request in dist.batch_isend_irecv(messages):
-            request.wait()
+        self._sending = dist.batch_isend_irecv(messages), messages
+        if any(message.op is dist.irecv for message in messages):
+            self._wait_for_sends()
 
-    _INSTRUCTION_MAP = {CommitP2P: _exec_commit_p2p}
+    def _wait_for_sends(self) -> None:
+        for request in self._sending[0]:
+            request.wait()
+        self._sending = [], []  # which held the tensors
+
+    _INSTRUCTION_MAP = {CommitP2P: _exec_commit_p2p, WeightGradPass: _exec_weight_grad_pass}
 
 
 def _as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:

@@ -266,7 +266,7 @@ def _no_heartbeat() -> None:
 
 
 class GPTMultiStageEngine(GPTEngine, MultiStageEngine):
-    """The engine for a `GPTModelPipe` that holds several stages."""
+    """The engine for a `GPTModelPipe` that holds several stages, or runs any other order of work."""
 
     has_phases = True
 
@@ -282,3 +282,7 @@ class GPTMultiStageEngine(GPTEngine, MultiStageEngine):
 
         self.make_schedule = make_schedule
         super().__init__(config, layout, tp_group, model)
+
+    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+        with self._timed_pass():
+            super()._exec_weight_grad_pass(buffer_id, phase)

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
+from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 
@@ -22,11 +23,13 @@ def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share: the configuration, the TP group and the dropout RNG."""
+    """What all layers of a stage share: the configuration, the TP group and the dropout RNG, and with
+    --pipeline-schedule zero-bubble what backward passes leave the gradients of matrices to."""
 
     config: Config
     tp_group: TPGroup
     dropout_rng: DropoutRNG
+    deferred: DeferredGradients | None = None
 
     @property
     def positions(self) -> PositionScheme:

@@ -35,6 +35,7 @@ from megatron.model.layer_context import LayerContext, LayerIO
 from megatron.model.loss import CrossEntropy
 from megatron.model.recompute import ActivationCheckpointing
 from megatron.mpu.compilation import compile_in_place
+from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
@@ -115,7 +116,8 @@ class GPTModelPipe(PipelineModule):
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
         self._head_is_fused = False
         self.dropout_rng = DropoutRNG(config.training.seed)
-        context = LayerContext(config, tp_group, self.dropout_rng)
+        self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
+        context = LayerContext(config, tp_group, self.dropout_rng, self.deferred_gradients)
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)

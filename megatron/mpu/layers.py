@@ -9,6 +9,8 @@ activations between the layers are sharded along it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.compilation import not_compiled
+from megatron.mpu.deferred_gradients import (
+    DeferredGradients,
+    Gradient,
+    linear,
+    weight_gradient,
+    with_gradient,
+)
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
@@ -74,6 +83,7 @@ class ColumnParallelLinear(nn.Module):
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
+    deferred: what the backward pass leaves the weight's gradient to.
     """
 
     def __init__(
@@ -87,10 +97,12 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         num_fused_parts: int = 1,
         sequence_parallel: bool = False,
+        deferred: DeferredGradients | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
+        self.deferred = deferred
         self.weight = new_parameter(
             ParameterSpec(
                 (n_out, n_in),
@@ -111,7 +123,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel)
+        return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel, self.deferred)
 
 
 class RowParallelLinear(nn.Module):
@@ -119,6 +131,7 @@ class RowParallelLinear(nn.Module):
 
     lr_mult: multiplier of the weight's learning rate.
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
+    deferred: what the backward pass leaves the weight's gradient to.
     """
 
     def __init__(
@@ -131,10 +144,12 @@ class RowParallelLinear(nn.Module):
         lr_mult: float = 1.0,
         bias: bool = True,
         sequence_parallel: bool = False,
+        deferred: DeferredGradients | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
+        self.deferred = deferred
         self.weight = new_parameter(
             ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
         )
@@ -142,8 +157,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
+            return linear(x, self.weight, self.bias, self.deferred)
+        y = linear(x, self.weight, None, self.deferred)
+        y = _reduce_output(y, self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
         return y if self.bias is None else y + self.bias
 
@@ -159,10 +175,11 @@ def _column_linear(
     bias: torch.Tensor | None,
     tp_group: TPGroup,
     sequence_parallel: bool,
+    deferred: DeferredGradients | None = None,
 ) -> torch.Tensor:
     if tp_group.size == 1:
-        return F.linear(x, weight, bias)
-    return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel)
+        return linear(x, weight, bias, deferred)
+    return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel, deferred)
 
 
 # Not compiled: the overlap of collectives with matrix products stays as written here.
@@ -173,9 +190,12 @@ def _column_linear_over_ranks(
     bias: torch.Tensor | None,
     tp_group: TPGroup,
     sequence_parallel: bool,
+    deferred: DeferredGradients | None,
 ) -> torch.Tensor:
     function = _SequenceColumnLinear if sequence_parallel else _ColumnLinear
-    return function.apply(x, weight, bias, tp_group)
+    if deferred is None:
+        return function.apply(x, weight, bias, tp_group, None)
+    return function.apply(with_gradient(x), weight.detach(), bias, tp_group, partial(deferred.add, weight))
 
 
 @not_compiled
@@ -189,48 +209,62 @@ def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) 
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear. The backward pass computes the weight's gradient during the all-reduce of the input's."""
+    """F.linear. The backward pass computes the weight's gradient during the all-reduce of the input's, or
+    gives its computation to `defer`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp_group: TPGroup,
+        defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group = tp_group
+        ctx.tp_group, ctx.defer = tp_group, defer
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = pending = None
         if needs_x:
             grad_x = grad.matmul(weight)
             pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
         grad_rows = grad.reshape(-1, grad.shape[-1])
-        if needs_weight:
-            grad_weight = grad_rows.t().matmul(x.reshape(-1, x.shape[-1]))
+        if ctx.defer is not None:
+            ctx.defer(partial(weight_gradient, grad_rows, x))
+        elif needs_weight:
+            grad_weight = weight_gradient(grad_rows, x)
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         if pending is not None:
             pending.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _SequenceColumnLinear(torch.autograd.Function):
     """F.linear of an input that is sharded along the sequence (arXiv 2205.05198, section 4.2.2).
 
     Only this rank's shard of the input is kept. The backward pass all-gathers the input while it computes the
-    input's gradient, and reduce-scatters that gradient while it computes the weight's gradient.
+    input's gradient, and reduce-scatters that gradient while it computes the weight's gradient. With
+    `defer` the weight's gradient is computed later, and the input is gathered then.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp_group: TPGroup,
+        defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group = tp_group
+        ctx.tp_group, ctx.defer = tp_group, defer
         full, pending = all_gather_sequence(x, tp_group)
         pending.wait()
         return F.linear(full, weight, bias)
@@ -239,19 +273,29 @@ class _SequenceColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        full, gathered = all_gather_sequence(x, ctx.tp_group)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        gathered = None if ctx.defer else all_gather_sequence(x, ctx.tp_group)
         grad_full = grad.matmul(weight)
-        gathered.wait()
+        if gathered is not None:
+            gathered[1].wait()
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
         grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])
-        if needs_weight:
-            grad_weight = grad_rows.t().matmul(full.view(-1, full.shape[-1]))
+        if gathered is None:
+            ctx.defer(partial(_gathered_weight_gradient, grad_rows, x, ctx.tp_group))
+        elif needs_weight:
+            grad_weight = weight_gradient(grad_rows, gathered[0])
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         summed.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _gathered_weight_gradient(grad: torch.Tensor, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    """`weight_gradient` of an input that is sharded along the sequence."""
+    full, pending = all_gather_sequence(x, tp_group)
+    pending.wait()
+    return weight_gradient(grad, full)
 
 
 class _AllReduceInPlace(torch.autograd.Function):

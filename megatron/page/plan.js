@@ -147,9 +147,11 @@ function scheduleSection(plan) {
   const all = plan.layout.micro_batches;
   const few = plan.timeline_micro_batches < all ? ` with ${plan.timeline_micro_batches} micro-batches (a step has ${all})` : "";
   const second = plan.stages.length > plan.memory.length ? " A rank's later stages are lighter." : "";
+  const entries = [["forward", "forward"], ["backward", "backward"]];
+  if (plan.timeline.some((event) => event.kind === "weight")) entries.push(["gradients of weights", "weight"]);
   return section("Schedule", `${plan.layout.schedule}${few}. Numbers are micro-batches.${second} Drag to move, Ctrl and wheel to zoom; `
     + "with the keyboard: +, \u2212, arrows, 0.",
-  legend([["forward", "forward"], ["backward", "backward"]]), ...timeline(plan.timeline, plan.memory.length));
+  legend(entries), ...timeline(plan.timeline, plan.memory.length));
 }
 
 function communicationSection(plan) {

@@ -48,7 +48,7 @@ function timeline(events, ranks) {
   }
 
   function draw() {
-    const kinds = ["forward", "backward"].flatMap((kind) => [...passes(kind, false), ...passes(kind, true)]);
+    const kinds = ["forward", "backward", "weight"].flatMap((kind) => [...passes(kind, false), ...passes(kind, true)]);
     const axis = ticks(view.from, view.to, 8);
     const grid = axis.values.flatMap((time) => [
       drawn("line", { class: "grid", x1: x(time), x2: x(time), y1: LANE.top, y2: bottom }),

@@ -1,10 +1,10 @@
 """Orders of work of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
 
 The model's layers are divided into chunks. Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b',
-called PipeDream-flush in arXiv 2104.04473), two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r
-and 2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved', arXiv 2104.04473
-section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order of work is a list of steps per rank.
-Each step exchanges messages and then computes.
+called PipeDream-flush in arXiv 2104.04473; 'zero-bubble', arXiv 2401.10241), two ('dualpipev', arXiv
+2412.19437: rank r of p holds chunks r and 2p - 1 - r, so the first and the last chunk are on rank 0), or any
+number ('interleaved', arXiv 2104.04473 section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order
+of work is a list of steps per rank. Each step exchanges messages and then computes.
 
 '1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
 `DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "weight"]
+"""Of a pass. "weight" computes the gradients of weights, where "backward" computes those of inputs only."""
 
 FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
-"""Offset from a chunk to the chunk that receives its output."""
+"""Offset from a chunk to the chunk that receives its output. A weight pass has none."""
 
 
 class Work(NamedTuple):
@@ -99,6 +100,48 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
         return steps.finished()
 
     return Order([stage_steps(stage) for stage in stages], stages)
+
+
+def zero_bubble(num_stages: int, num_micro_batches: int) -> Order:
+    """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B with the backward pass in two parts, B and W.
+
+    B computes the gradient of the stage's input, which the stage before waits for. W computes the gradients
+    of the weights, which nothing waits for, so it can run when the stage would be idle. The order of the
+    forward passes and of the Bs is that of 1F1B. The W of a micro-batch runs after the B of the s-th next one
+    on stage s, so the stages keep equal numbers of micro-batches: stage s of p has p - s that wait for their
+    B, and s that wait for their W. If all three passes take equally long, the bubble is a third of 1F1B's.
+    """
+    stages = range(num_stages)
+
+    def stage_steps(stage: int) -> list[Step]:
+        steps = _Steps(stage, stages)
+        forwards, backwards = _passes(stage, num_micro_batches)
+        weights = [Work("weight", k, stage) for k in range(num_micro_batches)]
+        depth = num_stages - stage
+        for work in forwards[:depth]:
+            steps.add(work)
+        for micro_batch, work in enumerate(backwards):
+            steps.add(work)
+            # A step of its own: the output of B is sent before it.
+            if micro_batch >= stage:
+                steps.add(weights[micro_batch - stage])
+            if micro_batch + depth < num_micro_batches:
+                steps.add(forwards[micro_batch + depth])
+        for work in weights[max(num_micro_batches - stage, 0) :]:
+            steps.add(work)
+        return steps.finished()
+
+    return Order([stage_steps(stage) for stage in stages], stages)
+
+
+def zero_bubble_in_flight(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[int, int]]:
+    """The micro-batches of a stage under 'zero-bubble' that wait for their B and for their W, at the times
+    when there are most: before and after each of the first Bs."""
+    moments = []
+    for done in range(min(num_micro_batches, stage + 1)):
+        waiting = min(num_stages - stage, num_micro_batches - done)
+        moments += [(waiting, done), (waiting - 1, done + 1)]
+    return moments
 
 
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:

@@ -43,9 +43,9 @@ class Timeline:
     spans: list[list[Span]]
     """Per rank, its work in chronological order."""
     peak_in_flight: list[int]
-    """Per rank, the largest number of in-flight forward passes (through one chunk, backward pass not
-    finished): the activations that are kept. A chunk is a part of the rank's layers: with two chunks, about
-    half of them."""
+    """Per rank, the largest number of in-flight forward passes (through one chunk, backward pass, and weight
+    pass if there is one, not finished): the activations that are kept. A chunk is a part of the rank's
+    layers: with two chunks, about half of them."""
 
     @cached_property
     def makespan(self) -> float:
@@ -70,12 +70,15 @@ def simulate_schedule(
     transfer: Sequence[float],
     num_micro_batches: int,
     chunks_per_rank: int | None = None,
+    weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev' or 'interleaved'.
+    """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev', 'interleaved' or 'zero-bubble'.
 
     forward, backward: seconds of a micro-batch's pass per chunk.
     transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
     chunks_per_rank: of 'interleaved'; 'dualpipev' has two, the others one.
+    weight: the part of `backward` that computes the gradients of weights, by default half of it. Only
+        'zero-bubble' runs it as a pass of its own.
 
     Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
     for times or a number of micro-batches that the schedule does not support.
@@ -92,7 +95,18 @@ def simulate_schedule(
             f"{name} has {per_rank} chunks per rank, and times were given for {num_chunks} chunks"
         )
     order = order_of_work(name, num_chunks // per_rank, num_micro_batches, chunks_per_rank)
-    return simulate(order, forward, backward, transfer)
+    if not splits_backward(name):
+        return simulate(order, forward, backward, transfer)
+    weight = [seconds / 2 for seconds in backward] if weight is None else weight
+    rest = [both - part for both, part in zip(backward, weight, strict=True)]
+    if min(rest) < 0:
+        raise ValueError("a weight pass takes longer than the backward pass that it is a part of")
+    return simulate(order, forward, rest, transfer, weight)
+
+
+def splits_backward(name: str) -> bool:
+    """Whether the schedule computes the gradients of weights in passes of their own."""
+    return name in PIPELINE_SCHEDULES and PIPELINE_SCHEDULES[name].splits_backward
 
 
 def order_of_work(
@@ -150,14 +164,19 @@ def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: 
 
 
 def simulate(
-    order: Order, forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float]
+    order: Order,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float],
+    weight: Sequence[float] = (),
 ) -> Timeline:
     """Simulates an order of work; each step starts as early as its rank and its messages allow.
 
-    The times are those of `simulate_schedule`. ValueError if the order deadlocks; it names a piece of work
+    The times are those of `simulate_schedule`, but `weight` is no part of `backward`: it is the time of the
+    weight passes, if the order has any. ValueError if the order deadlocks; it names a piece of work
     that never gets its input.
     """
-    run = _Run(order, {"forward": forward, "backward": backward}, transfer)
+    run = _Run(order, {"forward": forward, "backward": backward, "weight": weight}, transfer)
     ready = deque(range(len(order.steps)))
     while ready:
         ready.extend(run.advance(ready.popleft()))
@@ -184,6 +203,8 @@ class _Rank:
     """Work whose output is not sent yet."""
     live: set[tuple[int, int]] = field(default_factory=set)
     """(micro-batch, chunk) of the in-flight forward passes."""
+    weight_passes: set[tuple[int, int]] = field(default_factory=set)
+    """(micro-batch, chunk) of the weight passes that can run."""
     peak_in_flight: int = 0
     spans: list[Span] = field(default_factory=list)
 
@@ -199,6 +220,7 @@ class _Run:
         self._times = times
         self._transfer = transfer
         self._arrivals: dict[Work, float] = {}
+        self._splits_backward = bool(times["weight"])
 
     def advance(self, number: int) -> list[int]:
         """Advances a rank until it waits for a message; returns the ranks that its messages unblock."""
@@ -237,24 +259,35 @@ class _Run:
         return woken
 
     def _compute(self, number: int, rank: _Rank, work: Work) -> None:
+        self._check_input(rank, work)
         kind, micro_batch, chunk = work
-        last_chunk = len(self._rank_of_chunk) - 1
-        has_input = chunk != (0 if kind == "forward" else last_chunk)
         key = (micro_batch, chunk)
-        if (has_input and work not in rank.inputs) or (kind == "backward" and key not in rank.live):
-            raise ValueError(f"the order of work cannot be run: it does {work} before its input has arrived")
         rank.inputs.discard(work)
         if kind == "forward":
             rank.live.add(key)
             rank.peak_in_flight = max(rank.peak_in_flight, len(rank.live))
+        elif kind == "backward" and self._splits_backward:
+            rank.weight_passes.add(key)
         else:
+            rank.weight_passes.discard(key)
             rank.live.remove(key)
         start = rank.clock
         rank.clock = start + self._times[kind][chunk]
         rank.spans.append(Span(work, start, rank.clock))
-        target = chunk + FLOW[kind]
-        if 0 <= target <= last_chunk:
+        target = chunk + FLOW.get(kind, 0)
+        if kind in FLOW and 0 <= target < len(self._rank_of_chunk):
             if self._rank_of_chunk[target] == number:
                 rank.inputs.add(Work(kind, micro_batch, target))
             else:
                 rank.outputs.add(work)
+
+    def _check_input(self, rank: _Rank, work: Work) -> None:
+        kind, micro_batch, chunk = work
+        key = (micro_batch, chunk)
+        if kind == "weight":
+            has_input = key in rank.weight_passes
+        else:
+            begins = chunk == (0 if kind == "forward" else len(self._rank_of_chunk) - 1)
+            has_input = (begins or work in rank.inputs) and (kind == "forward" or key in rank.live)
+        if not has_input:
+            raise ValueError(f"the order of work cannot be run: it does {work} before its input has arrived")

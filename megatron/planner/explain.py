@@ -94,7 +94,8 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     )
     changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
     own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
-    for schedule, virtual in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1)):
+    schedules = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1), ("zero-bubble", 1))
+    for schedule, virtual in schedules:
         if (schedule, virtual) != own:
             title = f"schedule {schedule}" + (f" x {virtual}" if virtual > 1 else "")
             change = {"parallel.pipeline_schedule": schedule, "parallel.virtual_pipeline_stages": virtual}

@@ -163,7 +163,7 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
 
 def _draw_timeline(axis: Any, plan: Plan) -> None:
     # One colour per kind of pass; with two stages per rank the second one is lighter.
-    colours = {"forward": "tab:blue", "backward": "tab:green"}
+    colours = {"forward": "tab:blue", "backward": "tab:green", "weight": "tab:orange"}
     ranks = len(plan.memory)
     for kind, colour in colours.items():
         for rank in range(ranks):
@@ -181,4 +181,5 @@ def _draw_timeline(axis: Any, plan: Plan) -> None:
     axis.set_ylabel("pipeline rank")
     axis.set_xlabel(
         f"seconds, first {plan.timeline_micro_batches} micro-batches; forward blue, backward green"
+        f"{', gradients of weights orange' * any(event.kind == 'weight' for event in plan.timeline)}"
     )

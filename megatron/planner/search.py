@@ -229,6 +229,8 @@ def _estimate(config: Config, vocab_size: int, cluster: Cluster) -> tuple[float,
     per_layer = 12 * model.hidden_size**2 / tp_size
     held = per_layer * layers + padded * model.hidden_size / tp_size
     fill = (ranks - 1) / parallel.stages_per_rank
+    if parallel.schedule.splits_backward:
+        fill *= 1 - 2 * work.weight.flops / both.flops  # (p - 1) (F + B - W), see `pipeline.orders`
     step = heaviest * (count + fill)
     if layout.dp_size > 1:
         calls = count if parallel.zero_stage >= 2 else 1
@@ -236,6 +238,9 @@ def _estimate(config: Config, vocab_size: int, cluster: Cluster) -> tuple[float,
         step += calls * 1.25 * reduction
     in_layer = layer_memory.state_bytes_per_parameter(config, in_transformer_layer=True)
     outside = layer_memory.state_bytes_per_parameter(config)
-    kept = layer_memory.transformer_layer_activation_bytes(config) * layers * min(count, ranks)
+    of_layer = layer_memory.transformer_layer_activation_bytes(config)
+    if parallel.schedule.splits_backward:
+        of_layer = max(of_layer, layer_memory.deferred_layer_bytes(config))
+    kept = of_layer * layers * min(count, ranks)
     embedding = outside * padded * model.hidden_size / tp_size
     return step, per_layer * layers * in_layer + embedding + kept

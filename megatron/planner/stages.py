@@ -23,7 +23,7 @@ from megatron.pipeline.methods import (
     is_untied,
     partition_layers,
 )
-from megatron.pipeline.orders import interleaved_in_flight
+from megatron.pipeline.orders import interleaved_in_flight, zero_bubble_in_flight
 from megatron.planner.memory import layer_memory
 from megatron.planner.timing import flops
 
@@ -195,43 +195,55 @@ def head_kind(names: list[str]) -> str:
     return layer_kinds(names)[embedding_and_head(names)[1]]
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """Micro-batches of a stage at one time. waiting: between their forward and their backward pass. deferred:
+    between their backward and their weight pass, if the schedule has such passes."""
+
+    waiting: int
+    deferred: int = 0
+
+
 def in_flight_micro_batches(config: Config) -> list[int]:
-    """For each stage, the largest number of micro-batches between their forward and their backward pass."""
-    return [max(numbers) for numbers in _in_flight_by_stage(config)]
+    """For each stage, the largest number of micro-batches between their forward and their last pass."""
+    return [
+        max(number.waiting + number.deferred for number in numbers) for numbers in _in_flight_by_stage(config)
+    ]
 
 
 def mean_in_flight_micro_batches(config: Config) -> list[float]:
-    """The same, but the mean over the times when the stage's rank has most: with several stages per rank they
-    do not reach their largest numbers together."""
-    return [sum(numbers) / len(numbers) for numbers in _in_flight_by_stage(config)]
+    """The same in units of what is kept for a backward pass, and the mean over the times when the stage's
+    rank has most: with several stages per rank they do not reach their largest numbers together."""
+    kept = layer_memory.transformer_layer_activation_bytes(config)
+    ratio = layer_memory.deferred_layer_bytes(config) / kept if kept else 1.0
+    sizes = [[n.waiting + ratio * n.deferred for n in numbers] for numbers in _in_flight_by_stage(config)]
+    if config.parallel.schedule.splits_backward:
+        return [max(of_stage) for of_stage in sizes]
+    return [sum(of_stage) / len(of_stage) for of_stage in sizes]
 
 
-def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, int]]:
+def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, InFlight]]:
     """Stage -> micro-batches in flight, for the stages of a pipeline rank, at each of the times when the rank
     has most of them.
 
     Under 1F1B and under DualPipeV stage s of p has p - s of them; `pipeline.schedule` simulates these and
-    interleaved 1F1B.
+    the other schedules.
     """
     parallel, micro_batches = config.parallel, micro_batches_per_step(config)
+    ranks = parallel.pipeline_model_parallel_size
     stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]
+    if parallel.schedule.splits_backward:
+        return [{rank: InFlight(*moment)} for moment in zero_bubble_in_flight(rank, ranks, micro_batches)]
     if parallel.schedule.whole_groups:
-        moments = interleaved_in_flight(
-            rank, parallel.pipeline_model_parallel_size, micro_batches, parallel.stages_per_rank
-        )
-        return [dict(zip(stages, numbers, strict=True)) for numbers in moments]
-    return [{stage: min(micro_batches, parallel.num_stages - stage) for stage in stages}]
+        moments = interleaved_in_flight(rank, ranks, micro_batches, parallel.stages_per_rank)
+        return [dict(zip(stages, map(InFlight, numbers), strict=True)) for numbers in moments]
+    return [{stage: InFlight(min(micro_batches, parallel.num_stages - stage)) for stage in stages}]
 
 
-def _in_flight_by_stage(config: Config) -> list[list[int]]:
+def _in_flight_by_stage(config: Config) -> list[list[InFlight]]:
     parallel = config.parallel
-    if parallel.schedule.whole_groups:
-        by_rank = [in_flight_on_rank(config, r) for r in range(parallel.pipeline_model_parallel_size)]
-        return [
-            [moment[stage] for moment in by_rank[rank]] for stage, rank in enumerate(parallel.rank_of_stage)
-        ]
-    stages, micro_batches = parallel.num_stages, micro_batches_per_step(config)
-    return [[min(micro_batches, stages - stage)] for stage in range(stages)]
+    by_rank = [in_flight_on_rank(config, rank) for rank in range(parallel.pipeline_model_parallel_size)]
+    return [[moment[stage] for moment in by_rank[rank]] for stage, rank in enumerate(parallel.rank_of_stage)]
 
 
 def micro_batches_per_step(config: Config) -> int:

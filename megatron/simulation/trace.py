@@ -14,7 +14,9 @@ from megatron.simulation.record import CollectiveCall, HostSync, Instruction, Op
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRAMES = 3
-COMMIT, BACKWARD = "CommitP2P", "BackwardPass"
+COMMIT = "CommitP2P"
+# The last of these passes starts to reduce gradients.
+REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
 
 
 class SimulationError(RuntimeError):
@@ -115,8 +117,7 @@ class StepTrace:
         for instruction, work in self._done:
             works.setdefault(instruction, []).append(work)
         for instruction, found in works.items():
-            may_differ = instruction.kind == BACKWARD  # it starts to reduce gradients
-            for work in found[2:-1] if may_differ else found[2:]:
+            for work in found[2:-1] if instruction.kind in REDUCING_PASSES else found[2:]:
                 if work != found[1]:
                     raise SimulationError(
                         f"{instruction} does not do the same for every micro-batch: "

@@ -66,7 +66,8 @@ def simulated_micro_batches(config: Config, stage: int) -> int:
     if parallel.schedule.whole_groups:
         enough = _GROUPS * parallel.micro_batch_multiple
     else:
-        enough = max(parallel.num_stages - stage + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
+        warm_up = parallel.num_stages - (0 if parallel.schedule.splits_backward else stage)
+        enough = max(warm_up + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
     return min(micro_batches_per_step(config), enough)
 
 

@@ -67,7 +67,7 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
             f"--pipeline-schedule {name} with --virtual-pipeline-stages 1: expected 2 or more stages per "
             "pipeline rank, or the schedule 1f1b"
         )
-    if parallel.stages_per_rank > 1 and parallel.pipeline_model_parallel_size == 1:
+    if parallel.runs_order_of_work and parallel.pipeline_model_parallel_size == 1:
         given = f"--virtual-pipeline-stages {virtual}" if virtual > 1 else f"--pipeline-schedule {name}"
         raise ConfigError(
             f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "

@@ -149,6 +149,17 @@ class ParallelConfig(Section):
         return self.schedule.stages_per_rank or self.virtual_pipeline_stages
 
     @property
+    def runs_order_of_work(self) -> bool:
+        """Whether the engine runs the order of work that is simulated; 1f1b runs DeepSpeed's instructions."""
+        return not self.schedule.instructions
+
+    @property
+    def sends_parts(self) -> bool:
+        """Whether each tensor-parallel rank sends its part of a replicated activation to the next stage."""
+        split = self.tensor_model_parallel_size > 1 and not self.sequence_parallel
+        return split and not self.runs_order_of_work
+
+    @property
     def schedule_title(self) -> str:
         """The schedule in a list of settings: with --virtual-pipeline-stages as in 'interleaved x 2'."""
         stages = "" if self.schedule.stages_per_rank else f" x {self.stages_per_rank}"

@@ -71,6 +71,24 @@ def transformer_layer_activation_bytes(config: Config) -> float:
     return layer_input_bytes(config) / shards / training.checkpoint_num_layers
 
 
+def deferred_layer_bytes(config: Config) -> float:
+    """What --pipeline-schedule zero-bubble keeps of one transformer layer between the backward and the weight
+    pass of a micro-batch (`mpu.deferred_gradients`): the inputs of its four matrices and the gradients of
+    their outputs. Without hidden dropout the gradients of the two outputs that are added to one hidden state
+    are one tensor."""
+    model, ranks = config.model, config.parallel.tensor_model_parallel_size
+    tokens = config.batch.micro_batch_size * model.seq_length
+    wide = (2 if model.glu_activation else 1) * model.ffn_hidden_size
+    # The input of the second matrix, the gradient of the output of the first; in the MLP and in attention.
+    inner = model.ffn_hidden_size + wide + 2 * model.query_width + 2 * model.key_width
+    is_parallel = model.layer_arrangement.startswith("parallel")
+    gathers = config.parallel.sequence_parallel and ranks > 1
+    shares = is_parallel and model.hidden_dropout == 0 and not gathers
+    inputs = (1 if len(arrangement_of(config).norms) == 1 else 2) * residual_values(config)
+    gradients = (1 if shares else 2) * hidden_values(config)
+    return (tokens * inner / ranks + inputs + gradients) * parameter_bytes(config)
+
+
 def layer_input_bytes(config: Config) -> float:
     """The residual stream, the input and the output of a layer: sbh elements, sbh / t with
     --sequence-parallel."""
@@ -222,11 +240,9 @@ def norm_activation_bytes(config: Config) -> float:
 
 
 def sent_activation_bytes(config: Config) -> float:
-    """One message between stages: the residual stream; with tensor parallelism DeepSpeed sends a part per
-    rank, except with --sequence-parallel, which has parts already, and with several stages per rank."""
+    """One message between stages: the residual stream, or a part of it per tensor-parallel rank."""
     parallel = config.parallel
-    whole = parallel.sequence_parallel or parallel.stages_per_rank > 1
-    return layer_input_bytes(config) / (1 if whole else parallel.tensor_model_parallel_size)
+    return layer_input_bytes(config) / (parallel.tensor_model_parallel_size if parallel.sends_parts else 1)
 
 
 def head_activation_bytes(config: Config, padded_vocab: int) -> float:

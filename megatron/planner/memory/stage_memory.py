@@ -60,7 +60,11 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     is_v_schedule = config.parallel.schedule.is_v_schedule
     in_flight = in_flight_on_rank(config, rank)
     kept_by_stage = {s: _kept_bytes(config, plan, table.activation_bytes, s) for s in stages}
-    kept = max(sum(kept_by_stage[s] * number for s, number in moment.items()) for moment in in_flight)
+    deferred_by_stage = {s: _deferred_bytes(config, plan, s) for s in stages}
+    kept = max(
+        sum(kept_by_stage[s] * n.waiting + deferred_by_stage[s] * n.deferred for s, n in moment.items())
+        for moment in in_flight
+    )
     head = after_head = 0.0
     if has_head:
         head = temporaries.head_loss_bytes(config, padded)
@@ -69,13 +73,14 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
             after_head = layer_memory.head_activation_bytes(config, padded) + layer_memory.layer_input_bytes(
                 config
             )
-        if is_v_schedule or plan.has_one_stage_per_rank:
+        if is_v_schedule or not config.parallel.runs_order_of_work:
             receives = config.parallel.num_stages > 1 and not is_v_schedule
             kept += temporaries.stale_buffer_bytes(config, padded, receives=receives)
-    elif not is_v_schedule and not plan.has_one_stage_per_rank:
+    elif not is_v_schedule and config.parallel.runs_order_of_work:
         kept += layer_memory.sent_activation_bytes(config)  # the gradient of the output, which was received
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
-    tables = temporaries.table_bytes(config, has_buffer=plan.num_ranks > 1 and plan.has_one_stage_per_rank)
+    has_buffer = plan.num_ranks > 1 and not config.parallel.runs_order_of_work
+    tables = temporaries.table_bytes(config, has_buffer=has_buffer)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
     of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
     at_head, in_layer = of_parts
@@ -101,6 +106,12 @@ def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], 
     if stage == len(plan.bounds) - 2:
         kept += tokens * (8 + 4)
     return kept
+
+
+def _deferred_bytes(config: Config, plan: StagePlan, stage: int) -> float:
+    """What a micro-batch keeps on a stage between its backward and its weight pass."""
+    layers = plan.names[plan.bounds[stage] : plan.bounds[stage + 1]].count(TRANSFORMER_LAYER)
+    return layers * layer_memory.deferred_layer_bytes(config)
 
 
 def _host_bytes(config: Config, parameters: int) -> float:

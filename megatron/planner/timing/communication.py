@@ -128,6 +128,8 @@ class StageCommunication:
     stage: int
     forward: tuple[Exchange, ...]
     backward: tuple[Exchange, ...]
+    weight: tuple[Exchange, ...] = ()
+    """In the weight pass of --pipeline-schedule zero-bubble."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class RankCommunication:
 
     def exchanges(self, micro_batches: int) -> list[Exchange]:
         """All exchanges of a step, equal ones together."""
-        passes = [e for stage in self.stages for e in (*stage.forward, *stage.backward)]
+        passes = [e for stage in self.stages for e in (*stage.forward, *stage.backward, *stage.weight)]
         counts: dict[Exchange, int] = {}
         for times, part in ((micro_batches, passes), (1, self.step)):
             for e in part:
@@ -170,6 +172,7 @@ def stage_communication(config: Config, plan: StagePlan, vocab_size: int, stage:
     first, head = embedding_and_head(plan.names)
     count = sum(plan.names[layer] == TRANSFORMER_LAYER for layer in layers)
     forward, backward = _boundary_exchanges(config, plan, stage)
+    weight: list[Exchange] = []
     if config.parallel.tensor_model_parallel_size > 1:
         hidden = _hidden_bytes(config)
         if first in layers:
@@ -178,7 +181,7 @@ def stage_communication(config: Config, plan: StagePlan, vocab_size: int, stage:
                 backward.append(Exchange(TENSOR, ALL_GATHER, "embedding", hidden))
             else:
                 forward.append(Exchange(TENSOR, ALL_REDUCE, "embedding", hidden))
-        layer_forward, layer_backward = _layer_exchanges(config, count)
+        layer_forward, layer_backward, weight = _layer_exchanges(config, count)
         forward += layer_forward
         backward += layer_backward
         if config.parallel.sequence_parallel:
@@ -195,7 +198,7 @@ def stage_communication(config: Config, plan: StagePlan, vocab_size: int, stage:
         unit_forward, unit_backward = _unit_exchanges(config, vocab_size, count)
         forward += unit_forward
         backward += unit_backward
-    return StageCommunication(stage, tuple(forward), tuple(backward))
+    return StageCommunication(stage, tuple(forward), tuple(backward), tuple(weight))
 
 
 def _boundary_exchanges(config: Config, plan: StagePlan, stage: int) -> tuple[list[Exchange], list[Exchange]]:
@@ -203,8 +206,7 @@ def _boundary_exchanges(config: Config, plan: StagePlan, stage: int) -> tuple[li
     forward: list[Exchange] = []
     backward: list[Exchange] = []
     tp_size = config.parallel.tensor_model_parallel_size
-    one_each = plan.has_one_stage_per_rank
-    partitioned = tp_size > 1 and one_each and not config.parallel.sequence_parallel
+    partitioned = config.parallel.sends_parts
     for other, bound in ((stage - 1, plan.bounds[stage]), (stage + 1, plan.bounds[stage + 1])):
         if not 0 <= other < config.parallel.num_stages:
             continue
@@ -232,8 +234,9 @@ def _boundary_exchanges(config: Config, plan: StagePlan, stage: int) -> tuple[li
     return forward, backward
 
 
-def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[Exchange]]:
-    """Forward and backward exchanges of `count` transformer layers in the tensor-parallel group."""
+def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[Exchange], list[Exchange]]:
+    """Exchanges of `count` transformer layers in the tensor-parallel group: of the forward, the backward and
+    the weight pass."""
     training, hidden = config.training, _hidden_bytes(config)
     recomputes = training.recomputes_layers
     per_group = training.checkpoint_num_layers
@@ -246,10 +249,15 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
 
     if config.parallel.sequence_parallel:
         forward = calls(ALL_GATHER, 2 * count) + calls(REDUCE_SCATTER, 2 * count)
-        backward = calls(ALL_GATHER, 4 * count) + calls(REDUCE_SCATTER, 2 * count, INPUT_GRADIENT)
+        # Two of gradients, and two of the inputs of which the weights' gradients are computed.
+        deferred = 2 * count if config.parallel.schedule.splits_backward else 0
+        backward = calls(ALL_GATHER, 4 * count - deferred)
+        backward += calls(REDUCE_SCATTER, 2 * count, INPUT_GRADIENT)
+        weight = calls(ALL_GATHER, deferred)
         backward += calls(ALL_GATHER, 2 * again, "recomputation")
         backward += calls(REDUCE_SCATTER, 2 * again - skipped, "recomputation")
     else:
+        weight = []
         forward = calls(ALL_REDUCE, 2 * count)
         backward = calls(ALL_REDUCE, 2 * count, INPUT_GRADIENT)
         backward += calls(ALL_REDUCE, 2 * again - skipped, "recomputation")
@@ -267,7 +275,7 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
     if recomputes and training.partition_activations and groups:
         size = hidden * _residual_bytes(config) // _parameter_bytes(config)
         backward.append(Exchange(TENSOR, ALL_GATHER, "partitioned activations", size, groups))
-    return forward, backward
+    return forward, backward, weight
 
 
 def _loss_exchanges(config: Config, vocab_size: int) -> tuple[list[Exchange], list[Exchange]]:

@@ -96,6 +96,8 @@ class StageTime:
     """Of both passes, in other kernels, and in waits for launches."""
     communication: float
     """Of both passes, in collectives that nothing hides."""
+    weight: float = 0.0
+    """The part of `backward` that --pipeline-schedule zero-bubble runs as a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def predict_step(
     computing: Mapping[int, Sequence[float]] | None = None,
 ) -> StepTime:
     """Predicts a step at the full batch size. program: other kernels than this program's. computing: by
-    stage, the seconds in which its forward and its backward pass compute, if they are known."""
+    stage, the seconds in which its forward, its backward and its weight pass compute, if they are known."""
     program = program or program_of(config)
     ranks = config.parallel.pipeline_model_parallel_size
     exchanges = [rank_communication(config, plan, vocab_size, rank) for rank in range(ranks)]
@@ -210,34 +212,27 @@ def stage_times(
     for rank, communication in enumerate(exchanges):
         layout = _layout(config, rank)
         for stage in communication.stages:
-            others = {call.purpose for call in (*stage.forward, *stage.backward)}
+            others = {call.purpose for call in (*stage.forward, *stage.backward, *stage.weight)}
             others -= {INPUT_GRADIENT, *overlapped}
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
+            rest = work.backward + work.weight.times(-1)
             seconds = []
-            passes = ((work.forward, stage.forward), (work.backward, stage.backward))
+            passes = ((work.forward, stage.forward), (rest, stage.backward), (work.weight, stage.weight))
             for index, (part, calls) in enumerate(passes):
                 during_products = _seconds_of(cluster, layout, calls, {INPUT_GRADIENT})
                 exposed = max(during_products - hidden_by, 0.0)
                 exposed += _seconds_of(cluster, layout, calls, others)
-                matmul, rest = _work_seconds(config, cluster, part)
+                matmul, other = _work_seconds(config, cluster, part)
                 if computing is not None:
-                    rest = computing[stage.stage][index] - matmul
+                    other = computing[stage.stage][index] - matmul
                 ahead = _seconds_of(cluster, layout, calls, overlapped)
-                exposed += wait_for_units(matmul + rest + exposed, ahead, config.model.num_layers)
-                seconds.append((matmul, rest, exposed))
-            times.append(
-                StageTime(
-                    stage.stage,
-                    rank,
-                    sum(seconds[0]),
-                    sum(seconds[1]),
-                    seconds[0][0] + seconds[1][0],
-                    seconds[0][1] + seconds[1][1],
-                    seconds[0][2] + seconds[1][2],
-                )
-            )
+                exposed += wait_for_units(matmul + other + exposed, ahead, config.model.num_layers)
+                seconds.append((matmul, other, exposed))
+            forward, backward, weight = map(sum, seconds)
+            by_cause = map(sum, zip(*seconds, strict=True))
+            times.append(StageTime(stage.stage, rank, forward, backward + weight, *by_cause, weight))
     return sorted(times, key=lambda time: time.stage)
 
 
@@ -320,7 +315,9 @@ def _collectives_of_step(
             else:
                 others[call.purpose == WEIGHTS] += seconds
         spans, parallel = timeline.spans[rank], config.parallel
-        backward = 0.0 if parallel.no_overlap_grad_reduce else min(time.backward for time in own)
+        # The gradients are final in the last pass.
+        last = min(time.weight or time.backward for time in own)
+        backward = 0.0 if parallel.no_overlap_grad_reduce else last
         after = reduction_after_backward(backward, by_purpose[BUCKET_GRADIENTS], others[False])
         reductions.append(spans[-1].end + after - timeline.makespan)
         forward = 0.0 if parallel.no_overlap_param_gather else min(time.forward for time in own)
@@ -356,6 +353,7 @@ class PipelineTime:
     stages_per_rank: int
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    weight: tuple[float, ...]
     transfers: tuple[float, ...]
     simulated: int
     at_simulated: float
@@ -372,17 +370,18 @@ class PipelineTime:
         """Simulates the schedule with up to `micro_batches`."""
         forward = tuple(time.forward for time in stages)
         backward = tuple(time.backward for time in stages)
+        weight = tuple(time.weight for time in stages)
         name, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
         most = min(micro_batches, _FULLY_SIMULATED * len(stages))
         # With groups of micro-batches the time of a group is constant, not that of one.
         step = parallel.micro_batch_multiple
         fewer = max(most - max(len(stages) // 2 // step * step, step), step)
         times = [
-            simulate_schedule(name, forward, backward, transfers, count, per_rank).makespan
+            simulate_schedule(name, forward, backward, transfers, count, per_rank, weight).makespan
             for count in ((most, fewer) if micro_batches > most else (most,))
         ]
         slope = (times[0] - times[1]) / (most - fewer) if len(times) == 2 else 0.0
-        return cls(name, per_rank, forward, backward, tuple(transfers), most, times[0], slope)
+        return cls(name, per_rank, forward, backward, weight, tuple(transfers), most, times[0], slope)
 
     def seconds(self, micro_batches: int) -> float:
         """Of a step of this many micro-batches."""
@@ -393,7 +392,13 @@ class PipelineTime:
     def timeline(self, micro_batches: int) -> Timeline:
         """The simulation of a step."""
         return simulate_schedule(
-            self.schedule, self.forward, self.backward, self.transfers, micro_batches, self.stages_per_rank
+            self.schedule,
+            self.forward,
+            self.backward,
+            self.transfers,
+            micro_batches,
+            self.stages_per_rank,
+            self.weight,
         )
 
 

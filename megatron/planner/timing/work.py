@@ -92,11 +92,13 @@ class StageWork:
     """The work of a pass of one micro-batch through a stage.
 
     overlap_flops: matrix products of the backward pass (and of the loss) during which an all-reduce runs.
+    weight: the part of `backward` that --pipeline-schedule zero-bubble does in a pass of its own.
     """
 
     forward: Work
     backward: Work
     overlap_flops: float
+    weight: Work = Work()
 
 
 MEGATRON_2021 = Program(
@@ -238,7 +240,7 @@ def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, pro
         forward += once + twice if program.fused_loss else once
         backward += add_gradient if program.fused_loss else twice
         overlap += flops
-    return StageWork(forward, backward, overlap)
+    return StageWork(forward, backward, overlap, layer.weight.times(count))
 
 
 def layer_work(config: Config, program: Program) -> StageWork:
@@ -281,9 +283,15 @@ def layer_work(config: Config, program: Program) -> StageWork:
     else:
         again = program.forward.score * scores if recomputes_scores(config) else 0.0
         backward += Work(flops=max(recomputed, 0.0), bytes=again)
-    return StageWork(
-        forward, backward, 2 * tokens * (width + 2 * key_width + wide) * model.hidden_size / tp_size
+    if not parallel.schedule.splits_backward:
+        columns = width + 2 * key_width + wide
+        return StageWork(forward, backward, 2 * tokens * columns * model.hidden_size / tp_size)
+    # Each of four matrices: a product, and the addition to the accumulated gradient.
+    inputs_and_gradients = (
+        4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
     )
+    weight = Work(2 * tokens * weights, 0.0, gradients + size * tokens * inputs_and_gradients, 8)
+    return StageWork(forward, backward, 0.0, weight)
 
 
 def _element_bytes(config: Config) -> int:

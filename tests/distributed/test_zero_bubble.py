@@ -1,0 +1,69 @@
+"""The zero-bubble schedule has the losses, gradients and norms of 1F1B to the last bit."""
+
+import pytest
+import torch
+
+from megatron.testing.layouts import Row, build_engine, config_of, train, weights_of
+from megatron.testing.pool import run_world
+
+STEPS = 3
+FOUR_STAGES = {"partition_method": "type:transformer"}
+# Row, changes of its configuration.
+ROWS = {
+    "two stages": (Row(pp=2), {}),
+    "four stages, dropout": (
+        Row(pp=4, positions="rotary"),
+        {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    ),
+    "tensor": (Row(tp=2, pp=2), {}),
+    "sequence": (Row(tp=2, pp=2), {"parallel": {"sequence_parallel": True}}),
+    "data, ZeRO-1 in buckets": (Row(pp=2, dp=2, zero=1), {"parallel": {"ddp_bucket_size": 1}}),
+    "data, bf16": (Row(pp=2, dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}),
+    "fp16, fewer micro-batches than stages": (Row(pp=4, micro_batch=4, precision="fp16"), {}),
+    "untied llama": (
+        Row(pp=4, positions="rotary"),
+        {
+            "model": {
+                "untie_embeddings_and_output_weights": True,
+                "disable_bias_linear": True,
+                "normalization": "RMSNorm",
+                "glu_activation": "swiglu",
+            }
+        },
+    ),
+    "recomputed": (Row(pp=2, recompute=True), {}),
+    "recomputed, tensor, four stages, bf16": (Row(tp=2, pp=4, recompute=True, precision="bf16"), {}),
+    "recomputed by DeepSpeed": (
+        Row(tp=2, pp=2, recompute=True),
+        {"training": {"checkpoint_activations": True, "partition_activations": True}},
+    ),
+    "recomputed, sequence, ZeRO-1": (
+        Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
+        {"parallel": {"sequence_parallel": True, "ddp_bucket_size": 1}},
+    ),
+    "plain loss": (Row(pp=2), {"training": {"loss_implementation": "plain"}}),
+    "parallel layers": (Row(tp=2, pp=2), {"model": {"layer_arrangement": "parallel"}}),
+}
+
+
+def trained(row, schedule, changes):
+    """(losses and norms, accumulated gradients, weights) of a rank."""
+    changes = {**changes, "parallel": {**changes.get("parallel", {}), "pipeline_schedule": schedule}}
+    engine = build_engine(config_of(row, **changes))
+    history = train(engine, range(STEPS))
+    gradients = [flat.local_gradients.clone() for flat in engine.optimizer.flat]
+    return history, gradients, weights_of(engine).shards
+
+
+@pytest.mark.gate(rows=3)
+@pytest.mark.parametrize("name", ROWS)
+def test_it_trains_as_1f1b_to_the_last_bit(name):
+    row, changes = ROWS[name]
+    expected, found = (run_world(row.world_size, trained, row, s, changes) for s in ("1f1b", "zero-bubble"))
+    for (history, gradients, weights), (other_history, other_gradients, other_weights) in zip(
+        expected, found, strict=True
+    ):
+        assert history == other_history
+        assert all(map(torch.equal, gradients, other_gradients))
+        assert weights.keys() == other_weights.keys()
+        assert all(torch.equal(weight, other_weights[key]) for key, weight in weights.items())
