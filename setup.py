@@ -13,7 +13,10 @@ setup(
     description="GPT pretraining, tensor, pipeline and data parallel: the same numbers on every layout",
     python_requires=">=3.10",  # 3.11 is tested; on 3.10 constraints.txt leaves numpy and matplotlib free
     packages=find_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron.page": ["*.html", "*.css", "*.js"]},
+    package_data={
+        "megatron.page": ["*.html", "*.css", "*.js"],
+        "megatron.training.harness.tasks": ["*.yaml"],
+    },
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8",
@@ -33,8 +36,8 @@ setup(
         "gpu": ["triton; sys_platform == 'linux'"],
         # 8-bit Adam. NVIDIA's apex is not on the package index: install it from its own repository.
         "bitsandbytes": ["bitsandbytes>=0.50"],
-        # tools/evaluate.py --tasks: EleutherAI's lm-evaluation-harness.
-        "eval": ["lm_eval>=0.4.9"],
+        # tools/evaluate.py --tasks, --eval-harness-tasks: EleutherAI's lm-evaluation-harness.
+        "eval": ["lm_eval>=0.4.13"],
         # Tests run the kernels in triton's interpreter and compile them for GPUs; neither needs a GPU.
         "dev": [
             "hypothesis",

@@ -3,14 +3,18 @@
 
     python tools/evaluate.py --load checkpoints --data-path data/text_text_document data/code_text_document
     python tools/evaluate.py --load checkpoints --tasks lambada_openai hellaswag
+    python tools/evaluate.py --load checkpoints --tasks toy --tensor-model-parallel-size 2
 
 The checkpoint may be native, of any layout, or universal. Model, sequence length, split, seed and precision
 are those of the checkpoint. Each data set is read once, in samples of the sequence length; the remaining
 tokens, fewer than a sample, are not read. The loss is the mean over the samples, computed as in training: on
-the same samples it equals the validation loss of the run. Runs in one process.
+the same samples it equals the validation loss of the run.
 
 --tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval), with the checkpoint's
-tokenizer; --tasks-path adds a folder of tasks.
+tokenizer; --tasks-path adds a folder of tasks. The task `toy` needs no download.
+
+With a tensor- or pipeline-parallel size above 1 and without a launcher, the tool starts the other ranks on
+this host. Under a launcher, as of torch.distributed.launch, replicas share the texts.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -26,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from tqdm import tqdm
 
-from megatron.config import ConfigError, LoggingConfig, exit_on_config_error, parse_split
+from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, parse_split
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.tool_parser import ToolParser
 from megatron.data.indexed_dataset import IndexedDataset, index_path
@@ -35,7 +40,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
     from megatron.data.gpt_dataset import GPTDataset
     from megatron.data.loader import MicroBatch
-    from megatron.model.single_process import GPTModel
+    from megatron.model.scoring import LanguageModel
+    from megatron.training.harness.model import Tasks
 
 ALL = "all"
 
@@ -90,6 +96,15 @@ def build_parser() -> ToolParser:
         action="store_true",
         help="do not compare the weights with the checkpoint's digests",
     )
+    group = parser.add_argument_group("layout (the checkpoint's own may be another)")
+    for axis, title in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel")):
+        group.add_argument(
+            f"--{axis}-model-parallel-size",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"{title} size (default: 1)",
+        )
     return parser
 
 
@@ -109,7 +124,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise _no_harness("there is no module lm_eval")
     if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
         raise ConfigError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
-    for flag in ("seq_length", "samples", "micro_batch_size", "limit"):
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    for flag in ("seq_length", "samples", "micro_batch_size", "limit", *sizes):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}, expected 1 or more")
@@ -211,23 +227,18 @@ def micro_batches(
 
 
 def mean_loss(
-    model: GPTModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
+    model: LanguageModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> float:
-    """Mean over the samples of each sample's mean loss over its tokens. Shows progress on stderr."""
-    import torch
+    """Mean over the samples of each sample's mean loss over its tokens, `size` samples at a time. Shows
+    progress on stderr."""
+    from megatron.model.scoring import masked_mean
 
-    from megatron.model.loss import CrossEntropy
-    from megatron.mpu.layout import TPGroup
-
-    loss_fn = CrossEntropy(TPGroup(), model.vocab_size)
-    device = next(model.parameters()).device
     total, done = 0.0, 0
     interval_s = 0.1 if sys.stderr.isatty() else 60.0
-    with torch.no_grad(), tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
+    with tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
         for tokens, (labels, mask) in micro_batches(dataset, num_samples, size, checkpoint):
-            logits = model(tokens.to(device)).float()
-            loss = loss_fn(logits, (labels.to(device), mask.to(device)))
-            total += loss.item() * len(tokens)
+            losses = -model.score(tokens, labels).log_probs
+            total += masked_mean(losses, mask.to(losses.device)).item() * len(tokens)
             done += len(tokens)
             bar.set_postfix_str(f"loss {total / done:.4f}", refresh=False)
             bar.update(len(tokens))
@@ -240,61 +251,122 @@ def _no_harness(reason: str) -> ConfigError:
     )
 
 
-def evaluate_tasks(arguments: argparse.Namespace, model: GPTModel, checkpoint: Checkpoint) -> None:
-    """Run the tasks and print a line for each metric. ConfigError if lm_eval is not installed."""
-    from pathlib import Path
+class Evaluation:
+    """What is evaluated: opened and checked by the rank that prints, before the weights are loaded."""
 
-    from megatron.checkpoint.reading import find_tokenizer
+    def __init__(self, arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
+        """ConfigError for data sets and tasks that cannot be used."""
+        self.arguments, self.checkpoint = arguments, checkpoint
+        check_seq_length(arguments.seq_length, checkpoint)
+        self.datasets = open_datasets(arguments, checkpoint)
+        self.tasks = self._load_tasks() if arguments.tasks else None
 
-    try:
-        from megatron.training.eval_harness import HarnessModel, run_tasks
-    except ImportError as error:
-        raise _no_harness(str(error)) from error
-    config = checkpoint.config
-    tokenizer = find_tokenizer(config.data, checkpoint)
-    length = arguments.seq_length or config.model.seq_length
-    size = arguments.micro_batch_size or config.batch.micro_batch_size
-    folder = None if arguments.tasks_path is None else Path(arguments.tasks_path)
-    harness = HarnessModel(model, tokenizer, length, size)
-    for task, metrics in run_tasks(harness, arguments.tasks, folder, arguments.limit).items():
-        print(
-            f"{task} | " + " | ".join(f"{name}: {value:.6G}" for name, value in metrics.items()), flush=True
-        )
+    def _load_tasks(self) -> Tasks:
+        from megatron.checkpoint.reading import find_tokenizer
+
+        try:
+            from megatron.training.harness.model import Tasks
+        except ImportError as error:
+            raise _no_harness(str(error)) from error
+        arguments = self.arguments
+        tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
+        return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer)
+
+    def run(self, model: LanguageModel, batch_size: int) -> None:
+        """Prints a line for each data set, and one for each task. batch_size: of a call of the model."""
+        from megatron.training.logging.log_lines import perplexity
+
+        checkpoint = self.checkpoint
+        print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
+        for prefix, (dataset, documents) in zip(self.arguments.data_path, self.datasets, strict=True):
+            num_samples = min(len(dataset), self.arguments.samples or len(dataset))
+            loss = mean_loss(model, dataset, num_samples, batch_size, checkpoint)
+            print(
+                f"{prefix} | {dataset.name} | {documents} | {num_samples:,} of {len(dataset):,} samples of "
+                f"{dataset.seq_length:,} tokens | lm loss: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}",
+                flush=True,
+            )
+        if self.tasks is not None:
+            length = self.arguments.seq_length or checkpoint.config.model.seq_length
+            for task, metrics in self.tasks.run(model, length, batch_size).items():
+                values = " | ".join(f"{name}: {value:.6G}" for name, value in metrics.items())
+                print(f"{task} | {values}", flush=True)
 
 
-def run(argv: Sequence[str] | None) -> None:
+def run(argv: Sequence[str]) -> None:
     """Run the tool. Raises ConfigError for a user's mistake."""
+    from megatron.cluster.launch import init_from_slurm_env, world_size_of
+
     arguments = build_parser().parse_args(argv)
+    init_from_slurm_env()
     check_arguments(arguments)
 
-    from megatron.cluster.processes import configure_logging
+    from megatron.cluster.processes import configure_logging, is_main_process
 
     configure_logging(LoggingConfig())
     from megatron.checkpoint.reading import load_model, read_checkpoint
-    from megatron.training.logging.log_lines import perplexity
+    from megatron.cluster.rendezvous import announce_errors
+    from megatron.training.loaded_model import config_of_layout
 
-    checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
-    check_seq_length(arguments.seq_length, checkpoint)
-    datasets = open_datasets(arguments, checkpoint)
-    model = load_model(checkpoint, verify=not arguments.no_verify_digests)
-    print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
+    degrees = (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    launched = world_size_of(os.environ)
+    world_size = launched if launched > 1 else degrees[0] * degrees[1]
+    evaluation = None
+    with announce_errors():
+        checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
+        config = config_of_layout(checkpoint, *degrees, world_size)
+        if is_main_process():
+            evaluation = Evaluation(arguments, checkpoint)
     size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
-    for prefix, (dataset, documents) in zip(arguments.data_path, datasets, strict=True):
-        num_samples = min(len(dataset), arguments.samples or len(dataset))
-        loss = mean_loss(model, dataset, num_samples, size, checkpoint)
-        print(
-            f"{prefix} | {dataset.name} | {documents} | {num_samples:,} of {len(dataset):,} samples of "
-            f"{dataset.seq_length:,} tokens | lm loss: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}",
-            flush=True,
-        )
-    if arguments.tasks:
-        evaluate_tasks(arguments, model, checkpoint)
+    if evaluation is not None and world_size == 1:
+        evaluation.run(load_model(checkpoint, verify=not arguments.no_verify_digests), size)
+        return
+    with ExitStack() as stack:
+        if launched == 1:
+            from megatron.cluster.local.ranks import start_other_ranks
+
+            stack.enter_context(start_other_ranks(__file__, argv, world_size))
+        run_on_ranks(evaluation, checkpoint, config, size, verify=not arguments.no_verify_digests)
+
+
+def run_on_ranks(
+    evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int, *, verify: bool
+) -> None:
+    """Evaluates on all ranks of the launch. evaluation: on rank 0. size: samples of a micro-batch. verify:
+    rank 0 compares the weights with their digests."""
+    import torch.distributed as dist
+
+    from megatron.checkpoint.lineage.start import share_checkpoint
+    from megatron.checkpoint.reading import verify_weights
+    from megatron.cluster.preparation import Preparation
+    from megatron.cluster.processes import init_distributed
+    from megatron.cluster.rendezvous import announce_errors
+    from megatron.training.loaded_model import load_distributed_model
+
+    with Preparation(config):
+        if evaluation is not None and verify:
+            with announce_errors():
+                verify_weights(checkpoint)
+    rank = init_distributed(config)
+    # A run may have saved another one meanwhile.
+    shared = share_checkpoint(checkpoint)
+    assert shared is not None
+    model = load_distributed_model(shared, config, rank, size)
+    if evaluation is None:
+        model.serve()
+    else:
+        try:
+            evaluation.run(model, model.batch_size)
+        finally:
+            if not model.is_answering:
+                model.stop()
+    dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_config_error():
-        run(argv)
+        run(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

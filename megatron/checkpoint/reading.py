@@ -54,8 +54,7 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
     """The single-process model with the checkpoint's weights, on the accelerator, in evaluation mode.
 
     Its precision is that of the training; with fp32_on_cpu it is fp32 if the accelerator is a CPU. verify:
-    compare the weights with their digests first; a note on stderr says if there are none. ConfigError for
-    files that are damaged or cannot be read.
+    see `verify_weights`, first. ConfigError for files that are damaged or cannot be read.
     """
     # Imported only here: they load torch and DeepSpeed, which takes seconds.
     from deepspeed.accelerator import get_accelerator
@@ -64,14 +63,21 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
     from megatron.model.single_process import GPTModel
 
     reader = open_reader(checkpoint)
-    if verify and not reader.verify_weights():
-        print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
+    if verify:
+        verify_weights(checkpoint)
     model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
     reader.load_weights(model)
     if not (fp32_on_cpu and get_accelerator().device_name() == "cpu"):
         precision = checkpoint.config.precision.name
         model.to(get_accelerator().current_device_name(), PARAMETER_DTYPES[precision])
     return model.eval()
+
+
+def verify_weights(checkpoint: Checkpoint) -> None:
+    """Compares the weights with their digests; a note on stderr says if there are none. ConfigError for files
+    that are damaged or cannot be read."""
+    if not open_reader(checkpoint).verify_weights():
+        print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
 
 
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:

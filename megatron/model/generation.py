@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ConfigError
-from megatron.model.single_process import GPTModel
+from megatron.model.scoring import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sampling:
 
 
 def generate(
-    model: GPTModel,
+    model: LanguageModel,
     prompt: list[int],
     max_new_tokens: int,
     sampling: Sampling,
@@ -61,11 +61,10 @@ def generate(
     The model's context is the last `window` tokens. An empty prompt is the start of a document. The same
     arguments give the same tokens: sampling uses only the seed, on the CPU.
     """
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt) or [eod]
     for _ in range(max_new_tokens):
-        context = torch.tensor(tokens[-window:], device=device)
+        context = torch.tensor(tokens[-window:])
         token = sampling.draw(model.next_token_logits(context).cpu(), generator)
         if token == eod:
             return

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron.model.scoring import masked_mean
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
 
@@ -27,7 +28,7 @@ class CrossEntropy:
         losses = vocab_parallel_cross_entropy(
             logits, labels, self.tp_group, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
         )
-        return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()
+        return masked_mean(losses, mask)
 
     def from_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """The same loss from the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].

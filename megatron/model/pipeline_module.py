@@ -221,6 +221,10 @@ class GPTModelPipe(PipelineModule):
         self.forward_funcs = self._phase_functions[phase]
         self._set_bounds(*self._phase_bounds[phase])
 
+    def functions_of_phase(self, phase: int) -> dict[int, Callable]:
+        """The layers of one of this rank's stages, by their index in the list."""
+        return dict(enumerate(self._phase_functions[phase], self._phase_bounds[phase][0]))
+
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
         for phase in range(len(self._phase_bounds)):
             self.activate_phase(phase)

@@ -12,6 +12,7 @@ from megatron.config import Config
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_class
+from megatron.model.scoring import Scores, score
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.random import DropoutRNG
@@ -64,8 +65,16 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """tokens [seq] -> fp32 logits [vocab_size] of the next token."""
+        """See `scoring.LanguageModel`."""
+        tokens = tokens.to(next(self.parameters()).device)
         return self(tokens.unsqueeze(0), last_only=True)[0, -1].float()
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, targets: Tensor) -> Scores:
+        """See `scoring.LanguageModel`."""
+        device = next(self.parameters()).device
+        logits = self(tokens.to(device)).float()
+        return score(logits, targets.to(device), TPGroup(), self.vocab_size)
 
 
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:

@@ -118,6 +118,8 @@ def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -
             "checkpoint.load": None,
             "parallel.distributed_backend": None,
             "training.eval_iters": 0,
+            "training.eval_harness_tasks": (),
+            "training.eval_harness_interval": None,
             "training.exit_interval": last_iteration,
             "training.exit_duration_in_mins": None,
             "training.hang_timeout": 0.0,

@@ -34,6 +34,10 @@ _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
     "training": (
         "eval_interval",
         "eval_iters",
+        "eval_harness_tasks",
+        "eval_harness_interval",
+        "eval_harness_tasks_path",
+        "eval_harness_limit",
         "dry_run",
         "simulate",
         "gpu",

@@ -29,6 +29,7 @@ from megatron.planner.timing.step_time import planned_step
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint
+from megatron.training.harness.live import load_tasks
 from megatron.training.logging.output_folders import make_output_folders
 from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
 from megatron.training.ramp_up import ramp_up_notes
@@ -53,7 +54,7 @@ def run(
     schedule_of(config)  # for its errors: the checkpoint's may replace it
     if config.training.dry_run:
         return _dry_run(config, notes, vocab, plan, length, batches)
-    checkpoint = folder_owner = fingerprint = data_table = None
+    checkpoint = folder_owner = fingerprint = data_table = tasks = None
     if config.parallel.local_rank == 0:
         with announce_errors():
             verify_token_files(config.data)
@@ -68,6 +69,7 @@ def run(
             fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
             folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), print_fn))
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
+            tasks = load_tasks(config)
 
     preparation.end()
     on_exit.enter_context(early_out_of_memory())
@@ -103,7 +105,7 @@ def run(
     data = open_data(config, layout, length, vocab)
     planned = [part.total for part in memory]
     trainer = Trainer(
-        config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, planned
+        config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, planned, tasks
     )
     try:
         state = trainer.train(state)

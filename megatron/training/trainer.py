@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,10 +25,20 @@ from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores
 from megatron.training.data import RunData
 from megatron.training.evaluate import evaluate, validation_start
-from megatron.training.logging.metrics import MetricsLogger, StepRecord, Throughput, ValidationRecord
+from megatron.training.harness.live import LiveEvaluation
+from megatron.training.logging.metrics import (
+    MetricsLogger,
+    StepRecord,
+    TaskRecord,
+    Throughput,
+    ValidationRecord,
+)
 from megatron.training.logging.startup_report import StartupReport
 from megatron.training.logging.writers import make_writers
 from megatron.training.stability.monitor import StabilityMonitor
+
+if TYPE_CHECKING:
+    from megatron.training.harness.model import Tasks
 
 # After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
@@ -88,6 +99,8 @@ class Trainer:
     checkpoints: CheckpointManager
     planned_bytes: Sequence[float]
     """By pipeline rank, see `megatron.planner.memory.stage_memory`."""
+    tasks: "Tasks | None" = None
+    """Those of --eval-harness-tasks, on rank 0."""
     exit_reason: ExitReason | None = field(default=None, init=False)
     """Why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)
@@ -127,6 +140,7 @@ class Trainer:
             self.watchdog.report.set_iteration(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 state = self._evaluate_interval(state, len(self.data.valid))
+            self._evaluate_tasks(state)
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
@@ -266,6 +280,27 @@ class Trainer:
         """Evaluates on the last `count` validation data sets. The state that is returned contains how many
         of them are left after a request to stop: a resumed run begins with these."""
         return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
+
+    def _evaluate_tasks(self, state: TrainingState) -> None:
+        """Runs --eval-harness-tasks if they are due. A request to stop ends them; they are not repeated."""
+        interval = self.config.training.eval_harness_interval
+        if interval is None or state.iteration % interval or self.exit_reason is not None:
+            return
+        self.exit_code = None
+
+        def stop_requested() -> bool:
+            self.exit_reason = self.exits.request(state.iteration, self.engine.device)
+            return self.exit_reason is not None
+
+        evaluation = LiveEvaluation(self.engine, self.tasks, stop_requested, self.watchdog.heartbeat)
+        with self.watchdog.phase(Phase.EVALUATION):
+            results = evaluation.run(self.metrics.print)
+        if results is None:
+            self.metrics.print(f"the tasks at iteration {state.iteration} were stopped")
+            return
+        self.metrics.log_tasks(
+            TaskRecord(state.iteration, state.consumed_samples, state.consumed_tokens, results)
+        )
 
     def evaluate(self, state: TrainingState, split: str, at: str = "", count: int | None = None) -> int:
         """Evaluates on the data sets of a split ('validation' or 'test'), or the last `count` of them, and

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.testing.forked import run_script
+from tests.end_to_end.command import ROOT, TIMEOUT_S, environment
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
 from tools import ds_to_universal, evaluate
 
@@ -112,3 +117,55 @@ def test_mistakes_are_one_sentence_and_code_2(
     digest = re.search('"vocabulary_sha256": "(.*)"', record)[1]
     (tmp_path / "other.tokenizer.json").write_text(record.replace(digest, "0" * 64))
     assert "another vocabulary" in mistake("--data-path", str(tmp_path / "other"), "--subset", "all")
+
+
+def test_the_tool_starts_its_ranks_on_this_host(
+    trained: Trained, data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "2"]
+    (expected,) = losses(capsys, trained, *flags)
+    command = [sys.executable, "tools/evaluate.py", "--load", str(trained.folder), *flags]
+    command += ["--tensor-model-parallel-size", "2"]
+    typed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert typed.returncode == 0, typed.stderr
+    (loss,) = re.findall(r"lm loss: (\S+)", typed.stdout)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
+    name: str, train: Callable[[str], Trained], data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train(name)
+    flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "1"]
+    (expected,) = losses(capsys, trained, *flags)
+    flags += ["--load", str(trained.folder), "--pipeline-model-parallel-size", "2"]
+    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 4, TIMEOUT_S)
+    assert ended.exit_codes == [0, 0, 0, 0], ended.stderr
+    (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)
+    tolerance = next((TOLERANCES[kind] for kind in TOLERANCES if kind in name), 1e-5)
+    assert float(loss) == pytest.approx(expected, rel=tolerance)
+
+
+def test_mistakes_of_a_layout_end_before_the_ranks_start(
+    trained: Trained, data: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistake(*flags: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            evaluate.main(["--load", str(trained.folder), *flags])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    on_data = ["--data-path", data[1]]
+    assert "--num-attention-heads 4" in mistake(*on_data, "--tensor-model-parallel-size", "3")
+    assert "is 0, expected 1" in mistake(*on_data, "--pipeline-model-parallel-size", "0")
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
+    error = mistake("--tasks", "toy", "--tensor-model-parallel-size", "2")
+    assert error.count("\n") == 1 and "pip install lm_eval" in error
+    # The ranks of a launcher: rank 0 alone prints.
+    flags = ["--load", str(trained.folder), *on_data, "--samples", "0"]
+    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 2, TIMEOUT_S)
+    # The rank that ends first ends the others, as under a launcher.
+    assert 2 in ended.exit_codes and {*ended.exit_codes} <= {2, -signal.SIGTERM}
+    assert ended.stderr.count("--samples is 0") == 1

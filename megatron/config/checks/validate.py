@@ -6,6 +6,7 @@ from megatron.config.checks.batch import check_batches, check_curriculum, check_
 from megatron.config.checks.checkpoint import check_checkpoint, check_finetuning, check_stability
 from megatron.config.checks.data import check_data, check_files, check_index_memory, host_memory_bytes
 from megatron.config.checks.dependencies import check_dependencies
+from megatron.config.checks.harness import check_harness, check_harness_installed
 from megatron.config.checks.model import check_model
 from megatron.config.checks.optimizer import check_optimizer, check_precision
 from megatron.config.checks.parallel import check_layout, check_pipeline
@@ -40,8 +41,10 @@ def validate(config: Config) -> None:
     check_stability(config.stability, config.checkpoint)
     if config.curriculum is not None:
         check_curriculum(config.curriculum, config.model, config.parallel, config.training)
+    check_harness(config)
     check_data(config)
     if not config.training.dry_run:
         check_files(config.data)
         check_index_memory(config, host_memory_bytes())
         check_dependencies(config)
+        check_harness_installed(config)

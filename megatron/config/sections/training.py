@@ -32,6 +32,28 @@ class TrainingConfig(Section):
     eval_iters: int = flag(
         100, at_least=0, group="validation", help="batches per evaluation; 0: no evaluation"
     )
+    eval_harness_tasks: tuple[str, ...] = flag(
+        (),
+        aliases=("--eval-tasks",),
+        nargs="+",
+        metavar="TASK",
+        group="validation",
+        help="tasks of EleutherAI's lm-evaluation-harness to run on the model during training (pip install "
+        "lm_eval), each --eval-harness-interval iterations",
+    )
+    eval_harness_interval: int | None = flag(
+        None, at_least=1, group="validation", help="iterations between two runs of --eval-harness-tasks"
+    )
+    eval_harness_tasks_path: str | None = flag(
+        None, metavar="FOLDER", group="validation", help="folder with the YAML files of more tasks"
+    )
+    eval_harness_limit: int | None = flag(
+        None,
+        at_least=1,
+        metavar="N",
+        group="validation",
+        help="use the first N documents of each of --eval-harness-tasks (default: all)",
+    )
     exit_interval: int | None = flag(
         None, at_least=1, help="save and exit when the iteration is a multiple of this"
     )

@@ -26,7 +26,7 @@ from megatron.training.logging.log_lines import (
 from megatron.training.logging.output import Output, Outputs
 from megatron.training.logging.writers import Position, Writer
 
-__all__ = ["MetricsLogger", "StepRecord", "Throughput", "ValidationRecord", "parse_log_line"]
+__all__ = ["MetricsLogger", "StepRecord", "TaskRecord", "Throughput", "ValidationRecord", "parse_log_line"]
 
 # Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged.
 # They count once the loss has been below it or the learning rate does not rise any more: an untrained model
@@ -70,6 +70,16 @@ class ValidationRecord:
     loss: float
     name: str = "validation"
     at: str = ""
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """One run of --eval-harness-tasks. results: task -> metric -> value."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    results: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,17 @@ class MetricsLogger:
         if self._logging.log_validation_ppl_to_tensorboard:
             values["lm loss validation ppl"] = perplexity(record.loss)
         self._write({f"{prefix}/{name}": value for name, value in values.items()}, record, time.time())
+        self._flush_writers()
+
+    def log_tasks(self, record: TaskRecord) -> None:
+        """Prints a line for each task, and writes its metrics."""
+        if not self._enabled:
+            return
+        for task, metrics in record.results.items():
+            values = "".join(f" {name}: {value:.6E} |" for name, value in metrics.items())
+            self.print(f" task {task} at iteration {record.iteration} |{values}")
+            tags = {f"eval-harness/{task}/{name}": value for name, value in metrics.items()}
+            self._write(tags, record, time.time())
         self._flush_writers()
 
     def print(self, text: str) -> None:
@@ -277,7 +298,9 @@ class MetricsLogger:
         }
         self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())
 
-    def _write(self, values: Mapping[str, float], record: StepRecord | ValidationRecord, when: float) -> None:
+    def _write(
+        self, values: Mapping[str, float], record: StepRecord | ValidationRecord | TaskRecord, when: float
+    ) -> None:
         place = Position(record.iteration, record.consumed_samples, record.consumed_tokens, when)
         self._outputs.each_writer(lambda writer: writer.write(values, place))
 

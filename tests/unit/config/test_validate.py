@@ -54,6 +54,13 @@ REFUSED = [
         "--position-embedding-type rotary --rope-scaling-type yarn --rope-beta-slow 32",
         ("--rope-beta-slow 32", "--rope-beta-fast 32"),
     ),
+    ("--eval-harness-interval 5", ("--eval-harness-interval 5", "--eval-harness-tasks")),
+    ("--eval-harness-limit 5", ("--eval-harness-limit 5", "--eval-harness-tasks")),
+    ("--eval-harness-tasks toy", ("--eval-harness-tasks toy", "--eval-harness-interval")),
+    (
+        "--eval-tasks toy --eval-harness-interval 5 --eval-only",
+        ("--eval-harness-tasks toy", "--eval-only", "tools/evaluate.py"),
+    ),
     ("--mup --optimizer sgd", ("--mup", "--optimizer sgd", "adam")),
     ("--z-loss-weight 1e-4 --loss-implementation plain", ("--z-loss-weight 0.0001", "plain", "fused")),
     ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "data-parallel size 1")),

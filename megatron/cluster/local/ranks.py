@@ -1,0 +1,92 @@
+"""Starts the other ranks of a tool on this host, where no launcher has started the tool."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from megatron.cluster.launch import temporary_environment
+
+# Seconds that the other ranks have to end once rank 0 has ended.
+_GRACE_S = 30.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+@contextmanager
+def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iterator[None]:
+    """In the block this process is rank 0 of `world_size` processes; the others run `script` with `argv`.
+
+    Sets the variables of a launcher. The processes share the cores of this host. If another rank fails, this
+    process ends with its exit code; if this process ends, the others are ended.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // world_size, 1))
+    with ExitStack() as stack:
+        stack.enter_context(temporary_environment({**variables, "RANK": "0", "LOCAL_RANK": "0"}))
+        others = [
+            subprocess.Popen(
+                [sys.executable, script, *argv],
+                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_parent,
+            )
+            for rank in range(1, world_size)
+        ]
+        ended = threading.Event()
+        threads = [
+            threading.Thread(target=_follow, args=(rank, process, ended, others), daemon=True)
+            for rank, process in enumerate(others, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        except BaseException:
+            ended.set()
+            _end(others)
+            raise
+        for process in others:
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                ended.set()
+                process.kill()
+
+
+def _follow(
+    rank: int, process: subprocess.Popen[bytes], ended: threading.Event, others: list[subprocess.Popen[bytes]]
+) -> None:
+    """Ends all processes if one fails: rank 0 would wait for it."""
+    code = process.wait()
+    if code == 0 or ended.is_set():
+        return
+    ended.set()
+    print(f"error: rank {rank} has ended with exit code {code}", file=sys.stderr, flush=True)
+    _end(others)
+    os._exit(code if code > 0 else 128 - code)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _end_with_parent() -> None:
+    """In a child, on Linux: the kernel ends it with the process that has started it."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,54 @@
+"""Checks of the flags for lm-evaluation-harness in training."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError
+
+
+def check_harness(config: Config) -> None:
+    """Raise ConfigError for a part of the flags without the others, and without a tokenizer."""
+    training, data = config.training, config.data
+    if not training.eval_harness_tasks:
+        for name in ("interval", "tasks_path", "limit"):
+            if (value := getattr(training, f"eval_harness_{name}")) is not None:
+                raise ConfigError(
+                    f"--eval-harness-{name.replace('_', '-')} {value} without --eval-harness-tasks, which "
+                    "names the tasks: add that flag, or remove this one"
+                )
+        return
+    tasks = " ".join(training.eval_harness_tasks)
+    if training.eval_harness_interval is None:
+        raise ConfigError(
+            f"--eval-harness-tasks {tasks} without --eval-harness-interval: set the iterations between "
+            "two runs"
+        )
+    if training.no_train:
+        raise ConfigError(
+            f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove it; "
+            "tools/evaluate.py --tasks runs tasks on a checkpoint"
+        )
+    files = (data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path)
+    if not any(files):
+        raise ConfigError(
+            f"--eval-harness-tasks {tasks} without a tokenizer, and tasks are texts: set the flags of the "
+            "tokenizer"
+        )
+
+
+def check_harness_installed(config: Config) -> None:
+    """Raise ConfigError without the package lm_eval, and for a folder of tasks that does not exist."""
+    training = config.training
+    if not training.eval_harness_tasks:
+        return
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "--eval-harness-tasks needs EleutherAI's lm-evaluation-harness (there is no module lm_eval): "
+            "install it with 'pip install lm_eval'"
+        )
+    folder = training.eval_harness_tasks_path
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")

@@ -1,0 +1,225 @@
+"""Scores texts with a model that is distributed over ranks, outside the schedule of training.
+
+Rank 0 asks (`score`, `next_token_logits`), and the other ranks answer (`serve`) until rank 0 calls `stop`. So
+only rank 0 runs what decides which texts are scored. Each question is a broadcast of the tokens; the
+answer is a sum over all ranks, to which the last stage alone adds other values than zeros.
+
+The rows of a question are divided over the data-parallel replicas, and those of a replica into micro-batches,
+which follow each other through the stages. Every rank takes (micro-batch, stage) in the same order, so no
+message can wait for a later one, whatever the schedule of training is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_context import LayerIO
+from megatron.model.pipeline_module import GPTModelPipe
+from megatron.model.scoring import Scores, score
+from megatron.mpu.layout import ParallelLayout, TPGroup
+
+# Micro-batches per stage in a question: the pipeline is idle for a fifth of the time, as in an evaluation.
+_MICRO_BATCHES_PER_STAGE = 4
+# The logits of at most this many tokens exist at a time.
+_HEAD_TOKENS = 1024
+
+
+class _Question(IntEnum):
+    SCORE = 0
+    NEXT_TOKEN = 1
+    STOP = 2
+
+
+class InferenceStopped(Exception):
+    """The run was asked to stop. Raised on all ranks."""
+
+
+class DistributedGPT:
+    """A `LanguageModel` on the ranks of a layout. The module must be in evaluation mode."""
+
+    def __init__(
+        self,
+        module: GPTModelPipe,
+        layout: ParallelLayout,
+        tp_group: TPGroup,
+        micro_batch_size: int,
+        stop_requested: Callable[[], bool] = lambda: False,
+        heartbeat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """stop_requested: asked at each question; collective, the same on all ranks. heartbeat: called for
+        every micro-batch."""
+        self.module, self.layout, self.tp_group = module, layout, tp_group
+        self.micro_batch_size = micro_batch_size
+        self.vocab_size = module.cross_entropy.vocab_size
+        self.is_answering = False
+        """Whether a question is being answered: an exception then is one of the collectives."""
+        self._stop_requested, self._heartbeat = stop_requested, heartbeat
+        parallel = module.config.parallel
+        self._rank_of_stage = parallel.rank_of_stage
+        self._length_multiple = layout.tp_size if parallel.sequence_parallel else 1
+        self._final_norm = FIRST_TRANSFORMER_LAYER + module.config.model.num_layers + 1
+        self._device = next(module.parameters()).device
+        self._specs: dict[tuple[int, ...], list[tuple[torch.Size, torch.dtype]]] = {}
+
+    @property
+    def batch_size(self) -> int:
+        """The number of rows of a question that keeps all ranks busy."""
+        stages = len(self._rank_of_stage)
+        micro_batches = 1 if stages == 1 else _MICRO_BATCHES_PER_STAGE * stages
+        return self.micro_batch_size * self.layout.dp_size * micro_batches
+
+    def score(self, tokens: Tensor, targets: Tensor) -> Scores:
+        """See `LanguageModel`. On rank 0."""
+        log_probs, is_greedy = self._ask(_Question.SCORE, torch.stack((tokens, targets)))
+        return Scores(log_probs, is_greedy > 0)
+
+    def next_token_logits(self, tokens: Tensor) -> Tensor:
+        """See `LanguageModel`. On rank 0."""
+        return self._ask(_Question.NEXT_TOKEN, tokens.reshape(1, 1, -1))
+
+    def stop(self) -> None:
+        """Ends `serve` of the other ranks. On rank 0."""
+        dist.broadcast(self._header(_Question.STOP), 0)
+
+    def serve(self) -> None:
+        """Answers the questions of rank 0, on another rank."""
+        while True:
+            header = self._header(_Question.STOP)
+            dist.broadcast(header, 0)
+            question, *shape = header.tolist()
+            if question == _Question.STOP:
+                return
+            content = torch.empty(shape, dtype=torch.int64, device=self._device)
+            dist.broadcast(content, 0)
+            self._answer(_Question(question), content)
+
+    def _header(self, question: _Question, shape: tuple[int, ...] = (0, 0, 0)) -> Tensor:
+        return torch.tensor([question, *shape], device=self._device)
+
+    def _ask(self, question: _Question, content: Tensor) -> Tensor:
+        """content: [tensors, rows, length]."""
+        self.is_answering = True
+        content = content.to(self._device)
+        dist.broadcast(self._header(question, tuple(content.shape)), 0)
+        dist.broadcast(content, 0)
+        answer = self._answer(question, content)
+        self.is_answering = False
+        return answer
+
+    @torch.no_grad()
+    def _answer(self, question: _Question, content: Tensor) -> Tensor:
+        """[2, rows, length] for SCORE, [vocab_size] for NEXT_TOKEN; the same on all ranks."""
+        if self._stop_requested():
+            raise InferenceStopped
+        answer = self._next_token(content) if question is _Question.NEXT_TOKEN else self._scores(*content)
+        if self.layout.world_size > 1:
+            dist.all_reduce(answer)
+        return answer
+
+    def _scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """[2, rows, length]: this rank's part, zeros elsewhere."""
+        rows, length = tokens.shape
+        own_rows = -(-rows // self.layout.dp_size)
+        first = self.layout.dp_rank * own_rows
+        # The last replicas may have fewer rows. They compute the last one again: with ZeRO-3 all replicas
+        # take part in each forward pass.
+        index = torch.arange(first, first + own_rows, device=self._device).clamp(max=rows - 1)
+        own = torch.zeros(2, own_rows, length, device=self._device)
+        for start in range(0, own_rows, self.micro_batch_size):
+            part = slice(start, start + self.micro_batch_size)
+            hidden = self._run_stages(tokens[index[part]])
+            if hidden is not None:
+                own[:, part] = self._scores_of(hidden[:, :length], targets[index[part]])
+        answer = torch.zeros(2, rows, length, device=self._device)
+        if self.tp_group.rank == 0:
+            answer[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
+        return answer
+
+    def _scores_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """[2, rows, length] from hidden [rows, length, hidden], a part of the positions at a time."""
+        width = max(_HEAD_TOKENS // len(hidden), 1)
+        parts = []
+        for x, y in zip(hidden.split(width, dim=1), targets.split(width, dim=1), strict=True):
+            log_probs, is_greedy = score(self._head(x), y, self.tp_group, self.vocab_size)
+            parts.append(torch.stack((log_probs, is_greedy.float())))
+        return torch.cat(parts, dim=2)
+
+    def _next_token(self, content: Tensor) -> Tensor:
+        """[vocab_size] logits after content [1, 1, length]: this rank's columns, zeros elsewhere."""
+        answer = torch.zeros(self.vocab_size, device=self._device)
+        hidden = self._run_stages(content[0])
+        if hidden is not None:
+            length = content.shape[2]
+            logits = self._head(hidden[:, length - 1 : length])[0, 0]
+            first = self.tp_group.rank * len(logits)
+            if self.layout.dp_rank == 0:
+                answer[first : first + len(logits)] = logits[: max(self.vocab_size - first, 0)]
+        return answer
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """This rank's logits. From the final norm on, each position is computed independently."""
+        functions = self.module.functions_of_phase(self._phase_of(len(self._rank_of_stage) - 1))
+        logits: LayerIO = hidden
+        for layer_index, function in functions.items():
+            if layer_index >= self._final_norm:
+                logits = function(logits)
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def _phase_of(self, stage: int) -> int:
+        """Which of this rank's stages it is."""
+        return self._rank_of_stage[:stage].count(self._rank_of_stage[stage])
+
+    def _run_stages(self, tokens: Tensor) -> Tensor | None:
+        """tokens [rows, length] through the stages of this rank; hidden [rows, padded length, hidden] before
+        the final norm on the last stage, else None."""
+        self._heartbeat()
+        padding = -tokens.shape[1] % self._length_multiple
+        layer_io: LayerIO = torch.nn.functional.pad(tokens, (0, padding))
+        own, last = self.layout.pipeline_stage, len(self._rank_of_stage) - 1
+        shape = tuple(layer_io.shape)
+        for stage, holder in enumerate(self._rank_of_stage):
+            if holder != own:
+                continue
+            if stage and self._rank_of_stage[stage - 1] != own:
+                layer_io = self._receive(stage, shape)
+            for layer_index, function in self.module.functions_of_phase(self._phase_of(stage)).items():
+                if stage < last or layer_index < self._final_norm:
+                    layer_io = function(layer_io)
+            if stage < last and self._rank_of_stage[stage + 1] != own:
+                self._send(layer_io, stage, shape)
+        if self._rank_of_stage[last] != own:
+            return None
+        assert isinstance(layer_io, Tensor)
+        return layer_io
+
+    def _global_rank(self, stage: int) -> int:
+        """The rank of the same TP and DP coordinates that holds a stage."""
+        per_stage = self.layout.tp_size * self.layout.dp_size
+        return self._rank_of_stage[stage] * per_stage + self.layout.rank % per_stage
+
+    def _send(self, layer_io: LayerIO, stage: int, shape: tuple[int, ...]) -> None:
+        tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)
+        receiver, key = self._global_rank(stage + 1), (stage, *shape)
+        if key not in self._specs:  # both sides know them afterwards
+            self._specs[key] = [(x.shape, x.dtype) for x in tensors]
+            dist.send_object_list([self._specs[key]], receiver, device=self._device)
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), receiver)
+
+    def _receive(self, stage: int, shape: tuple[int, ...]) -> LayerIO:
+        sender, key = self._global_rank(stage - 1), (stage - 1, *shape)
+        if key not in self._specs:
+            described: list = [None]
+            dist.recv_object_list(described, sender, device=self._device)
+            self._specs[key] = described[0]
+        tensors = [torch.empty(size, dtype=dtype, device=self._device) for size, dtype in self._specs[key]]
+        for tensor in tensors:
+            dist.recv(tensor, sender)
+        return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])

@@ -1,0 +1,65 @@
+"""What an evaluation asks of a model: log-probabilities of given tokens, and the logits of the next one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.layout import TPGroup
+
+
+class Scores(NamedTuple):
+    """Of each target token: its log-probability, fp32, and whether it is the most likely token."""
+
+    log_probs: Tensor
+    is_greedy: Tensor
+
+
+class LanguageModel(Protocol):
+    """A model in one process, or one that is distributed."""
+
+    def score(self, tokens: Tensor, targets: Tensor) -> Scores:
+        """Scores of `targets` [batch, seq], where targets[:, i] follows tokens[:, :i + 1]."""
+
+    def next_token_logits(self, tokens: Tensor) -> Tensor:
+        """tokens [seq] -> fp32 logits [vocab_size] of the next token, without padding."""
+
+
+def score(logits: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int) -> Scores:
+    """Scores from this rank's columns of the logits [..., padded_vocab / TP]; equal on all TP ranks.
+
+    vocab_size: without padding. Of equally likely tokens the one with the smallest id counts as the most
+    likely one.
+    """
+    losses = vocab_parallel_cross_entropy(logits, targets, tp_group, vocab_size)
+    return Scores(-losses, _argmax(logits, tp_group, vocab_size) == targets)
+
+
+def _argmax(logits: Tensor, tp_group: TPGroup, vocab_size: int) -> Tensor:
+    columns = logits.shape[-1]
+    first = tp_group.rank * columns
+    valid = min(max(vocab_size - first, 0), columns)
+    if not valid:
+        largest = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)
+        index = torch.full_like(largest, vocab_size, dtype=torch.int64)
+    else:
+        own, index = logits[..., :valid].max(-1)
+        largest, index = own.float(), index + first
+    if tp_group.size > 1:
+        own = largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group.group)
+        index = index.masked_fill(own < largest, vocab_size)
+        dist.all_reduce(index, op=dist.ReduceOp.MIN, group=tp_group.group)
+    return index
+
+
+def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
+    """The mean over samples of each sample's mean over its unmasked tokens, as `CrossEntropy`.
+
+    losses, mask [batch, seq] -> scalar.
+    """
+    return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()

@@ -1,0 +1,106 @@
+"""Tasks of lm-evaluation-harness on the model that is being trained, under its layout.
+
+Rank 0 runs the harness, and the other ranks compute with it (`DistributedGPT`). The state of training does
+not change: the model draws no random numbers in evaluation mode, and what the harness seeds is restored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megatron.config import Config, ConfigError
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
+from megatron.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.training.harness.model import Results, Tasks
+
+
+def load_tasks(config: Config) -> Tasks | None:
+    """The tasks of the flags, None without any. Reads their data. ConfigError if that is not possible."""
+    training = config.training
+    if not training.eval_harness_tasks:
+        return None
+    try:
+        from megatron.training.harness.model import Tasks
+    except ImportError as error:
+        raise ConfigError(
+            f"--eval-harness-tasks: lm_eval cannot be imported ({error}): install it with 'pip install "
+            "lm_eval'"
+        ) from error
+    return Tasks(
+        training.eval_harness_tasks,
+        training.eval_harness_tasks_path,
+        training.eval_harness_limit,
+        build_tokenizer(config.data),
+    )
+
+
+class LiveEvaluation:
+    """Runs the tasks on the weights of an engine, any number of times."""
+
+    def __init__(
+        self,
+        engine: GPTEngine,
+        tasks: Tasks | None,
+        stop_requested: Callable[[], bool],
+        heartbeat: Callable[[], None],
+    ) -> None:
+        """tasks: on rank 0. stop_requested, heartbeat: see `DistributedGPT`."""
+        self._engine, self._tasks = engine, tasks
+        size = engine.run_config.batch.micro_batch_size
+        self._model = DistributedGPT(
+            engine.module, engine.layout, engine.tp_group, size, stop_requested, heartbeat
+        )
+
+    def run(self, print_fn: Callable[[str], object]) -> Results | None:
+        """The results on rank 0, {} on the others and if the harness fails, which is printed. None if it was
+        stopped. Collective."""
+        self._engine.optimizer.wait_for_params()
+        self._engine.module.eval()
+        try:
+            if self._engine.global_rank:
+                self._model.serve()
+                return {}
+            with _random_state_kept():
+                return self._run_on_rank_0(print_fn)
+        except InferenceStopped:
+            return None
+        finally:
+            self._engine.module.train()
+
+    def _run_on_rank_0(self, print_fn: Callable[[str], object]) -> Results:
+        assert self._tasks is not None, "rank 0 has loaded the tasks"
+        length = self._engine.run_config.model.seq_length
+        results: Results = {}
+        try:
+            results = self._tasks.run(self._model, length, self._model.batch_size)
+        # A metric of a task may fail in any way. It must not end a training run.
+        except Exception as error:
+            if self._model.is_answering:
+                raise  # a collective, which fails on the other ranks too, or the request to stop
+            print_fn(f"WARNING: --eval-harness-tasks failed ({type(error).__name__}: {error})")
+        self._model.stop()
+        return results
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """The harness seeds the generators of Python, NumPy and torch."""
+    accelerator = get_accelerator()
+    devices = [] if accelerator.device_name() == "cpu" else [accelerator.current_device()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

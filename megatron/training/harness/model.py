@@ -1,0 +1,171 @@
+"""EleutherAI's lm-evaluation-harness (package lm_eval, optional): a model as it calls it, and its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.cluster.launch import temporary_environment
+from megatron.config import ConfigError
+from megatron.model.generation import Sampling, generate
+from megatron.model.scoring import LanguageModel
+from megatron.tokenizer import Tokenizer
+
+# Task -> metric -> value.
+Results = dict[str, dict[str, float]]
+# Tasks of this package.
+OWN_TASKS = Path(__file__).parent / "tasks"
+# For standard errors of metrics that are no means.
+_BOOTSTRAP_DRAWS = 1000
+# Of tasks that generate and do not say how much.
+MAX_GENERATED_TOKENS = 256
+
+
+class HarnessModel(TemplateLM):
+    """A model as the harness calls it. Texts longer than `max_length` tokens lose their beginning."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, max_length: int, batch_size: int) -> None:
+        """max_length: tokens of the model's input. batch_size: number of texts in a call of the model."""
+        super().__init__()
+        self.model, self.texts = model, tokenizer
+        self.max_length, self.batch_size = max_length, batch_size
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document token, which also precedes a text without context."""
+        return self.texts.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text; special tokens are never added, as in training."""
+        return self.texts.tokenize(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """For each (_, context, continuation): the log-likelihood of the continuation, and whether each of
+        its tokens is the most likely one."""
+        found: dict[int, tuple[float, bool]] = {}
+        # Long ones first: memory is known at the start, and texts of a batch have about the same length.
+        order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1] + requests[index][2]))
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            texts = [(requests[index][1] + requests[index][2])[-self.max_length - 1 :] for index in batch]
+            # Padding comes last, where no token attends to it.
+            rows = _padded(texts, self.eot_token_id)
+            log_probs, is_greedy = (x.cpu() for x in self.model.score(rows[:, :-1], rows[:, 1:]))
+            for row, (index, text) in enumerate(zip(batch, texts, strict=True)):
+                scored = min(len(requests[index][2]), len(text) - 1)
+                part = slice(len(text) - 1 - scored, len(text) - 1)
+                total = log_probs[row, part].double().sum().item()
+                found[index] = (total, bool(is_greedy[row, part].all()))
+        return [found[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, in windows of `max_length` tokens that do not overlap."""
+        totals = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.eot_token_id, self.max_length, 1
+            )
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            totals.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy continuations up to the first of the task's end texts. ConfigError for a task that
+        samples."""
+        return [self._generate(*request.args) for request in requests]
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        check_greedy(settings)
+        until = settings.get("until") or []
+        ends = [until] if isinstance(until, str) else list(until)
+        count = settings.get("max_gen_toks", MAX_GENERATED_TOKENS)
+        tokens: list[int] = []
+        for token in generate(
+            self.model,
+            self.tok_encode(context),
+            count,
+            Sampling(temperature=0),
+            window=self.max_length,
+            eod=self.eot_token_id,
+            seed=0,
+        ):
+            tokens.append(token)
+            text = self.texts.detokenize(tokens)
+            if found := [text.index(end) for end in ends if end in text]:
+                return text[: min(found)]
+        return self.texts.detokenize(tokens)
+
+
+def _padded(texts: Sequence[list[int]], padding: int) -> torch.Tensor:
+    """[texts, longest]."""
+    longest = max(map(len, texts))
+    return torch.tensor([text + [padding] * (longest - len(text)) for text in texts])
+
+
+class Tasks:
+    """Tasks of the harness, loaded once and run any number of times."""
+
+    def __init__(
+        self, names: Sequence[str], folder: str | None, limit: int | None, tokenizer: Tokenizer
+    ) -> None:
+        """folder: of tasks beside the harness's own. limit: use the first documents of each task only.
+        ConfigError for an unknown task, one whose data cannot be loaded, and one that samples its answers."""
+        folders = [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
+        self._manager, self._limit = TaskManager(include_path=folders), limit
+        self._tokenizer = tokenizer
+        if unknown := [name for name in names if not self._manager.match_tasks([name])]:
+            raise ConfigError(
+                f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
+                "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
+            )
+        self._tasks: list[Any] = []
+        for name in names:
+            self._tasks += self._load(name)
+
+    def _load(self, name: str) -> list[Any]:
+        try:
+            loaded = self._manager.load([name])
+        # A task loads its data with any library, from any place.
+        except Exception as error:
+            raise ConfigError(f"task {name} cannot be loaded ({type(error).__name__}: {error})") from error
+        for task in loaded["tasks"].values():
+            if task.OUTPUT_TYPE == "generate_until":
+                check_greedy(task.config.generation_kwargs or {})
+        return [*loaded["groups"].values()] or [*loaded["tasks"].values()]
+
+    def run(self, model: LanguageModel, max_length: int, batch_size: int) -> Results:
+        """max_length, batch_size: see `HarnessModel`."""
+        # A bootstrap must not fork a process that holds a GPU and process groups.
+        with temporary_environment({"DISABLE_MULTIPROC": "1"}):
+            evaluated = simple_evaluate(
+                model=HarnessModel(model, self._tokenizer, max_length, batch_size),
+                tasks=self._tasks,
+                task_manager=self._manager,
+                limit=self._limit,
+                bootstrap_iters=_BOOTSTRAP_DRAWS,
+                log_samples=False,
+            )
+        return {
+            task: {
+                metric.removesuffix(",none"): value
+                for metric, value in values.items()
+                if isinstance(value, (int, float)) and metric != "sample_len"
+            }
+            for task, values in evaluated["results"].items()
+        }
+
+
+def check_greedy(settings: dict[str, Any]) -> None:
+    """ConfigError for a task that samples its answers."""
+    if settings.get("do_sample") or settings.get("temperature", 0) not in (0, None):
+        raise ConfigError(f"a task samples its answers ({settings}): only greedy ones are computed")

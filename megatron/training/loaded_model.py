@@ -1,0 +1,62 @@
+"""A checkpoint's weights on several ranks, for an evaluation without training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.record import Checkpoint
+from megatron.config import Config, ConfigError, ParallelConfig
+from megatron.config.checks.model import check_model
+from megatron.config.checks.parallel import check_layout
+from megatron.model.distributed_inference import DistributedGPT
+from megatron.model.pipeline_module import GPTModelPipe
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.parameters import spec_of
+from megatron.planner.stages import plan_stages
+
+# Settings that make a training step smaller or faster.
+_FOR_TRAINING = {
+    "training.compile": False,
+    "training.checkpoint_activations": False,
+    "training.recompute_granularity": None,
+    "training.partition_activations": False,
+    "training.checkpoint_in_cpu": False,
+    "optimizer.use_apex": False,
+}
+
+
+def config_of_layout(checkpoint: Checkpoint, tp_size: int, pp_size: int, world_size: int) -> Config:
+    """The checkpoint's model on another layout. ConfigError if the layout does not fit the model."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
+    )
+    config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
+    check_layout(config)
+    check_model(config)
+    plan_stages(config, checkpoint.vocab_size)
+    return config
+
+
+@torch.no_grad()
+def load_distributed_model(
+    checkpoint: Checkpoint, config: Config, rank: int, micro_batch_size: int
+) -> DistributedGPT:
+    """This rank's part of the model, in evaluation mode. Each rank reads its own shards. Collective.
+    ConfigError for files that cannot be read."""
+    layout = ParallelLayout.from_config(config.parallel, rank)
+    tp_group = layout.make_tp_group()
+    bounds = plan_stages(config, checkpoint.vocab_size).bounds
+    module = GPTModelPipe(
+        config, layout, tp_group, checkpoint.vocab_size, checkpoint.eod, bounds, lambda *_: None
+    )
+    reader = open_reader(checkpoint)
+    for name, parameter in module.named_parameters():
+        if name not in reader.stored_names:
+            raise ConfigError(f"checkpoint {checkpoint.folder} holds no parameter {name}")
+        shard = reader.read_shard(name, VALUES, spec_of(parameter), tp_group)
+        parameter.copy_(shard.view_as(parameter))
+    return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)

@@ -1,0 +1,82 @@
+"""`DistributedGPT` on several ranks, compared with the model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.model.distributed_inference import DistributedGPT
+from megatron.model.single_process import GPTModel
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.parameters import initialize_parameters
+from megatron.planner.stages import plan_stages
+from megatron.testing.layouts import EOD, VOCAB, Row, config_of
+from megatron.testing.pool import run_world
+from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.training.build import build_engine
+
+MODEL = {"num_layers": 4, "init_method_std": 0.2}
+# (layout, settings of the layout, settings of the model)
+ROWS: dict[str, tuple[Row, dict[str, Any], dict[str, Any]]] = {
+    "TP 2 x PP 2": (Row(tp=2, pp=2), {}, {}),
+    "TP 2 x DP 2, sequence parallel, rotary": (
+        Row(tp=2, dp=2, positions="rotary"),
+        {"sequence_parallel": True},
+        {"untie_embeddings_and_output_weights": True},
+    ),
+    "PP 2 x DP 2, V schedule": (Row(pp=2, dp=2), {"pipeline_schedule": "dualpipev"}, {}),
+    "PP 2, interleaved, document boundaries": (Row(pp=2), {"virtual_pipeline_stages": 2}, {}),
+    "ZeRO-3": (Row(dp=2), {"zero_stage": 3}, {}),
+}
+
+
+def texts() -> torch.Tensor:
+    """[7, 14]: a number of rows that no number of replicas and no micro-batch divides."""
+    return torch.randint(VOCAB, (7, 14), generator=torch.Generator().manual_seed(0))
+
+
+def config(name: str) -> Config:
+    row, parallel, model = ROWS[name]
+    data = {"reset_attention_mask": True, "reset_position_ids": True} if "document" in name else {}
+    return config_of(row, parallel=parallel, model=MODEL | model, data=data)
+
+
+def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits."""
+    settings, row = config(name), ROWS[name][0]
+    layout = ParallelLayout.from_config(settings.parallel, torch.distributed.get_rank())
+    tp_group = layout.make_tp_group()
+    plan = plan_stages(settings, VOCAB)
+    engine = build_engine(settings, layout, tp_group, Vocabulary(VOCAB, EOD), plan)
+    model = DistributedGPT(engine.module.eval(), layout, tp_group, micro_batch_size=2)
+    assert model.batch_size >= 2 * row.dp
+    if layout.rank:
+        model.serve()
+        return None
+    rows = texts()
+    scores = model.score(rows[:, :-1], rows[:, 1:])
+    again = model.score(rows[:3, :5], rows[:3, 1:6])
+    assert torch.allclose(again.log_probs, scores.log_probs[:3, :5], atol=1e-5)
+    logits = model.next_token_logits(rows[0, :9])
+    model.stop()
+    return scores.log_probs, scores.is_greedy, logits
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("name", ROWS)
+def test_scores_are_those_of_one_process(name: str) -> None:
+    settings, rows = config(name), texts()
+    model = GPTModel(settings, VOCAB, EOD).eval()
+    initialize_parameters(model, settings.training.seed, TPGroup())
+    with torch.no_grad():
+        logits = model(rows[:, :-1])
+    expected = logits.log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
+    found = run_world(ROWS[name][0].world_size, on_ranks, name)[0]
+    assert found is not None
+    log_probs, is_greedy, next_logits = found
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(is_greedy, logits.argmax(-1) == rows[:, 1:])
+    torch.testing.assert_close(next_logits, model.next_token_logits(rows[0, :9]), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,163 @@
+"""tools/evaluate.py --tasks: local tasks, and log-likelihoods of the exported Hugging Face model, on one
+process and on several."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
+from megatron.config import CONFIG_ERROR_EXIT_CODE
+from megatron.testing.pool import run_world
+from megatron.training.harness.model import HarnessModel
+from megatron.training.loaded_model import config_of_layout, load_distributed_model
+from tests.end_to_end.command import ROOT, environment, pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
+from tests.unit.checkpoint.test_huggingface_llama import save_theirs
+from tools import convert_huggingface, evaluate
+
+TASK = """
+task: local
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+DOCUMENTS = [
+    {"question": "def main(", "choices": ["self", "return", "args"], "answer": 0},
+    {"question": "import", "choices": [" os", " sys and more"], "answer": 1},
+    {"question": "class Queue:", "choices": [" pass", " def", " x", " return 1"], "answer": 2},
+]
+LENGTH = 12
+ROLLING = [Instance("loglikelihood_rolling", {}, ("import os, sys\n" * 5,), 0)]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A checkpoint, and the Hugging Face model that it was made from."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_theirs(theirs, "llama-3", vocab_size=save_tokenizer(theirs))
+    convert_huggingface.main(["--from", str(theirs), "--to", str(tmp_path / "ours")])
+    return tmp_path / "ours", theirs
+
+
+def requests():
+    pairs = [(d["question"], choice) for d in DOCUMENTS for choice in d["choices"]]
+    pairs += [("", "import os"), ("x = 1\n" * 20, "print(x)"), ("a ", "b")]
+    return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def on_ranks(folder, tp_size, pp_size):
+    """On rank 0 the log-likelihoods of `requests`, and those of whole texts."""
+    checkpoint = read_checkpoint(folder)
+    world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    config = config_of_layout(checkpoint, tp_size, pp_size, world_size)
+    model = load_distributed_model(checkpoint, config, rank, 1)
+    if rank:
+        model.serve()
+        return None
+    tokenizer = find_tokenizer(checkpoint.config.data, checkpoint)
+    harness = HarnessModel(model, tokenizer, LENGTH, model.batch_size)
+    found = harness.loglikelihood(requests()), harness.loglikelihood_rolling(ROLLING)
+    model.stop()
+    return found
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size", "dp_size"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_log_likelihoods_on_several_ranks_are_those_of_the_exported_model(folders, tp_size, pp_size, dp_size):
+    ours, theirs = folders
+    reference = HFLM(str(theirs), device="cpu", dtype="float32", batch_size=2, max_length=LENGTH)
+    found, rolling = run_world(tp_size * pp_size * dp_size, on_ranks, ours, tp_size, pp_size)[0]
+    for one, expected in zip(found, reference.loglikelihood(requests()), strict=True):
+        assert one[0] == pytest.approx(expected[0], rel=1e-4) and one[1] == expected[1]
+    assert rolling == pytest.approx(reference.loglikelihood_rolling(ROLLING), rel=1e-4)
+
+
+def test_log_likelihoods_are_those_of_the_exported_model(folders):
+    ours, theirs = folders
+    checkpoint = read_checkpoint(ours)
+    tokenizer = find_tokenizer(checkpoint.config.data, checkpoint)
+    model = HarnessModel(load_model(checkpoint), tokenizer, LENGTH, 3)
+    reference = HFLM(str(theirs), device="cpu", dtype="float32", batch_size=2, max_length=LENGTH)
+    for found, expected in zip(
+        model.loglikelihood(requests()), reference.loglikelihood(requests()), strict=True
+    ):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4) and found[1] == expected[1]
+    assert model.loglikelihood_rolling(ROLLING) == pytest.approx(
+        reference.loglikelihood_rolling(ROLLING), rel=1e-4
+    )
+    settings = {"until": ["zz"], "max_gen_toks": 5, "do_sample": False}
+    (text,) = model.generate_until([Instance("generate_until", {}, ("import", settings), 0)])
+    with torch.no_grad():
+        tokens = torch.tensor([tokenizer.tokenize("import")])
+        for _ in range(5):
+            tokens = torch.cat((tokens, reference.model(tokens).logits[:, -1:].argmax(-1)), 1)
+    assert tokenizer.detokenize(tokens[0, -5:].tolist()).startswith(text)
+
+
+def test_the_tool_runs_a_local_task(folders, tmp_path, capsys):
+    ours, _ = folders
+    data = tmp_path / "local.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "local.yaml").write_text(TASK.format(data=data))
+    command = ["--load", str(ours), "--tasks-path", str(tasks), "--seq-length", str(LENGTH), "--tasks"]
+    evaluate.main([*command, "local"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("local | acc: "))
+    assert float(line.split("acc: ")[1].split(" |")[0]) in [pytest.approx(n / 3, abs=1e-4) for n in range(4)]
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([*command, "no_such_task"])
+    assert caught.value.code == CONFIG_ERROR_EXIT_CODE
+    assert "task no_such_task: the harness has no such task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.launch", "--nproc_per_node", "2"]])
+def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, capsys):
+    """Without a launcher the tool starts its ranks."""
+    ours, _ = folders
+    flags = ["--load", str(ours), "--tasks", "toy"]
+    evaluate.main(flags)
+    (expected,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("toy | acc: "))
+    command = [sys.executable, *launcher, "tools/evaluate.py", *flags, "--tensor-model-parallel-size", "2"]
+    typed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert typed.returncode == 0, typed.stderr
+    assert [line for line in typed.stdout.splitlines() if line.startswith("toy")] == [expected]
+
+
+def test_training_runs_tasks_and_its_losses_stay_the_same(data, tmp_path):
+    """TP 2 x PP 2, with dropout. The tasks' values are logged and written to TensorBoard."""
+    flags = [*MODEL, *SHORT, *ABSOLUTE, *data, "--seed", "7"]
+    flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    plain = pretrain(flags, processes=4)
+    assert plain.exit_code == 0, plain.stderr
+    tasks = ["--eval-harness-tasks", "toy", "--eval-harness-interval", "2", "--eval-harness-limit", "4"]
+    evaluated = pretrain([*flags, *tasks, "--tensorboard-dir", str(tmp_path / "board")], processes=4)
+    assert evaluated.exit_code == 0, evaluated.stderr
+    assert evaluated.facts == plain.facts and len(plain.steps) == 5
+    lines = re.findall(r"^ task toy at iteration (\d+) \| acc: (\S+) \|", evaluated.stdout, re.MULTILINE)
+    assert [int(iteration) for iteration, _ in lines] == [2, 4]
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    written = [(event.step, event.value) for event in events.Scalars("eval-harness/toy/acc")]
+    assert written == [(int(step), pytest.approx(float(value))) for step, value in lines]
