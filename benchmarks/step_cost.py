@@ -57,8 +57,7 @@ _BY_LAYERS = {"parallel.partition_method": "type:transformer"}
 # Forward times of half a stage: a backward pass takes twice as long, the ideal is 3 * 2 * 16.
 RANKS, MICRO_BATCHES = 8, 16
 # By schedule and stages per rank.
-SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117}
-MISSING_SCHEDULES = {"zero-bubble": 110}
+SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117, ("zero-bubble", 1): 110}
 
 
 @dataclass(frozen=True)
@@ -236,10 +235,7 @@ def schedule_rows() -> list[Row]:
         found = simulate_schedule(schedule, forward, backward, transfer, MICRO_BATCHES, chunks).makespan
         rows.append(Row(name + schedule, f"{found:g}", f"{goal}", found <= goal))
         name = "  "
-    return [
-        *rows,
-        *(Row(f"  {name}", "not built", f"{goal}", False) for name, goal in MISSING_SCHEDULES.items()),
-    ]
+    return rows
 
 
 def main() -> None:
