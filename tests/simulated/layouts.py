@@ -86,8 +86,8 @@ LAYOUTS = {
     f"--tensor-model-parallel-size 2 --pipeline-schedule zero-bubble --bf16 --sequence-parallel {LLAMA}",
     "zero-bubble-2-buckets": "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 1 --bf16 "
     "--pipeline-schedule zero-bubble --ddp-bucket-size 1",
-    "zero-bubble-4-neox-fp32": "--world-size 4 --pipeline-model-parallel-size 4 "
-    f"--pipeline-schedule zero-bubble {NEOX} {NO_DROPOUT}",
+    "zero-bubble-4-neox": "--world-size 4 --pipeline-model-parallel-size 4 "
+    f"--pipeline-schedule zero-bubble --bf16 {NEOX} {NO_DROPOUT}",
     "zero-bubble-2-falcon-recompute": "--world-size 4 --pipeline-model-parallel-size 2 --bf16 "
     f"--tensor-model-parallel-size 2 --pipeline-schedule zero-bubble --checkpoint-activations {FALCON}",
     "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
