@@ -160,7 +160,7 @@ def test_zero_bubble_divides_the_backward_pass_and_hides_no_all_reduce() -> None
     plain, split = predicted(flags), predicted(f"{flags} --pipeline-schedule zero-bubble")
     assert all(time.weight == 0 for time in plain.stages)
     for before, after in zip(plain.stages, split.stages, strict=True):
-        assert after.forward == before.forward
+        assert after.forward <= before.forward  # 1f1b gathers the parts of a message
         # A third of the matrix products; the all-reduces of inputs' gradients are not hidden any more.
         assert after.matmul / 4 < after.weight < after.backward / 2
         assert after.matmul == pytest.approx(before.matmul) and after.memory == pytest.approx(before.memory)
