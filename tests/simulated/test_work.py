@@ -48,7 +48,7 @@ ROWS = {
     ),
     "window": (f"{NO_DROPOUT} {LLAMA} --window-size 64", 0.05),
     "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.08),
-    "zero-bubble": (f"{NO_DROPOUT} {ZERO_BUBBLE}", 0.03),
+    "zero-bubble": (f"{NO_DROPOUT} {ZERO_BUBBLE}", 0.06),
     "zero-bubble-llama-recomputed": (f"{NO_DROPOUT} {ZERO_BUBBLE} {LLAMA} --checkpoint-activations", 0.08),
 }
 

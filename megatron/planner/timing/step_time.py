@@ -199,15 +199,16 @@ def stage_times(
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
-            rest = work.backward + work.weight.times(-1)
+            # The products that would hide the backward pass's collectives are in the weight pass.
+            in_backward = 0.0 if config.parallel.schedule.splits_backward else hidden_by
             seconds = []
-            for part, calls in (
-                (work.forward, stage.forward),
-                (rest, stage.backward),
-                (work.weight, stage.weight),
+            for part, calls, hidden in (
+                (work.forward, stage.forward, hidden_by),
+                (work.backward + work.weight.times(-1), stage.backward, in_backward),
+                (work.weight, stage.weight, 0.0),
             ):
                 overlapped = _tensor_seconds(cluster, layout, calls, True)
-                exposed = max(overlapped - hidden_by, 0.0) + _tensor_seconds(cluster, layout, calls, False)
+                exposed = max(overlapped - hidden, 0.0) + _tensor_seconds(cluster, layout, calls, False)
                 seconds.append((*_work_seconds(config, cluster, part), exposed))
             forward, backward, weight = map(sum, seconds)
             by_cause = map(sum, zip(*seconds, strict=True))
