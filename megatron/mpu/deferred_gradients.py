@@ -34,7 +34,8 @@ class DeferredGradients:
         self._deferred: Deferred = []
 
     def add(self, weight: Tensor, gradient: Gradient) -> None:
-        """Adds the gradient of a weight, not computed yet."""
+        """Adds the gradient of a weight, not computed yet. The tensors of `gradient` have no graph: it would
+        keep the stage's input."""
         self._deferred.append((weight, gradient))
 
     def take(self) -> Deferred:
@@ -96,7 +97,7 @@ class _KeepInput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.defer(partial(weight_gradient, ctx.output_gradient.pop(), x))
+        ctx.defer(partial(weight_gradient, ctx.output_gradient.pop(), x.detach()))
         return grad, None, None
 
 

@@ -236,7 +236,7 @@ class _ColumnLinear(torch.autograd.Function):
             pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if ctx.defer is not None:
-            ctx.defer(partial(weight_gradient, grad_rows, x))
+            ctx.defer(partial(weight_gradient, grad_rows, x.detach()))
         elif needs_weight:
             grad_weight = weight_gradient(grad_rows, x)
         if needs_bias:
@@ -282,7 +282,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if gathered is None:
-            ctx.defer(partial(_gathered_weight_gradient, grad_rows, x, ctx.tp_group))
+            ctx.defer(partial(_gathered_weight_gradient, grad_rows, x.detach(), ctx.tp_group))
         elif needs_weight:
             grad_weight = weight_gradient(grad_rows, gathered[0])
         if needs_bias:

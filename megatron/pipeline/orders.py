@@ -103,7 +103,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Order:
-    """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B with the backward pass in two parts, B and W.
+    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with the backward pass in two parts, B and W.
 
     B computes the gradient of the stage's input, which the stage before waits for. W computes the gradients
     of the weights, which nothing waits for, so it can run when the stage would be idle. The order of the
@@ -135,13 +135,12 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Order:
 
 
 def zero_bubble_in_flight(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[int, int]]:
-    """The micro-batches of a stage under 'zero-bubble' that wait for their B and for their W, at the times
-    when there are most: before and after each of the first Bs."""
-    moments = []
-    for done in range(min(num_micro_batches, stage + 1)):
-        waiting = min(num_stages - stage, num_micro_batches - done)
-        moments += [(waiting, done), (waiting - 1, done + 1)]
-    return moments
+    """The micro-batches of a stage under 'zero-bubble' that wait for their B, and that wait for their W,
+    at the times when there are most: when the first Bs begin."""
+    return [
+        (min(num_stages - stage, num_micro_batches - done), done)
+        for done in range(min(num_micro_batches, stage + 1))
+    ]
 
 
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:

@@ -48,6 +48,7 @@ def history_of(row, changes, compiles):
         ),
         (Row(tp=2, micro_batch=4, recompute=True), {"training": {"partition_activations": True}}),
         (Row(dp=2, micro_batch=2, zero=3), {}),
+        (Row(pp=2, micro_batch=2), {"parallel": {"pipeline_schedule": "zero-bubble"}, "model": DROPOUT}),
         (
             Row(tp=2, micro_batch=2, recompute=True, positions="rotary"),
             {

@@ -197,3 +197,13 @@ def test_interleaved_trains_as_one_process_does(stages, zero):
 def test_interleaved_with_all_that_goes_with_a_pipeline(row):
     method = "type:transformer" if row.pp == 2 else "layout:E|t||t|t||t|L"
     check(row, interleaved(2, method))
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(
+    "stages", ["an empty stage in the middle", "embedding alone, head alone", "everything on the last stage"]
+)
+def test_zero_bubble_trains_as_one_process_does(stages):
+    ranks, method = STAGES[stages]
+    parallel = {"pipeline_schedule": "zero-bubble", "partition_method": method}
+    check(Row(pp=ranks, dp=2, zero=1), parallel, dropout=0.1)

@@ -7,8 +7,14 @@ from megatron.testing.layouts import Row, build_engine, config_of, train, weight
 from megatron.testing.pool import run_world
 
 STEPS = 3
-FOUR_STAGES = {"partition_method": "type:transformer"}
-# Row, changes of its configuration.
+ONE_BUCKET_PER_LAYER = {"ddp_bucket_size": 1}
+LLAMA = {
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+}
+# Row, changes of its configuration. The order matters to the gate, which takes evenly spaced rows.
 ROWS = {
     "two stages": (Row(pp=2), {}),
     "four stages, dropout": (
@@ -17,29 +23,26 @@ ROWS = {
     ),
     "tensor": (Row(tp=2, pp=2), {}),
     "sequence": (Row(tp=2, pp=2), {"parallel": {"sequence_parallel": True}}),
-    "data, ZeRO-1 in buckets": (Row(pp=2, dp=2, zero=1), {"parallel": {"ddp_bucket_size": 1}}),
-    "data, bf16": (Row(pp=2, dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}),
     "fp16, fewer micro-batches than stages": (Row(pp=4, micro_batch=4, precision="fp16"), {}),
-    "untied llama": (
-        Row(pp=4, positions="rotary"),
-        {
-            "model": {
-                "untie_embeddings_and_output_weights": True,
-                "disable_bias_linear": True,
-                "normalization": "RMSNorm",
-                "glu_activation": "swiglu",
-            }
-        },
+    "data, ZeRO-1 in buckets, bf16": (
+        Row(pp=2, dp=2, zero=1, precision="bf16"),
+        {"parallel": ONE_BUCKET_PER_LAYER},
     ),
+    "data, ZeRO-1 in buckets": (Row(pp=2, dp=2, zero=1), {"parallel": ONE_BUCKET_PER_LAYER}),
+    "untied llama": (Row(pp=4, positions="rotary"), {"model": LLAMA}),
     "recomputed": (Row(pp=2, recompute=True), {}),
     "recomputed, tensor, four stages, bf16": (Row(tp=2, pp=4, recompute=True, precision="bf16"), {}),
+    "recomputed, sequence, bf16": (
+        Row(tp=2, pp=2, recompute=True, precision="bf16"),
+        {"parallel": {"sequence_parallel": True}, "model": LLAMA},
+    ),
     "recomputed by DeepSpeed": (
         Row(tp=2, pp=2, recompute=True),
         {"training": {"checkpoint_activations": True, "partition_activations": True}},
     ),
     "recomputed, sequence, ZeRO-1": (
         Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
-        {"parallel": {"sequence_parallel": True, "ddp_bucket_size": 1}},
+        {"parallel": {"sequence_parallel": True, **ONE_BUCKET_PER_LAYER}},
     ),
     "plain loss": (Row(pp=2), {"training": {"loss_implementation": "plain"}}),
     "parallel layers": (Row(tp=2, pp=2), {"model": {"layer_arrangement": "parallel"}}),
@@ -51,6 +54,7 @@ def trained(row, schedule, changes):
     changes = {**changes, "parallel": {**changes.get("parallel", {}), "pipeline_schedule": schedule}}
     engine = build_engine(config_of(row, **changes))
     history = train(engine, range(STEPS))
+    assert not any(engine.pipe_buffers.get("deferred", []))
     gradients = [flat.local_gradients.clone() for flat in engine.optimizer.flat]
     return history, gradients, weights_of(engine).shards
 

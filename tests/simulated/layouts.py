@@ -86,10 +86,10 @@ LAYOUTS = {
     f"--tensor-model-parallel-size 2 --pipeline-schedule zero-bubble --bf16 --sequence-parallel {LLAMA}",
     "zero-bubble-2-buckets": "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 1 --bf16 "
     "--pipeline-schedule zero-bubble --ddp-bucket-size 1",
-    "zero-bubble-4-neox-fp32": "--world-size 4 --pipeline-model-parallel-size 4 "
-    f"--pipeline-schedule zero-bubble {NEOX} {NO_DROPOUT}",
-    "zero-bubble-2-falcon-recompute": "--world-size 4 --pipeline-model-parallel-size 2 "
-    f"--tensor-model-parallel-size 2 --pipeline-schedule zero-bubble {FALCON} --checkpoint-activations --bf16",
+    "zero-bubble-4-neox": "--world-size 4 --pipeline-model-parallel-size 4 "
+    f"--pipeline-schedule zero-bubble --bf16 {NEOX} {NO_DROPOUT}",
+    "zero-bubble-2-falcon-recompute": "--world-size 4 --pipeline-model-parallel-size 2 --bf16 "
+    f"--tensor-model-parallel-size 2 --pipeline-schedule zero-bubble --checkpoint-activations {FALCON}",
     "alone-llama": f"--bf16 {LLAMA} --group-query-attention --num-query-groups 4",
     "alone-llama-fp32-recompute": f"{LLAMA} --group-query-attention "
     "--checkpoint-activations --rotary-percent 0.5 --rotary-interleaved",

@@ -18,6 +18,7 @@ LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --ffn-hidden-size 1408"
 )
+ZERO_BUBBLE = "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
 # Flags, and how far the planned bytes may be from those counted.
 ROWS = {
     "fused": (NO_DROPOUT, 0.02),
@@ -47,6 +48,8 @@ ROWS = {
     ),
     "window": (f"{NO_DROPOUT} {LLAMA} --window-size 64", 0.05),
     "recomputed": (f"{NO_DROPOUT} --checkpoint-activations", 0.08),
+    "zero-bubble": (f"{NO_DROPOUT} {ZERO_BUBBLE}", 0.06),
+    "zero-bubble-llama-recomputed": (f"{NO_DROPOUT} {ZERO_BUBBLE} {LLAMA} --checkpoint-activations", 0.08),
 }
 
 
@@ -54,10 +57,17 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_planned_bytes_of_a_layer_are_those_of_the_step(name: str) -> None:
     flags, tolerance = ROWS[name]
-    few, many = (parse_args([*BASE.split(), *flags.split(), "--num-layers", str(n)], {}) for n in (1, 3))
+    stages = 2 if ZERO_BUBBLE in flags else 1
+    few, many = (
+        parse_args([*BASE.split(), *flags.split(), "--num-layers", str(n * stages)], {}) for n in (1, 3)
+    )
     records = run_in_processes(simulate_rank, [(few, 0), (many, 0)])
     planned = layer_work(many, program_of(many))
-    for kind, work in (("ForwardPass", planned.forward), ("BackwardPass", planned.backward)):
+    passes = {"ForwardPass": planned.forward, "BackwardPass": planned.backward}
+    if stages > 1:
+        passes["BackwardPass"] += planned.weight.times(-1)
+        passes["WeightGradPass"] = planned.weight
+    for kind, work in passes.items():
         one, three = (_work(record, kind) for record in records)
         found = Work((three.flops - one.flops) / 2, 0.0, (three.bytes - one.bytes) / 2)
         launches = (three.launches - one.launches) / 2

@@ -79,6 +79,9 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     elif not is_v_schedule and config.parallel.runs_order_of_work:
         kept += layer_memory.sent_activation_bytes(config)  # the gradient of the output, which was received
     running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
+    if config.parallel.schedule.splits_backward and transformer:
+        running = max(running, temporaries.weight_pass_bytes(config))
+        running += temporaries.deferred_in_pass_bytes(config, len(transformer))
     has_buffer = plan.num_ranks > 1 and not config.parallel.runs_order_of_work
     tables = temporaries.table_bytes(config, has_buffer=has_buffer)
     host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))

@@ -31,6 +31,8 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
     size = layer_memory.parameter_bytes(config)
     # The first matrix of the backward pass has its gradient before the layer's full gradients are allocated.
     second = max(_mlp_matrix_elements(config), layer_memory.mlp_values(config)) * size + gradients
+    if config.parallel.schedule.splits_backward:
+        second = 0.0  # no gradient of a matrix
     later = max(_mlp_backward_bytes(config), second, _hidden_dropout_bytes(config))
     attention = _attention_forward_bytes(config)
     if training.recomputes_layers:
@@ -50,7 +52,28 @@ def _mlp_backward_bytes(config: Config) -> float:
     output = layer_memory.residual_values(config) if model.hidden_dropout > 0 else 0
     if config.parallel.sequence_parallel and tensor > 1:
         output += layer_memory.hidden_values(config)
-    return (layer_memory.mlp_values(config) + _mlp_matrix_elements(config) + output) * size
+    values = layer_memory.mlp_values(config)
+    if config.parallel.schedule.splits_backward:
+        # Those of the activation function's input and output are the largest, not that of the matrix.
+        return ((3 if model.glu_activation else 2) * values + output) * size
+    return (values + _mlp_matrix_elements(config) + output) * size
+
+
+def weight_pass_bytes(config: Config) -> float:
+    """A weight pass, beyond what the backward pass before it began with: the gradient of the second matrix of
+    the MLP, the gradient of the stage's input, which is being sent, and what a layer has kept more."""
+    kept = layer_memory.deferred_layer_bytes(config) - layer_memory.transformer_layer_activation_bytes(config)
+    gradient = _mlp_matrix_elements(config) * layer_memory.parameter_bytes(config)
+    return gradient + layer_memory.sent_activation_bytes(config) + max(kept, 0.0)
+
+
+def deferred_in_pass_bytes(config: Config, num_layers: int) -> float:
+    """What a backward pass through a stage with `num_layers` transformer layers has kept for the weight pass
+    when it arrives at the first one, beyond what it has freed. (Recomputation frees the layers' inputs at the
+    end.)"""
+    freed = layer_memory.transformer_layer_activation_bytes(config)
+    kept = layer_memory.deferred_layer_bytes(config) - (0.0 if config.training.recomputes_layers else freed)
+    return max(num_layers - 1, 0) * max(kept, 0.0)
 
 
 def _mlp_matrix_elements(config: Config) -> float:

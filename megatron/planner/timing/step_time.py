@@ -217,12 +217,17 @@ def stage_times(
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
-            rest = work.backward + work.weight.times(-1)
+            # The products that would hide the backward pass's collectives are in the weight pass.
+            in_backward = 0.0 if config.parallel.schedule.splits_backward else hidden_by
             seconds = []
-            passes = ((work.forward, stage.forward), (rest, stage.backward), (work.weight, stage.weight))
-            for index, (part, calls) in enumerate(passes):
+            passes = (
+                (work.forward, stage.forward, hidden_by),
+                (work.backward + work.weight.times(-1), stage.backward, in_backward),
+                (work.weight, stage.weight, 0.0),
+            )
+            for index, (part, calls, hidden) in enumerate(passes):
                 during_products = _seconds_of(cluster, layout, calls, {INPUT_GRADIENT})
-                exposed = max(during_products - hidden_by, 0.0)
+                exposed = max(during_products - hidden, 0.0)
                 exposed += _seconds_of(cluster, layout, calls, others)
                 matmul, other = _work_seconds(config, cluster, part)
                 if computing is not None:

@@ -91,7 +91,8 @@ class Work:
 class StageWork:
     """The work of a pass of one micro-batch through a stage.
 
-    overlap_flops: matrix products of the backward pass (and of the loss) during which an all-reduce runs.
+    overlap_flops: matrix products of the backward pass (and of the loss) during which an all-reduce runs, if
+    the backward pass is not divided.
     weight: the part of `backward` that --pipeline-schedule zero-bubble does in a pass of its own.
     """
 
@@ -283,15 +284,13 @@ def layer_work(config: Config, program: Program) -> StageWork:
     else:
         again = program.forward.score * scores if recomputes_scores(config) else 0.0
         backward += Work(flops=max(recomputed, 0.0), bytes=again)
+    overlap = 2 * tokens * (width + 2 * key_width + wide) * model.hidden_size / tp_size
     if not parallel.schedule.splits_backward:
-        columns = width + 2 * key_width + wide
-        return StageWork(forward, backward, 2 * tokens * columns * model.hidden_size / tp_size)
-    # Each of four matrices: a product, and the addition to the accumulated gradient.
-    inputs_and_gradients = (
-        4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
-    )
-    weight = Work(2 * tokens * weights, 0.0, gradients + size * tokens * inputs_and_gradients, 8)
-    return StageWork(forward, backward, 0.0, weight)
+        return StageWork(forward, backward, overlap)
+    # Each of four matrices: a product, which reads input and gradient, and the addition to the main gradient.
+    read = 4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
+    weight = Work(2 * tokens * weights, 0.0, gradients + size * tokens * read, 8)
+    return StageWork(forward, backward, overlap, weight)
 
 
 def _element_bytes(config: Config) -> int:

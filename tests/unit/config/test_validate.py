@@ -99,6 +99,15 @@ REFUSED = [
         ("--virtual-pipeline-stages 3", "--pipeline-schedule dualpipev", "2 per rank", "interleaved"),
     ),
     (
+        "--pipeline-schedule zero-bubble",
+        ("--pipeline-schedule zero-bubble", "parallel-size 1", "2 or more", "1f1b"),
+    ),
+    (
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble "
+        "--virtual-pipeline-stages 2",
+        ("--virtual-pipeline-stages 2", "--pipeline-schedule zero-bubble", "1 per rank", "interleaved"),
+    ),
+    (
         "--num-virtual-stages-per-pipeline-rank 2",
         ("--virtual-pipeline-stages 2", "--pipeline-model-parallel-size 1", "2 or more"),
     ),

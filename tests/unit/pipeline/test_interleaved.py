@@ -1,5 +1,5 @@
-"""Orders of work with several chunks per rank: interleaved 1F1B against its description and formulas, and the
-messages of all of them."""
+"""Interleaved 1F1B against its description and formulas, and the messages of all orders of work that run on
+`engine.multi_stage`."""
 
 from collections import Counter
 from fractions import Fraction
@@ -13,6 +13,7 @@ from megatron.pipeline.orders import (
     forward_only,
     interleaved,
     interleaved_in_flight,
+    zero_bubble,
 )
 from megatron.pipeline.schedule import simulate, simulate_schedule
 from megatron.simulation.matching import find_deadlock
@@ -76,6 +77,9 @@ def test_the_peak_of_in_flight_passes_of_interleaved_by_formula(ranks, micro_bat
 
 
 def schedules_of_several_ranks():
+    for ranks, micro_batches in [(p, m) for p in (2, 3, 4, 8) for m in (1, 2, p, 2 * p + 1, 5 * p)]:
+        yield "zero-bubble", zero_bubble(ranks, micro_batches)
+        yield "evaluation of one chunk each", forward_only(range(ranks), micro_batches)
     for ranks, micro_batches in [(p, m) for p in (2, 3, 4, 8) for m in (2 * p, 3 * p, 7 * p)]:
         yield "dualpipev", dual_pipe_v(ranks, micro_batches)
         for chunks in (2, 3, 4):

@@ -11,7 +11,16 @@ from deepspeed.runtime.pipe import schedule as deepspeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.orders import Order, Step, Work, dual_pipe_v, gpipe, one_f_one_b
+from megatron.pipeline.orders import (
+    Order,
+    Step,
+    Work,
+    dual_pipe_v,
+    gpipe,
+    one_f_one_b,
+    zero_bubble,
+    zero_bubble_in_flight,
+)
 from megatron.pipeline.schedule import SCHEDULES, order_of_work, simulate, simulate_schedule
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 7, 8, 16, 17)]
@@ -186,16 +195,19 @@ def test_dualpipev_takes_as_long_as_deepspeeds_stream(plan):
     assert simulate_schedule("dualpipev", *times, micro_batches).makespan == polled_makespan(streams, *times)
 
 
-def check_that_it_could_be(timeline, forward, backward, transfer, micro_batches):
-    """Each pass once, one at a time on a rank, and after what it needs."""
+def check_that_it_could_be(timeline, seconds, transfer, micro_batches):
+    """Each pass once, one at a time on a rank, and after what it needs. seconds: by kind of pass."""
     rank_of = {span.work.chunk: rank for rank, spans in enumerate(timeline.spans) for span in spans}
     times = {span.work: span for spans in timeline.spans for span in spans}
-    assert len(times) == sum(map(len, timeline.spans)) == 2 * len(forward) * micro_batches
+    passes = sum(map(len, seconds.values())) * micro_batches
+    assert len(times) == sum(map(len, timeline.spans)) == passes
     for spans in timeline.spans:
         assert all(before.end <= after.start for before, after in pairwise(spans))
     for work, span in times.items():
-        took = forward if work.kind == "forward" else backward
-        assert span.end - span.start == took[work.chunk]
+        assert span.end - span.start == seconds[work.kind][work.chunk]
+        if work.kind == "weight":
+            assert times[work._replace(kind="backward")].end <= span.start
+            continue
         if work.kind == "backward":
             assert times[work._replace(kind="forward")].end <= span.start
         source = work._replace(chunk=work.chunk + (-1 if work.kind == "forward" else 1))
@@ -214,18 +226,22 @@ def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
     plan = data.draw(plans(chunks, whole_groups=name == "interleaved"))
     ranks, micro_batches, forward, backward, transfer = plan
     timeline = simulate_schedule(name, forward, backward, transfer, micro_batches, chunks)
-    check_that_it_could_be(timeline, forward, backward, transfer, micro_batches)
+    # In zero-bubble a half of the backward pass by default, for which no other rank waits.
+    weight = [seconds / 2 for seconds in backward] if name == "zero-bubble" else [0] * len(backward)
+    rest = [both - part for both, part in zip(backward, weight, strict=True)]
+    seconds = {"forward": forward, "backward": rest, "weight": weight if name == "zero-bubble" else []}
+    check_that_it_could_be(timeline, seconds, transfer, micro_batches)
     holders = order_of_work(name, ranks, micro_batches, chunks).rank_of_chunk
     # Both chunks of the turn of a V, and all of one rank, are in one place.
     on_the_way = sum(time for time, (a, b) in zip(transfer, pairwise(holders), strict=True) if a != b)
-    one_micro_batch = sum(forward) + sum(backward) + 2 * on_the_way
+    one_micro_batch = sum(forward) + sum(rest) + weight[0] + 2 * on_the_way
     assert timeline.makespan >= max(one_micro_batch, *timeline.busy)
     assert sum(timeline.busy) == micro_batches * (sum(forward) + sum(backward))
     faster = simulate_schedule(
         name, [Fraction(f, 3) for f in forward], [Fraction(b, 3) for b in backward],
         [Fraction(t, 3) for t in transfer], micro_batches, chunks,
     )  # fmt: skip
-    assert faster.makespan == Fraction(timeline.makespan, 3)
+    assert faster.makespan == Fraction(timeline.makespan) / 3
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
@@ -298,6 +314,50 @@ def test_1f1b_pays_a_transfer_there_and_back_for_each_micro_batch():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (2, 3, 2), (3, 2, 2)], ids=str)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_zero_bubble_takes_as_long_as_the_formula_says(times, stages):
+    """arXiv 2401.10241, section 2.3: a bubble of (p - 1) (F + B - W), and 1F1B's largest peak."""
+    forward, backward, weight = times
+    for micro_batches in (stages, stages + 1, 2 * stages, 5 * stages + 3):
+        timeline = simulate_schedule(
+            "zero-bubble", [forward] * stages, [backward + weight] * stages, [0] * (stages - 1),
+            micro_batches, weight=[weight] * stages,
+        )  # fmt: skip
+        bubble = (stages - 1) * (forward + backward - weight)
+        assert timeline.makespan == micro_batches * sum(times) + bubble
+        assert timeline.peak_in_flight == [stages] * stages
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_zero_bubble_does_all_work_and_is_never_longer_than_1f1b(stages, micro_batches):
+    arguments = [[2] * stages, [4] * stages, [1] * (stages - 1), micro_batches]
+    timeline = simulate_schedule("zero-bubble", *arguments)
+    assert timeline.makespan <= simulate_schedule("1f1b", *arguments).makespan
+    for stage, spans in enumerate(timeline.spans):
+        for kind in ("forward", "backward", "weight"):
+            done = [span.work for span in spans if span.work.kind == kind]
+            assert done == [Work(kind, k, stage) for k in range(micro_batches)]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_the_fullest_times_of_zero_bubble_by_formula(stages, micro_batches):
+    """Before a B; for any ratio of what a micro-batch keeps before it and after it."""
+    for stage, steps in enumerate(zero_bubble(stages, micro_batches).steps):
+        waiting = deferred = 0
+        seen = set()
+        for work in (work for step in steps for work in step.work):
+            if work.kind == "backward":
+                seen.add((waiting, deferred))
+            waiting += {"forward": 1, "backward": -1, "weight": 0}[work.kind]
+            deferred += {"forward": 0, "backward": 1, "weight": -1}[work.kind]
+        found = zero_bubble_in_flight(stage, stages, micro_batches)
+        assert set(found) <= seen
+        for kept, left in ((1, 0), (1, 1), (3, 2), (1, 4), (0, 1)):
+            largest = max(kept * a + left * b for a, b in seen)
+            assert max(kept * a + left * b for a, b in found) == largest
+
+
 def test_gpipe_pays_a_transfer_there_and_back_once():
     assert simulate_schedule("gpipe", [1, 1], [1, 1], [1], 3).makespan == 4 * 2 + 2
 
@@ -347,7 +407,7 @@ def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, secon
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, interleaved, dualpipev, gpipe"]),
+        (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, interleaved, dualpipev, zero-bubble, gpipe"]),
         (("1f1b", [1, 1], [1], [0], 1), ["2 forward times", "1 backward", "1 transfer"]),
         (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward times", "0 transfer"]),
         (("1f1b", [], [], [], 1), ["0 forward times"]),
@@ -373,3 +433,15 @@ def test_planning_needs_neither_torch_nor_deepspeed():
     code = "import sys, megatron.pipeline.schedule; print({'torch', 'deepspeed'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_a_weight_pass_comes_after_its_backward_pass():
+    passes = [Work(kind, 0, 0) for kind in ("forward", "weight", "backward")]
+    order = Order([[Step((), (), (), (work,)) for work in passes]], [0])
+    with pytest.raises(ValueError, match="does the weight pass of micro-batch 0 through chunk 0 before"):
+        simulate(order, [1], [1], [], [1])
+
+
+def test_a_weight_pass_is_a_part_of_the_backward_pass():
+    with pytest.raises(ValueError, match="longer than the backward pass"):
+        simulate_schedule("zero-bubble", [1, 1], [2, 2], [0], 2, weight=[1, 3])

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import ConfigError, read_command_line
-from megatron.planner.stages import in_flight_micro_batches, in_flight_on_rank, plan_stages
+from megatron.planner.stages import InFlight, in_flight_micro_batches, in_flight_on_rank, plan_stages
 
 FLAGS = (
     "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -65,14 +65,19 @@ def test_interleaved_stages_go_round_the_ranks():
     held = sum(found.stage_parameters(stage) for stage in range(4))
     assert held == found.total_parameters + words
     config = read_command_line([*FLAGS.split(), *pipeline(2).split(), "--virtual-pipeline-stages", "2"], {})
-    assert in_flight_on_rank(config.config, 0)[0] == {0: 3, 2: 2}
+    assert in_flight_on_rank(config.config, 0)[0] == {0: InFlight(3), 2: InFlight(2)}
     assert in_flight_micro_batches(config.config) == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("method", ["memory", "time", "parameters", "uniform", "type:embed:2|transformer"])
 @pytest.mark.parametrize(
     "schedule",
-    ["--pipeline-schedule 1f1b", "--pipeline-schedule dualpipev", "--virtual-pipeline-stages 2"],
+    [
+        "--pipeline-schedule 1f1b",
+        "--pipeline-schedule dualpipev",
+        "--virtual-pipeline-stages 2",
+        "--pipeline-schedule zero-bubble",
+    ],
 )
 def test_every_method_gives_every_stage_a_layer(method, schedule):
     words = f"{schedule} --partition-method {method} --num-layers 8 --global-batch-size 12"

@@ -117,14 +117,16 @@ def test_heads_without_tensor_cores_are_slow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "per_rank"), [("1f1b", 1), ("dualpipev", 2), ("interleaved", 2), ("interleaved", 4)]
+    ("schedule", "per_rank"),
+    [("1f1b", 1), ("dualpipev", 2), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)],
 )
 @pytest.mark.parametrize("uneven", [False, True])
 def test_more_micro_batches_are_extrapolated_as_they_are_simulated(
     schedule: str, per_rank: int, uneven: bool
 ) -> None:
     stages = [
-        StageTime(stage, 0, 1.0 + 0.3 * (uneven and stage == 2), 2.0, 0.0, 0.0, 0.0) for stage in range(8)
+        StageTime(stage, 0, 1.0 + 0.3 * (uneven and stage == 2), 2.0, 0.0, 0.0, 0.0, 0.9)
+        for stage in range(8)
     ]
     transfers = [0.1] * 7
     parallel = ParallelConfig(
@@ -133,10 +135,12 @@ def test_more_micro_batches_are_extrapolated_as_they_are_simulated(
         virtual_pipeline_stages=per_rank if schedule == "interleaved" else 1,
     )
     pipeline = PipelineTime.measure(parallel, stages, transfers, 100)
-    forward, backward = ([getattr(time, kind) for time in stages] for kind in ("forward", "backward"))
-    exact = simulate_schedule(schedule, forward, backward, transfers, 100, per_rank).makespan
+    forward, backward, weight = (
+        [getattr(time, kind) for time in stages] for kind in ("forward", "backward", "weight")
+    )
+    exact = simulate_schedule(schedule, forward, backward, transfers, 100, per_rank, weight).makespan
     assert pipeline.seconds(100) == pytest.approx(exact, rel=1e-3)
-    few = simulate_schedule(schedule, forward, backward, transfers, 12, per_rank).makespan
+    few = simulate_schedule(schedule, forward, backward, transfers, 12, per_rank, weight).makespan
     assert pipeline.seconds(12) == pytest.approx(few)
 
 
@@ -149,6 +153,23 @@ def test_equal_stages_have_the_textbook_bubble() -> None:
     assert step.pipeline == pytest.approx(expected, rel=0.03)
     busy = step.micro_batches * sum(times) / 4
     assert step.bubble == pytest.approx(1 - busy / step.pipeline)
+
+
+def test_zero_bubble_divides_the_backward_pass_and_hides_no_all_reduce() -> None:
+    flags = "--world-size 8 --pipeline-model-parallel-size 4 --tensor-model-parallel-size 2"
+    plain, split = predicted(flags), predicted(f"{flags} --pipeline-schedule zero-bubble")
+    assert all(time.weight == 0 for time in plain.stages)
+    for before, after in zip(plain.stages, split.stages, strict=True):
+        assert after.forward <= before.forward  # 1f1b gathers the parts of a message
+        # A third of the matrix products; the all-reduces of inputs' gradients are not hidden any more.
+        assert after.matmul / 4 < after.weight < after.backward / 2
+        assert after.matmul == pytest.approx(before.matmul) and after.memory == pytest.approx(before.memory)
+        assert after.communication > before.communication
+    fast = "--intra-node-gbps 1e9 --inter-node-gbps 1e9"
+    assert (
+        predicted(f"{flags} {fast} --pipeline-schedule zero-bubble").total
+        < predicted(f"{flags} {fast}").total
+    )
 
 
 def test_the_parts_add_up_and_the_rates_follow() -> None:
