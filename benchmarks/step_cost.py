@@ -201,6 +201,12 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
                 "<= 1 %",
                 share <= 0.01,
             ),
+            Row(
+                "exposed tensor-parallel communication (predicted)",
+                f"{100 * (step.exposed_communication - step.reduction - step.gather) / step.total:.1f} %",
+                "-",
+                None,
+            ),
             Row("MFU (predicted)", f"{100 * step.mfu:.0f} %", ">= 50 %", step.mfu >= 0.5),
         ]
     return rows

@@ -27,6 +27,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence_region,
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
+from megatron.mpu.tp_overlap import gather_and_multiply, multiply_and_reduce
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -74,6 +75,7 @@ class ColumnParallelLinear(nn.Module):
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
+    comm_overlap: with sequence_parallel, by chunks that overlap with the product (`tp_overlap`).
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         num_fused_parts: int = 1,
         sequence_parallel: bool = False,
+        comm_overlap: bool = False,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
+        self.comm_overlap = sequence_parallel and comm_overlap and tp_group.size > 1
         self.weight = new_parameter(
             ParameterSpec(
                 (n_out, n_in),
@@ -111,6 +115,8 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.comm_overlap:
+            return _overlapped(_OverlappedColumnLinear, x, self.weight, self.bias, self.tp_group)
         return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel)
 
 
@@ -119,6 +125,7 @@ class RowParallelLinear(nn.Module):
 
     lr_mult: multiplier of the weight's learning rate.
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
+    comm_overlap: with sequence_parallel, the sum is made by chunks that overlap with the product.
     """
 
     def __init__(
@@ -131,10 +138,12 @@ class RowParallelLinear(nn.Module):
         lr_mult: float = 1.0,
         bias: bool = True,
         sequence_parallel: bool = False,
+        comm_overlap: bool = False,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
+        self.comm_overlap = sequence_parallel and comm_overlap and tp_group.size > 1
         self.weight = new_parameter(
             ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
         )
@@ -143,7 +152,10 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
             return F.linear(x, self.weight, self.bias)
-        y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
+        if self.comm_overlap:
+            y = _overlapped(_OverlappedRowLinear, x, self.weight, self.tp_group)
+        else:
+            y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
         return y if self.bias is None else y + self.bias
 
@@ -176,6 +188,11 @@ def _column_linear_over_ranks(
 ) -> torch.Tensor:
     function = _SequenceColumnLinear if sequence_parallel else _ColumnLinear
     return function.apply(x, weight, bias, tp_group)
+
+
+@not_compiled
+def _overlapped(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    return function.apply(*arguments)
 
 
 @not_compiled
@@ -252,6 +269,39 @@ class _SequenceColumnLinear(torch.autograd.Function):
             grad_bias = grad_rows.sum(0)
         summed.wait()
         return grad_x, grad_weight, grad_bias, None
+
+
+class _OverlappedColumnLinear(_SequenceColumnLinear):
+    """The same with an all-gather that overlaps with the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp_group = tp_group
+        return gather_and_multiply(x, weight.t(), bias, tp_group)
+
+
+class _OverlappedRowLinear(torch.autograd.Function):
+    """F.linear, then the sum over the ranks, sharded along the sequence. The reduce-scatter of the forward
+    pass and the all-gather of the backward pass overlap with the products beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.tp_group = tp_group
+        return multiply_and_reduce(x, weight.t(), tp_group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        full = grad.new_empty(*x.shape[:-1], grad.shape[-1])
+        grad_x = gather_and_multiply(grad, weight, None, ctx.tp_group, full)
+        grad_weight = full.view(-1, full.shape[-1]).t().matmul(x.view(-1, x.shape[-1]))
+        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None
 
 
 class _AllReduceInPlace(torch.autograd.Function):

@@ -25,6 +25,11 @@ def check_layout(config: Config) -> None:
             f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tensor}: change one of them"
         )
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        raise ConfigError(
+            "--tp-comm-overlap without --sequence-parallel: it divides collectives along the sequence, add "
+            "--sequence-parallel or remove it"
+        )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(
             f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "

@@ -50,6 +50,11 @@ class ParallelConfig(Section):
         help="shard norms, dropout and residual connections along the sequence dimension over the "
         "tensor-parallel group, which reduces activation memory",
     )
+    tp_comm_overlap: bool = flag(
+        False,
+        help="with --sequence-parallel: divide the all-gather before a matrix product and the reduce-scatter "
+        "after one into up to 4 chunks of the sequence; each overlaps with the product of another chunk",
+    )
     zero_stage: int = flag(
         0,
         at_least=0,

@@ -28,6 +28,7 @@ from megatron.planner.timing.communication import (
     ALL_REDUCE,
     BUCKET_GRADIENTS,
     BUCKET_WEIGHTS,
+    CHUNKS,
     DATA,
     INPUT_GRADIENT,
     REDUCE_SCATTER,
@@ -39,6 +40,7 @@ from megatron.planner.timing.communication import (
     WEIGHTS,
     Exchange,
     RankCommunication,
+    overlap_chunks,
     rank_communication,
 )
 from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores, tflops_per_device
@@ -204,15 +206,24 @@ def stage_times(
         layout = _layout(config, rank)
         for stage in communication.stages:
             others = {call.purpose for call in (*stage.forward, *stage.backward)}
-            others -= {INPUT_GRADIENT, *overlapped}
+            others -= {INPUT_GRADIENT, CHUNKS, *overlapped}
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
+            products = work.product_flops / _rate(config, cluster)
+            chunked = [
+                _seconds_of(cluster, layout, calls, {CHUNKS}) for calls in (stage.forward, stage.backward)
+            ]
             seconds = []
-            for part, calls in ((work.forward, stage.forward), (work.backward, stage.backward)):
+            for part, calls, of_chunks in zip(
+                (work.forward, work.backward), (stage.forward, stage.backward), chunked, strict=True
+            ):
                 during_products = _seconds_of(cluster, layout, calls, {INPUT_GRADIENT})
                 exposed = max(during_products - hidden_by, 0.0)
                 exposed += _seconds_of(cluster, layout, calls, others)
+                if of_chunks:  # the backward pass has fewer such products, or with recomputation more
+                    beside = products * of_chunks / chunked[0]
+                    exposed += wait_for_units(beside, of_chunks, overlap_chunks(config))
                 computes = _work_seconds(config, cluster, part)
                 ahead = _seconds_of(cluster, layout, calls, overlapped)
                 exposed += wait_for_units(sum(computes) + exposed, ahead, config.model.num_layers)

@@ -30,6 +30,7 @@ from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.attention import attention_of, counts_kernels
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
+from megatron.planner.timing.communication import overlap_chunks
 from megatron.planner.timing.flops import head_flops, recomputes_scores, transformer_layer_flops
 
 
@@ -92,11 +93,13 @@ class StageWork:
     """The work of a pass of one micro-batch through a stage.
 
     overlap_flops: matrix products of the backward pass (and of the loss) during which an all-reduce runs.
+    product_flops: matrix products of the forward pass beside which layers communicate.
     """
 
     forward: Work
     backward: Work
     overlap_flops: float
+    product_flops: float
 
 
 MEGATRON_2021 = Program(
@@ -131,6 +134,7 @@ def program_of(config: Config) -> Program:
     copies = 2 * (1 + keys) * repeats
     one_norm = len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1
     forward_norms, backward_norms = _qk_norm_traffic(config)
+    chunks = overlap_chunks(config)
     fused_loss = config.training.loss_implementation == "fused"
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
@@ -159,6 +163,7 @@ def program_of(config: Config) -> Program:
             + 2 * repeats
             + splits
             - one_norm
+            + 4 * (chunks - 1)
             + forward_norms.launches,
         ),
         backward=Traffic(
@@ -183,6 +188,7 @@ def program_of(config: Config) -> Program:
             + (10 + 6 * partial) * rotates
             + 2 * repeats
             - one_norm
+            + 2 * (2 * chunks - 1) * (chunks > 1)
             + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
@@ -238,7 +244,7 @@ def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, pro
         forward += once + twice if program.fused_loss else once
         backward += add_gradient if program.fused_loss else twice
         overlap += flops
-    return StageWork(forward, backward, overlap)
+    return StageWork(forward, backward, overlap, count * layer.product_flops)
 
 
 def layer_work(config: Config, program: Program) -> StageWork:
@@ -270,6 +276,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
         program.forward.launches,
     )
     gradients = (size + size + 2 * program.gradient_bytes) * weights
+    if overlap_chunks(config) > 1:
+        # Copies of two gathered gradients. That each chunk reads the weights again is a part of its product.
+        gradients += 4 * size * tokens * model.hidden_size
     backward = Work(
         2 * (flops - misaligned),
         2 * misaligned,
@@ -281,8 +290,12 @@ def layer_work(config: Config, program: Program) -> StageWork:
     else:
         again = program.forward.score * scores if recomputes_scores(config) else 0.0
         backward += Work(flops=max(recomputed, 0.0), bytes=again)
+    columns = width + 2 * key_width + wide
     return StageWork(
-        forward, backward, 2 * tokens * (width + 2 * key_width + wide) * model.hidden_size / tp_size
+        forward,
+        backward,
+        2 * tokens * columns * model.hidden_size / tp_size,
+        2 * tokens * weights,
     )
 
 
