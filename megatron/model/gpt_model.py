@@ -399,7 +399,7 @@ def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, A
         "lr_mult": model.matrix_lr_mult,
         "bias": not model.disable_bias_linear,
         "sequence_parallel": context.sequence_parallel,
-        "comm_overlap": context.config.parallel.tp_comm_overlap,
+        "overlap_chunks": context.config.parallel.overlap_chunks,
     }
     return {"init_std": model.matrix_init_std, **both}, {"init_std": model.output_init_std, **both}
 

@@ -27,7 +27,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence_region,
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
-from megatron.mpu.tp_overlap import gather_and_multiply, multiply_and_reduce
+from megatron.mpu.tp_overlap import gather_and_multiply, in_chunks, multiply_and_reduce
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -75,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
-    comm_overlap: with sequence_parallel, by chunks that overlap with the product (`tp_overlap`).
+    overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         num_fused_parts: int = 1,
         sequence_parallel: bool = False,
-        comm_overlap: bool = False,
+        overlap_chunks: int = 1,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
-        self.comm_overlap = sequence_parallel and comm_overlap and tp_group.size > 1
+        self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
         self.weight = new_parameter(
             ParameterSpec(
                 (n_out, n_in),
@@ -115,8 +115,9 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.comm_overlap:
-            return _overlapped(_OverlappedColumnLinear, x, self.weight, self.bias, self.tp_group)
+        if self.overlap_chunks > 1:
+            arguments = (x, self.weight, self.bias, self.tp_group, self.overlap_chunks)
+            return _overlapped(_OverlappedColumnLinear, *arguments)
         return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel)
 
 
@@ -125,7 +126,7 @@ class RowParallelLinear(nn.Module):
 
     lr_mult: multiplier of the weight's learning rate.
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
-    comm_overlap: with sequence_parallel, the sum is made by chunks that overlap with the product.
+    overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
 
     def __init__(
@@ -138,12 +139,12 @@ class RowParallelLinear(nn.Module):
         lr_mult: float = 1.0,
         bias: bool = True,
         sequence_parallel: bool = False,
-        comm_overlap: bool = False,
+        overlap_chunks: int = 1,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
-        self.comm_overlap = sequence_parallel and comm_overlap and tp_group.size > 1
+        self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
         self.weight = new_parameter(
             ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
         )
@@ -152,8 +153,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
             return F.linear(x, self.weight, self.bias)
-        if self.comm_overlap:
-            y = _overlapped(_OverlappedRowLinear, x, self.weight, self.tp_group)
+        if self.overlap_chunks > 1:
+            y = _overlapped(_OverlappedRowLinear, x, self.weight, self.tp_group, self.overlap_chunks)
         else:
             y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
@@ -256,7 +257,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         full, gathered = all_gather_sequence(x, ctx.tp_group)
         grad_full = grad.matmul(weight)
         gathered.wait()
@@ -271,16 +272,25 @@ class _SequenceColumnLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-class _OverlappedColumnLinear(_SequenceColumnLinear):
-    """The same with an all-gather that overlaps with the product."""
+class _OverlappedColumnLinear(torch.autograd.Function):
+    """`_SequenceColumnLinear` with an all-gather that overlaps with the product."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp_group: TPGroup,
+        most_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp_group = tp_group
-        return gather_and_multiply(x, weight.t(), bias, tp_group)
+        return gather_and_multiply(x, weight.t(), bias, tp_group, most_chunks)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_SequenceColumnLinear.backward(ctx, grad), None
 
 
 class _OverlappedRowLinear(torch.autograd.Function):
@@ -288,20 +298,22 @@ class _OverlappedRowLinear(torch.autograd.Function):
     pass and the all-gather of the backward pass overlap with the products beside them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup, most_chunks: int
+    ) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.tp_group = tp_group
-        return multiply_and_reduce(x, weight.t(), tp_group)
+        ctx.tp_group, ctx.most_chunks = tp_group, most_chunks
+        return multiply_and_reduce(x, weight.t(), tp_group, most_chunks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        full = grad.new_empty(*x.shape[:-1], grad.shape[-1])
-        grad_x = gather_and_multiply(grad, weight, None, ctx.tp_group, full)
-        grad_weight = full.view(-1, full.shape[-1]).t().matmul(x.view(-1, x.shape[-1]))
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None
+        grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.most_chunks)
+        rows = in_chunks(x, len(gathered), ctx.tp_group)
+        grad_weight = gathered.flatten(0, 2).t().matmul(rows) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
 
 
 class _AllReduceInPlace(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 A product after an all-gather is computed in chunks along the sequence: while the product of one chunk runs,
 the next chunk is gathered. A product before a reduce-scatter: while a chunk is reduced, the product of the
-next one runs. Only the first or the last chunk's communication is not hidden. (Megatron-LM's flag of this
-name; arXiv 2305.06942 has the idea of decomposing both.)
+next one runs. Only the first or the last chunk's communication is not hidden. Megatron-LM has a flag of this
+name.
 
 A chunk holds a part of every rank's shard: rows [rank, chunk, row of the chunk, batch] of a full tensor
 [seq, batch, ...]. So the reduced chunk, and the product of a gathered one, are at their places in the result
@@ -13,49 +13,57 @@ has other terms than without chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.mappings import all_gather_sequence
-
-CHUNKS = 4
-"""Most chunks of a shard. More chunks hide more, and their products are smaller."""
 
 
-def number_of_chunks(length: int) -> int:
-    """Chunks of a shard of `length` positions: the largest number up to `CHUNKS` that divides it."""
-    return next(chunks for chunks in range(CHUNKS, 0, -1) if length % chunks == 0)
+def number_of_chunks(length: int, most: int) -> int:
+    """Chunks of a shard of `length` positions: the largest number up to `most` that divides it."""
+    return next(chunks for chunks in range(most, 0, -1) if length % chunks == 0)
 
 
 def gather_and_multiply(
-    x: Tensor, factor: Tensor, bias: Tensor | None, tp_group: TPGroup, full: Tensor | None = None
-) -> Tensor:
-    """The product of the all-gathered `x` with `factor`, plus `bias`: [seq / size, batch, n_in] times
-    [n_in, n_out] -> [seq, batch, n_out]. full: [seq, batch, n_in], gets the gathered `x`. No autograd."""
-    chunks, batch = number_of_chunks(len(x)), x.shape[1:-1]
-    result = x.new_empty(len(x) * tp_group.size, *batch, factor.shape[1])
-    places = _blocks(result, chunks, tp_group)
+    x: Tensor, factor: Tensor, bias: Tensor | None, tp_group: TPGroup, most_chunks: int
+) -> tuple[Tensor, Tensor]:
+    """(product of the all-gathered `x` with `factor`, plus `bias`; the gathered `x`, chunk after chunk):
+    [seq / size, batch, n_in] times [n_in, n_out] -> [seq, batch, n_out], [chunk, rank, rows, n_in]. No
+    autograd."""
+    chunks = number_of_chunks(len(x), most_chunks)
+    gathered = x.new_empty(chunks, tp_group.size, x[..., 0].numel() // chunks, x.shape[-1])
+    result = x.new_empty(len(x) * tp_group.size, *x.shape[1:-1], factor.shape[1])
+    parts = x.contiguous().view(chunks, -1, x.shape[-1]).unbind()
     factor = factor.expand(tp_group.size, -1, -1)
-    for index, part in enumerate(_gathered_chunks(x, chunks, tp_group)):
-        rows = part.view(tp_group.size, -1, x.shape[-1])
+    pending = _start_gather(gathered[0], parts[0], tp_group)
+    for index, place in enumerate(_blocks(result, chunks, tp_group).unbind(1)):
+        current = pending
+        if index + 1 < chunks:
+            pending = _start_gather(gathered[index + 1], parts[index + 1], tp_group)
+        current.wait()
         if bias is None:
-            torch.bmm(rows, factor, out=places[:, index])
+            torch.bmm(gathered[index], factor, out=place)
         else:
-            torch.baddbmm(bias, rows, factor, out=places[:, index])
-        if full is not None:
-            _blocks(full, chunks, tp_group)[:, index].copy_(rows)
-    return result
+            torch.baddbmm(bias, gathered[index], factor, out=place)
+    return result, gathered
 
 
-def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup) -> Tensor:
+def _start_gather(full: Tensor, part: Tensor, tp_group: TPGroup) -> dist.Work:
+    return dist.all_gather_into_tensor(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
+
+
+def in_chunks(x: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
+    """The rows of a contiguous [seq, batch, n] in the order of `gather_and_multiply`'s second result:
+    [seq x batch, n]. A copy if there are several chunks."""
+    return _blocks(x, chunks, tp_group).transpose(0, 1).reshape(-1, x.shape[-1])
+
+
+def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, most_chunks: int) -> Tensor:
     """This rank's shard of the sum over ranks of `x` times `factor`: [seq, batch, n_in] times [n_in, n_out]
     -> [seq / size, batch, n_out]. No autograd."""
     length = len(x) // tp_group.size
-    chunks = number_of_chunks(length)
+    chunks = number_of_chunks(length, most_chunks)
     result = x.new_empty(length, *x.shape[1:-1], factor.shape[1])
     factor = factor.expand(tp_group.size, -1, -1)
     pending = []
@@ -65,20 +73,6 @@ def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup) -> Tensor:
     for work in pending:
         work.wait()
     return result
-
-
-def _gathered_chunks(x: Tensor, chunks: int, tp_group: TPGroup) -> Iterator[Tensor]:
-    """The all-gathered chunks of `x`, in order; each next one is gathered while the caller uses one."""
-    parts = x.contiguous().chunk(chunks)
-    ahead = all_gather_sequence(parts[0], tp_group)
-    for following in parts[1:]:
-        part, pending = ahead
-        ahead = all_gather_sequence(following, tp_group)
-        pending.wait()
-        yield part
-    part, pending = ahead
-    pending.wait()
-    yield part
 
 
 def _blocks(full: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:

@@ -10,14 +10,14 @@ from megatron.mpu.parameters import initialize_parameters
 from megatron.testing.layouts import FP32_BOUND, STEPS, Row, relative_errors, train_layout
 from megatron.testing.pool import run_world
 
-OVERLAP = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
+OVERLAP = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True, "tp_comm_overlap_chunks": 4}}
 BATCH, WIDE, NARROW = 3, 24, 16
 
 
 def through_layers(ranks, length, dtype, overlap):
     """Output and gradients of a column-parallel and a row-parallel layer, of this rank's shard."""
     tp_group = TPGroup(torch.distributed.get_rank(), ranks, torch.distributed.group.WORLD)
-    settings = {"init_std": 0.1, "sequence_parallel": True, "comm_overlap": overlap}
+    settings = {"init_std": 0.1, "sequence_parallel": True, "overlap_chunks": 4 if overlap else 1}
     column = ColumnParallelLinear(NARROW, WIDE, tp_group, **settings)
     row = RowParallelLinear(WIDE, NARROW, tp_group, **settings)
     for seed, layer in enumerate((column, row)):
@@ -59,12 +59,12 @@ def sum_in_order(length):
     own = total[tp_group.rank * length : (tp_group.rank + 1) * length]
     gathered = [torch.empty_like(own) for _ in range(size)]
     torch.distributed.all_gather(gathered, own.contiguous())
-    full = torch.empty(size * length, 2, 5)
-    product = tp_overlap.gather_and_multiply(own, factor.t(), None, tp_group, full)
+    full = torch.cat(gathered)
+    product, in_chunks = tp_overlap.gather_and_multiply(own, factor.t(), None, tp_group, 4)
     return (
-        torch.equal(tp_overlap.multiply_and_reduce(x, factor, tp_group), own),
-        torch.equal(product, torch.cat(gathered) @ factor.t()),
-        torch.equal(full, torch.cat(gathered)),
+        torch.equal(tp_overlap.multiply_and_reduce(x, factor, tp_group, 4), own),
+        torch.equal(product, full @ factor.t()),
+        torch.equal(in_chunks.flatten(0, 2), tp_overlap.in_chunks(full, len(in_chunks), tp_group)),
     )
 
 
@@ -74,7 +74,7 @@ def test_every_element_is_at_its_place(length):
 
 
 def test_the_number_of_chunks_divides_the_shard():
-    assert [tp_overlap.number_of_chunks(n) for n in (1, 2, 3, 6, 7, 1024)] == [1, 2, 3, 3, 1, 4]
+    assert [tp_overlap.number_of_chunks(n, 4) for n in (1, 2, 3, 6, 7, 1024)] == [1, 2, 3, 3, 1, 4]
 
 
 @pytest.mark.gate(rows=1)

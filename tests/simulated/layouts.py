@@ -112,7 +112,7 @@ LAYOUTS = {
     "all-three-sequence": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--bf16 --zero-stage 1 --sequence-parallel",
     "tensor-2-chunks": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --sequence-parallel "
-    f"--tp-comm-overlap {NO_DROPOUT}",
+    f"--tp-comm-overlap --tp-comm-overlap-chunks 4 {NO_DROPOUT}",
     "all-three-chunks-recompute": "--world-size 8 --tensor-model-parallel-size 2 "
     "--pipeline-model-parallel-size 2 --bf16 --zero-stage 1 --sequence-parallel --tp-comm-overlap "
     f"--checkpoint-activations {NO_DROPOUT}",

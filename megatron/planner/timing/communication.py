@@ -249,7 +249,7 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
     def calls(operation: str, number: int, purpose: str = "layers") -> list[Exchange]:
         return [Exchange(TENSOR, operation, purpose, hidden, number)] if number else []
 
-    if config.parallel.tp_comm_overlap:
+    if config.parallel.overlap_chunks > 1:
         forward = _chunked(config, ALL_GATHER, 2 * count) + _chunked(config, REDUCE_SCATTER, 2 * count)
         backward = calls(ALL_GATHER, 2 * count) + calls(REDUCE_SCATTER, 2 * count, INPUT_GRADIENT)
         backward += _chunked(config, ALL_GATHER, 2 * count + 2 * again)
@@ -290,9 +290,8 @@ def _chunked(config: Config, operation: str, number: int) -> list[Exchange]:
 def overlap_chunks(config: Config) -> int:
     """Chunks of the products beside collectives (`megatron.mpu.tp_overlap`); 1 without them."""
     parallel = config.parallel
-    if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size == 1:
-        return 1
-    return number_of_chunks(config.model.seq_length // parallel.tensor_model_parallel_size)
+    length = config.model.seq_length // parallel.tensor_model_parallel_size
+    return number_of_chunks(length, parallel.overlap_chunks) if parallel.tensor_model_parallel_size > 1 else 1
 
 
 def _loss_exchanges(config: Config, vocab_size: int) -> tuple[list[Exchange], list[Exchange]]:

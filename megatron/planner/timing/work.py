@@ -188,7 +188,7 @@ def program_of(config: Config) -> Program:
             + (10 + 6 * partial) * rotates
             + 2 * repeats
             - one_norm
-            + 2 * (2 * chunks - 1) * (chunks > 1)
+            + 2 * chunks * (chunks > 1)
             + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
@@ -277,8 +277,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
     )
     gradients = (size + size + 2 * program.gradient_bytes) * weights
     if overlap_chunks(config) > 1:
-        # Copies of two gathered gradients. That each chunk reads the weights again is a part of its product.
-        gradients += 4 * size * tokens * model.hidden_size
+        # Copies of the inputs of two products. That each chunk reads the weights again is a part of its
+        # product.
+        gradients += 2 * size * tokens * (width + model.ffn_hidden_size) / tp_size
     backward = Work(
         2 * (flops - misaligned),
         2 * misaligned,

@@ -208,7 +208,7 @@ def test_the_constants_scale_the_passes() -> None:
 
 @pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"])
 def test_chunks_hide_communication_behind_products(recompute: str) -> None:
-    """Of the forward pass only one of four chunks is left, if the products take longer than the messages."""
+    """Of the forward pass only one chunk is left, if the products take longer than the messages."""
     sharded = (
         "--world-size 8 --tensor-model-parallel-size 8 --sequence-parallel --hidden-size 8192 "
         f"--num-attention-heads 64 {recompute}"
