@@ -211,6 +211,12 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
                 "<= 1 %",
                 share <= 0.01,
             ),
+            Row(
+                "exposed tensor-parallel communication (predicted)",
+                f"{100 * (step.exposed_communication - step.reduction - step.gather) / step.total:.1f} %",
+                "-",
+                None,
+            ),
         ]
     return rows
 

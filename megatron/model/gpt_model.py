@@ -400,6 +400,7 @@ def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, A
         "bias": not model.disable_bias_linear,
         "sequence_parallel": context.sequence_parallel,
         "deferred": context.deferred,
+        "overlap_chunks": context.config.parallel.overlap_chunks,
     }
     return {"init_std": model.matrix_init_std, **both}, {"init_std": model.output_init_std, **both}
 

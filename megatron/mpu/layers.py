@@ -36,6 +36,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence_region,
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
+from megatron.mpu.tp_overlap import gather_and_multiply, in_chunks, multiply_and_reduce
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -84,6 +85,7 @@ class ColumnParallelLinear(nn.Module):
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
     deferred: what the backward pass leaves the weight's gradient to.
+    overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
 
     def __init__(
@@ -98,11 +100,13 @@ class ColumnParallelLinear(nn.Module):
         num_fused_parts: int = 1,
         sequence_parallel: bool = False,
         deferred: DeferredGradients | None = None,
+        overlap_chunks: int = 1,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
         self.deferred = deferred
+        self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
         self.weight = new_parameter(
             ParameterSpec(
                 (n_out, n_in),
@@ -123,6 +127,9 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.overlap_chunks > 1:
+            arguments = (x, self.weight, self.bias, self.tp_group, self.overlap_chunks)
+            return _overlapped(_OverlappedColumnLinear, *arguments)
         return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel, self.deferred)
 
 
@@ -132,6 +139,7 @@ class RowParallelLinear(nn.Module):
     lr_mult: multiplier of the weight's learning rate.
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
     deferred: what the backward pass leaves the weight's gradient to.
+    overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
 
     def __init__(
@@ -145,11 +153,13 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         sequence_parallel: bool = False,
         deferred: DeferredGradients | None = None,
+        overlap_chunks: int = 1,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
         self.deferred = deferred
+        self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
         self.weight = new_parameter(
             ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
         )
@@ -158,8 +168,11 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
             return linear(x, self.weight, self.bias, self.deferred)
-        y = linear(x, self.weight, None, self.deferred)
-        y = _reduce_output(y, self.tp_group, self.sequence_parallel)
+        if self.overlap_chunks > 1:
+            y = _overlapped(_OverlappedRowLinear, x, self.weight, self.tp_group, self.overlap_chunks)
+        else:
+            y = linear(x, self.weight, None, self.deferred)
+            y = _reduce_output(y, self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
         return y if self.bias is None else y + self.bias
 
@@ -196,6 +209,11 @@ def _column_linear_over_ranks(
     if deferred is None:
         return function.apply(x, weight, bias, tp_group, None)
     return function.apply(with_gradient(x), weight.detach(), bias, tp_group, partial(deferred.add, weight))
+
+
+@not_compiled
+def _overlapped(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    return function.apply(*arguments)
 
 
 @not_compiled
@@ -296,6 +314,50 @@ def _gathered_weight_gradient(grad: torch.Tensor, x: torch.Tensor, tp_group: TPG
     full, pending = all_gather_sequence(x, tp_group)
     pending.wait()
     return weight_gradient(grad, full)
+
+
+class _OverlappedColumnLinear(torch.autograd.Function):
+    """`_SequenceColumnLinear` with an all-gather that overlaps with the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tp_group: TPGroup,
+        most_chunks: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp_group, ctx.defer = tp_group, None
+        return gather_and_multiply(x, weight.t(), bias, tp_group, most_chunks)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _SequenceColumnLinear.backward(ctx, grad)
+
+
+class _OverlappedRowLinear(torch.autograd.Function):
+    """F.linear, then the sum over the ranks, sharded along the sequence. The reduce-scatter of the forward
+    pass and the all-gather of the backward pass overlap with the products beside them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup, most_chunks: int
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.tp_group, ctx.most_chunks = tp_group, most_chunks
+        return multiply_and_reduce(x, weight.t(), tp_group, most_chunks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.most_chunks)
+        rows = in_chunks(x, len(gathered), ctx.tp_group)
+        grad_weight = gathered.flatten(0, 2).t().matmul(rows) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
 
 
 class _AllReduceInPlace(torch.autograd.Function):

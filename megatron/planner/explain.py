@@ -105,7 +105,12 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))
     if parallel.tensor_model_parallel_size > 1:
         flag = not parallel.sequence_parallel
-        changes.append((f"sequence parallel {'on' if flag else 'off'}", {"parallel.sequence_parallel": flag}))
+        change = {"parallel.sequence_parallel": flag, "parallel.tp_comm_overlap": False}
+        changes.append((f"sequence parallel {'on' if flag else 'off'}", change))
+    if parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel:
+        flag = not parallel.tp_comm_overlap
+        title = f"TP communication overlap {'on' if flag else 'off'}"
+        changes.append((title, {"parallel.tp_comm_overlap": flag}))
     if model.hidden_dropout > 0 or model.attention_dropout > 0:
         changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
     return tuple(_what_if(config, vocab_size, text, change) for text, change in changes)

@@ -95,6 +95,7 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
         "parallel.zero_stage": 0,
         "parallel.world_size": 1,
         "parallel.sequence_parallel": False,
+        "parallel.tp_comm_overlap": False,
         "model.num_layers": min(_FEW_LAYERS, config.model.num_layers),
     }
     largest = _largest(config, vocab_size, one, (64, 32, 16, 8, 4, 2, 1))

@@ -94,6 +94,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
         if node_size % tp_size or not config.model.heads_divide(tp_size):
             continue
         sequence = (False, True) if tp_size > 1 else (False,)
+        wants_overlap = config.parallel.tp_comm_overlap
         for pp_size in _divisors(world // tp_size):
             dp_size = world // tp_size // pp_size
             if pp_size > layers or config.batch.global_batch_size % dp_size:
@@ -103,6 +104,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 if rest or not count:
                     continue
                 for schedule, virtual in _schedules(pp_size, layers, count):
+                    overlaps = wants_overlap and not PIPELINE_SCHEDULES[schedule].splits_backward
                     for zero_stage in (1, 2, 3) if pp_size == 1 and dp_size > 1 else (1,):
                         for (recomputes, granularity), sharded in product(recomputations, sequence):
                             yield {
@@ -112,6 +114,11 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                                 "parallel.pipeline_schedule": schedule,
                                 **({"parallel.virtual_pipeline_stages": virtual} if virtual != own else {}),
                                 "parallel.sequence_parallel": sharded,
+                                **(
+                                    {"parallel.tp_comm_overlap": overlaps and sharded}
+                                    if wants_overlap
+                                    else {}
+                                ),
                                 "batch.micro_batch_size": micro_batch,
                                 "training.checkpoint_activations": recomputes,
                                 "training.recompute_granularity": granularity,

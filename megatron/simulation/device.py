@@ -13,6 +13,7 @@ messages and partition tables are real, and the code that reads them runs as it 
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 import weakref
@@ -281,7 +282,10 @@ def _iterate(values: Any) -> Iterator[Tensor]:
 
 def _bytes_of(tensor: Tensor) -> int:
     """Bytes that reading the tensor takes: an expanded tensor is read once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    elements = tensor.numel()
+    if elements and 0 in tensor.stride():
+        elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _may_have_values(tensor: Tensor) -> bool:

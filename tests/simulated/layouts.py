@@ -123,6 +123,11 @@ LAYOUTS = {
     f"--zero-stage 1 --checkpoint-activations --position-embedding-type alibi --embed-layernorm {NO_DROPOUT}",
     "all-three-sequence": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--bf16 --zero-stage 1 --sequence-parallel",
+    "tensor-2-chunks": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --sequence-parallel "
+    f"--tp-comm-overlap --tp-comm-overlap-chunks 4 {NO_DROPOUT}",
+    "all-three-chunks-recompute": "--world-size 8 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --bf16 --zero-stage 1 --sequence-parallel --tp-comm-overlap "
+    f"--checkpoint-activations {NO_DROPOUT}",
     "all-three-buckets": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--bf16 --zero-stage 1 --sequence-parallel --ddp-bucket-size 1",
     "all-three-spikes": "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

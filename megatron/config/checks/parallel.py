@@ -25,6 +25,16 @@ def check_layout(config: Config) -> None:
             f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tensor}: change one of them"
         )
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        raise ConfigError(
+            "--tp-comm-overlap without --sequence-parallel: it divides collectives along the sequence, add "
+            "--sequence-parallel or remove it"
+        )
+    if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
+        raise ConfigError(
+            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: this schedule computes "
+            "the gradients of weights from whole sequences, in passes of their own; remove one of the two"
+        )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(
             f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "

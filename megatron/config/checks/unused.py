@@ -116,9 +116,11 @@ def _unused_parallel_settings(config: Config) -> Iterator[tuple[Section, tuple[s
     parallel = config.parallel
     if parallel.tensor_model_parallel_size == 1:
         reason = "with --tensor-model-parallel-size 1"
-        yield parallel, ("sequence_parallel",), reason
+        yield parallel, ("sequence_parallel", "tp_comm_overlap", "tp_comm_overlap_chunks"), reason
         yield config.training, ("partition_activations",), reason
         yield config.stability, ("sync_tp_duplicated_parameters",), reason
+    elif not parallel.tp_comm_overlap:
+        yield parallel, ("tp_comm_overlap_chunks",), "without --tp-comm-overlap"
     if parallel.data_parallel_size == 1:
         reason = "with data-parallel size 1"
         yield parallel, ("zero_stage",), reason

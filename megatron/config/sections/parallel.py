@@ -50,6 +50,18 @@ class ParallelConfig(Section):
         help="shard norms, dropout and residual connections along the sequence dimension over the "
         "tensor-parallel group, which reduces activation memory",
     )
+    tp_comm_overlap: bool = flag(
+        False,
+        help="with --sequence-parallel: divide the all-gather before a matrix product and the reduce-scatter "
+        "after one into chunks of the sequence; each overlaps with the product of another chunk",
+    )
+    tp_comm_overlap_chunks: int = flag(
+        2,
+        at_least=2,
+        at_most=64,
+        metavar="N",
+        help="with --tp-comm-overlap: number of chunks, the largest up to N that divides --seq-length / TP",
+    )
     zero_stage: int = flag(
         0,
         at_least=0,
@@ -196,6 +208,11 @@ class ParallelConfig(Section):
         if self.zero_stage != 1 or self.data_parallel_size == 1 or not overlaps:
             return None
         return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.data_parallel_size)
+
+    @property
+    def overlap_chunks(self) -> int:
+        """Most chunks of --tp-comm-overlap; 1 without it."""
+        return self.tp_comm_overlap_chunks if self.tp_comm_overlap else 1
 
     @property
     def data_parallel_size(self) -> int:

@@ -10,6 +10,7 @@ Tensor-parallel group, per micro-batch (arXiv 1909.08053; with --sequence-parall
       sequence parallel    forward reduce-scatter H, backward all-gather H
     transformer layer      forward 2 all-reduces of H, backward 2, recomputation 2 (or 1, see below)
       sequence parallel    forward 2 all-gathers and 2 reduce-scatters of H; backward 4 and 2
+      --tp-comm-overlap    the same in chunks, but 2 of each in the backward pass
       fewer query groups   forward and recomputation all-gather, backward reduce-scatter of the projections,
       than TP              e b s (n + 2 g) d
       qk-layernorm over    forward and recomputation 2 all-reduces of 4 b s, backward 2
@@ -46,6 +47,7 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import CHUNK_TOKENS, LOGITS_BYTES
+from megatron.mpu.tp_overlap import number_of_chunks
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.memory.flat_buffers import (
     embedding_ranks,
@@ -70,6 +72,9 @@ STAGES = "stages"
 
 INPUT_GRADIENT = "input gradient"
 """Purpose of the collectives that run while the weight's gradient is computed."""
+
+CHUNKS = "chunks of layers"
+"""Purpose of the collectives that overlap with the product beside them (`megatron.mpu.tp_overlap`)."""
 
 WEIGHTS = "weights"
 """Purpose of the all-gathers after the update of the optimizer."""
@@ -247,7 +252,12 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
     def calls(operation: str, number: int, purpose: str = "layers") -> list[Exchange]:
         return [Exchange(TENSOR, operation, purpose, hidden, number)] if number else []
 
-    if config.parallel.sequence_parallel:
+    if config.parallel.overlap_chunks > 1:
+        forward = _chunked(config, ALL_GATHER, 2 * count) + _chunked(config, REDUCE_SCATTER, 2 * count)
+        backward = calls(ALL_GATHER, 2 * count) + calls(REDUCE_SCATTER, 2 * count, INPUT_GRADIENT)
+        backward += _chunked(config, ALL_GATHER, 2 * count + 2 * again)
+        backward += _chunked(config, REDUCE_SCATTER, 2 * again)
+    elif config.parallel.sequence_parallel:
         forward = calls(ALL_GATHER, 2 * count) + calls(REDUCE_SCATTER, 2 * count)
         # Two of gradients, and two of the inputs of which the weights' gradients are computed.
         deferred = 2 * count if config.parallel.schedule.splits_backward else 0
@@ -276,6 +286,20 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
         size = hidden * _residual_bytes(config) // _parameter_bytes(config)
         backward.append(Exchange(TENSOR, ALL_GATHER, "partitioned activations", size, groups))
     return forward, backward, weight
+
+
+def _chunked(config: Config, operation: str, number: int) -> list[Exchange]:
+    """`number` collectives of hidden states in chunks (`megatron.mpu.tp_overlap`)."""
+    chunks = overlap_chunks(config)
+    size = _hidden_bytes(config) // chunks
+    return [Exchange(TENSOR, operation, CHUNKS, size, number * chunks)] if number else []
+
+
+def overlap_chunks(config: Config) -> int:
+    """Chunks of the products beside collectives (`megatron.mpu.tp_overlap`); 1 without them."""
+    parallel = config.parallel
+    length = config.model.seq_length // parallel.tensor_model_parallel_size
+    return number_of_chunks(length, parallel.overlap_chunks) if parallel.tensor_model_parallel_size > 1 else 1
 
 
 def _loss_exchanges(config: Config, vocab_size: int) -> tuple[list[Exchange], list[Exchange]]:

@@ -111,8 +111,11 @@ def transformer_layer_flops(config: Config) -> float:
 
 def skips_last_product(config: Config) -> bool:
     """Whether recomputation ends before the last matrix product of a group of layers: nothing after it is
-    saved for the backward pass. DeepSpeed's recomputation goes to the end."""
+    saved for the backward pass. DeepSpeed's recomputation goes to the end, and with --tp-comm-overlap the
+    product and its reduction are one function."""
     training, tp_size = config.training, config.parallel.tensor_model_parallel_size
+    if config.parallel.tp_comm_overlap and tp_size > 1:
+        return False
     if training.checkpoint_in_cpu or (training.partition_activations and tp_size > 1):
         return False
     arrangement = LAYER_ARRANGEMENTS[config.model.layer_arrangement]

@@ -45,10 +45,11 @@ def wait_for_weights(forward: float, buckets: Sequence[Collective], others: floa
 
 
 def wait_for_units(compute: float, communication: float, units: int) -> float:
-    """Seconds for which a pass waits for the collectives of its sharded layers. Those of a layer run while
-    another one computes; nothing hides the first.
+    """Seconds for which a pass waits for collectives of equal units. Those of a unit run while another one
+    computes; nothing hides the first.
 
-    compute, communication: seconds of the pass without the other. units: number of layers.
+    compute, communication: seconds of the pass without the other. units: number of sharded layers
+    (`megatron.optimizer.sharded_units`), or of chunks of a product (`megatron.mpu.tp_overlap`).
     """
     if not units:
         return 0.0

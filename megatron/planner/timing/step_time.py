@@ -28,6 +28,7 @@ from megatron.planner.timing.communication import (
     ALL_REDUCE,
     BUCKET_GRADIENTS,
     BUCKET_WEIGHTS,
+    CHUNKS,
     DATA,
     INPUT_GRADIENT,
     REDUCE_SCATTER,
@@ -39,6 +40,7 @@ from megatron.planner.timing.communication import (
     WEIGHTS,
     Exchange,
     RankCommunication,
+    overlap_chunks,
     rank_communication,
 )
 from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores, tflops_per_device
@@ -213,12 +215,14 @@ def stage_times(
         layout = _layout(config, rank)
         for stage in communication.stages:
             others = {call.purpose for call in (*stage.forward, *stage.backward, *stage.weight)}
-            others -= {INPUT_GRADIENT, *overlapped}
+            others -= {INPUT_GRADIENT, CHUNKS, *overlapped}
             work = stage_work(config, plan, vocab_size, stage.stage, program)
             hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
             hidden_by /= _rate(config, cluster)
             # The products that would hide the backward pass's collectives are in the weight pass.
             in_backward = 0.0 if config.parallel.schedule.splits_backward else hidden_by
+            products = work.product_flops / _rate(config, cluster)
+            chunked = _seconds_of(cluster, layout, stage.forward, {CHUNKS})
             seconds = []
             passes = (
                 (work.forward, stage.forward, hidden_by),
@@ -229,6 +233,10 @@ def stage_times(
                 during_products = _seconds_of(cluster, layout, calls, {INPUT_GRADIENT})
                 exposed = max(during_products - hidden, 0.0)
                 exposed += _seconds_of(cluster, layout, calls, others)
+                of_chunks = _seconds_of(cluster, layout, calls, {CHUNKS})
+                if of_chunks:  # the backward pass has fewer such products, or with recomputation more
+                    beside = products * of_chunks / chunked
+                    exposed += wait_for_units(beside, of_chunks, overlap_chunks(config))
                 matmul, other = _work_seconds(config, cluster, part)
                 if computing is not None:
                     other = computing[stage.stage][index] - matmul

@@ -30,6 +30,7 @@ from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.attention import attention_of, counts_kernels
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
+from megatron.planner.timing.communication import overlap_chunks
 from megatron.planner.timing.flops import head_flops, recomputes_scores, transformer_layer_flops
 
 
@@ -93,12 +94,14 @@ class StageWork:
 
     overlap_flops: matrix products of the backward pass (and of the loss) during which an all-reduce runs, if
     the backward pass is not divided.
+    product_flops: matrix products of the forward pass beside which layers communicate.
     weight: the part of `backward` that --pipeline-schedule zero-bubble does in a pass of its own.
     """
 
     forward: Work
     backward: Work
     overlap_flops: float
+    product_flops: float
     weight: Work = Work()
 
 
@@ -134,6 +137,7 @@ def program_of(config: Config) -> Program:
     copies = 2 * (1 + keys) * repeats
     one_norm = len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1
     forward_norms, backward_norms = _qk_norm_traffic(config)
+    chunks = overlap_chunks(config)
     fused_loss = config.training.loss_implementation == "fused"
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
@@ -162,6 +166,7 @@ def program_of(config: Config) -> Program:
             + 2 * repeats
             + splits
             - one_norm
+            + 4 * (chunks - 1)
             + forward_norms.launches,
         ),
         backward=Traffic(
@@ -186,6 +191,7 @@ def program_of(config: Config) -> Program:
             + (10 + 6 * partial) * rotates
             + 2 * repeats
             - one_norm
+            + 2 * chunks * (chunks > 1)
             + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
@@ -241,7 +247,7 @@ def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, pro
         forward += once + twice if program.fused_loss else once
         backward += add_gradient if program.fused_loss else twice
         overlap += flops
-    return StageWork(forward, backward, overlap, layer.weight.times(count))
+    return StageWork(forward, backward, overlap, count * layer.product_flops, layer.weight.times(count))
 
 
 def layer_work(config: Config, program: Program) -> StageWork:
@@ -273,6 +279,10 @@ def layer_work(config: Config, program: Program) -> StageWork:
         program.forward.launches,
     )
     gradients = (size + size + 2 * program.gradient_bytes) * weights
+    if overlap_chunks(config) > 1:
+        # Copies of the inputs of two products. That each chunk reads the weights again is a part of its
+        # product.
+        gradients += 2 * size * tokens * (width + model.ffn_hidden_size) / tp_size
     backward = Work(
         2 * (flops - misaligned),
         2 * misaligned,
@@ -285,12 +295,13 @@ def layer_work(config: Config, program: Program) -> StageWork:
         again = program.forward.score * scores if recomputes_scores(config) else 0.0
         backward += Work(flops=max(recomputed, 0.0), bytes=again)
     overlap = 2 * tokens * (width + 2 * key_width + wide) * model.hidden_size / tp_size
+    products = 2 * tokens * weights
     if not parallel.schedule.splits_backward:
-        return StageWork(forward, backward, overlap)
+        return StageWork(forward, backward, overlap, products)
     # Each of four matrices: a product, which reads input and gradient, and the addition to the main gradient.
     read = 4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
-    weight = Work(2 * tokens * weights, 0.0, gradients + size * tokens * read, 8)
-    return StageWork(forward, backward, overlap, weight)
+    weight = Work(products, 0.0, gradients + size * tokens * read, 8)
+    return StageWork(forward, backward, overlap, products, weight)
 
 
 def _element_bytes(config: Config) -> int:

@@ -63,6 +63,15 @@ REFUSED = [
     ),
     ("--mup --optimizer sgd", ("--mup", "--optimizer sgd", "adam")),
     ("--z-loss-weight 1e-4 --loss-implementation plain", ("--z-loss-weight 0.0001", "plain", "fused")),
+    (
+        "--world-size 2 --tensor-model-parallel-size 2 --tp-comm-overlap",
+        ("--tp-comm-overlap without --sequence-parallel", "add --sequence-parallel"),
+    ),
+    (
+        "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+        "--tp-comm-overlap --pipeline-schedule zero-bubble",
+        ("--tp-comm-overlap", "--pipeline-schedule zero-bubble", "remove one"),
+    ),
     ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "data-parallel size 1")),
     ("--world-size 16", ("--global-batch-size 8", "data-parallel size 16", "= 16")),
     (

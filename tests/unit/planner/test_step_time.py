@@ -227,6 +227,30 @@ def test_the_constants_scale_the_passes() -> None:
     assert slow.memory == pytest.approx(fast.memory)
 
 
+@pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"])
+def test_chunks_hide_communication_behind_products(recompute: str) -> None:
+    """Of the forward pass only one chunk is left, if the products take longer than the messages."""
+    sharded = (
+        "--world-size 8 --tensor-model-parallel-size 8 --sequence-parallel --hidden-size 8192 "
+        f"--num-attention-heads 64 {recompute}"
+    )
+    plain, chunks = predicted(sharded), predicted(f"{sharded} --tp-comm-overlap")
+    assert 0.2 * plain.exposed_communication < chunks.exposed_communication < plain.exposed_communication
+    assert chunks.total < plain.total
+    odd = f"{sharded} --seq-length 2024"  # shards of 11 x 23 positions: one chunk
+    whole = [predicted(flags).exposed_communication for flags in (odd, f"{odd} --tp-comm-overlap")]
+    # With recomputation 12 instead of 11 collectives per layer wait: the last one is repeated, too.
+    assert whole[1] == pytest.approx(whole[0] * (12 / 11 if recompute else 1), rel=0.01)
+
+
+def test_layers_are_gathered_and_reduced_while_others_compute() -> None:
+    sharded = "--world-size 16 --zero-stage 3"
+    overlapped = predicted(sharded)
+    waits = [predicted(f"{sharded} --no-overlap-{what}") for what in ("grad-reduce", "param-gather")]
+    for plain in waits:
+        assert overlapped.exposed_communication < plain.exposed_communication
+
+
 def test_a_program_that_all_reduces_gradients_reduces_twice_as_long() -> None:
     config = config_of("--world-size 16 --zero-stage 1 --no-overlap-grad-reduce --no-overlap-param-gather")
     cluster = find_cluster(config)
