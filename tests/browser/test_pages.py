@@ -30,7 +30,9 @@ PIPELINE = "--world-size 8 --pipeline-model-parallel-size 4 --zero-stage 1 --mic
 HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken = 1">'"&amp;{{data}}"""
 
 
-@pytest.fixture(scope="module", params=["1f1b", "dualpipev"])
+@pytest.fixture(
+    scope="module", params=["1f1b", "dualpipev", pytest.param("zero-bubble", marks=pytest.mark.full)]
+)
 def plan(request: pytest.FixtureRequest) -> dict[str, Any]:
     words, _ = with_defaults([*MODEL.split(), *PIPELINE.split(), "--pipeline-schedule", request.param])
     return plan_report(read_command_line(words, {}).config).data

@@ -91,6 +91,7 @@ def test_both_launchers_print_the_run_of_one_process(launcher: str, data: list[s
         (2, "--partition-method profile"),
         (3, "--partition-method stages:E,0,4+L"),
         (4, "--partition-method weighted_type:embed:2|transformer:1 --zero-stage 1"),
+        (2, "--pipeline-schedule zero-bubble --checkpoint-activations --log-bubble"),
     ],
 )
 def test_other_stages_print_the_run_of_one_process(

@@ -117,7 +117,9 @@ def test_the_start_needs_no_more_memory_than_a_step(name):
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32", "interleaved-2"])
+@pytest.mark.parametrize(
+    "name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32", "interleaved-2", "zero-bubble-4"]
+)
 def test_more_micro_batches_follow_from_fewer(name):
     """The work of a longer step, and its peak, are those that a shorter simulated step predicts."""
     config = config_of(LAYOUTS[name])
