@@ -28,6 +28,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
 from megatron.mpu.tp_overlap import gather_and_multiply, in_chunks, multiply_and_reduce
+from megatron.mpu.weight_gradient import linear, weight_gradient
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -152,11 +153,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         if self.overlap_chunks > 1:
             y = _overlapped(_OverlappedRowLinear, x, self.weight, self.tp_group, self.overlap_chunks)
         else:
-            y = _reduce_output(F.linear(x, self.weight), self.tp_group, self.sequence_parallel)
+            y = _reduce_output(linear(x, self.weight, None), self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
         return y if self.bias is None else y + self.bias
 
@@ -174,7 +175,7 @@ def _column_linear(
     sequence_parallel: bool,
 ) -> torch.Tensor:
     if tp_group.size == 1:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel)
 
 
@@ -214,7 +215,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group = tp_group
+        ctx.tp_group, ctx.weight = tp_group, weight
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -228,7 +229,7 @@ class _ColumnLinear(torch.autograd.Function):
             pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            grad_weight = grad_rows.t().matmul(x.reshape(-1, x.shape[-1]))
+            grad_weight = weight_gradient(ctx.weight, grad_rows, x)
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         if pending is not None:
@@ -248,7 +249,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp_group: TPGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group = tp_group
+        ctx.tp_group, ctx.weight = tp_group, weight
         full, pending = all_gather_sequence(x, tp_group)
         pending.wait()
         return F.linear(full, weight, bias)
@@ -265,7 +266,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            grad_weight = grad_rows.t().matmul(full.view(-1, full.shape[-1]))
+            grad_weight = weight_gradient(ctx.weight, grad_rows, full)
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         summed.wait()
@@ -285,7 +286,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         most_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group = tp_group
+        ctx.tp_group, ctx.weight = tp_group, weight
         return gather_and_multiply(x, weight.t(), bias, tp_group, most_chunks)[0]
 
     @staticmethod
@@ -303,7 +304,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.most_chunks = tp_group, most_chunks
+        ctx.tp_group, ctx.weight, ctx.most_chunks = tp_group, weight, most_chunks
         return multiply_and_reduce(x, weight.t(), tp_group, most_chunks)
 
     @staticmethod
@@ -312,7 +313,9 @@ class _OverlappedRowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.most_chunks)
         rows = in_chunks(x, len(gathered), ctx.tp_group)
-        grad_weight = gathered.flatten(0, 2).t().matmul(rows) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(ctx.weight, gathered.flatten(0, 2), rows)
         return grad_x, grad_weight, None, None
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
-from megatron.planner.attention import attention_of, counts_kernels
+from megatron.planner.attention import adds_weight_gradients, attention_of, counts_kernels
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import micro_batches_per_step
+from megatron.planner.timing.communication import overlap_chunks
 
 # `mpu.random._element_bits`: a 32-bit hash of each element, and one shifted copy of it.
 _HASH_BYTES = 8
@@ -50,7 +51,11 @@ def _mlp_backward_bytes(config: Config) -> float:
     output = layer_memory.residual_values(config) if model.hidden_dropout > 0 else 0
     if config.parallel.sequence_parallel and tensor > 1:
         output += layer_memory.hidden_values(config)
-    return (layer_memory.mlp_values(config) + _mlp_matrix_elements(config) + output) * size
+    if overlap_chunks(config) > 1:  # `mpu.tp_overlap.in_chunks`: a copy of the second matrix's input
+        tokens = config.batch.micro_batch_size * model.seq_length
+        output += tokens * model.ffn_hidden_size // tensor
+    gradient = 0 if adds_weight_gradients(config) else _mlp_matrix_elements(config)
+    return (layer_memory.mlp_values(config) + gradient + output) * size
 
 
 def _mlp_matrix_elements(config: Config) -> float:
