@@ -10,6 +10,7 @@ Autograd then gets None for the weight. The hooks of the weight run all the same
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,10 +29,20 @@ def adds_in_product(weight: Tensor) -> bool:
     return (
         getattr(weight, "keeps_main_grad", False)
         and weight.dtype in _HALF
-        and weight.device.type != "cpu"
         and uses_kernels(weight)
-        and "dtype_out" in torch.ops.aten.addmm.overloads()
+        and _device_adds(weight.device, weight.dtype)
     )
+
+
+@lru_cache
+def _device_adds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `add_product` runs on the device. Some versions of torch take no fp32 sum on CUDA."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        add_product(torch.zeros(16, 16, device=device), ones, ones)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

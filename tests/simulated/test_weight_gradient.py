@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.mpu.weight_gradient import add_product, adds_in_product
+from megatron.mpu.weight_gradient import _device_adds, add_product, adds_in_product
 from tests.simulated.in_simulator import run_all, simulated_device
 
 ROWS, N_OUT, N_IN = 64, 48, 32
@@ -33,6 +33,16 @@ def test_the_product_saves_a_launch_and_the_rounded_gradient():
     flops, inputs, elements = 2 * ROWS * N_OUT * N_IN, 2 * ROWS * (N_OUT + N_IN), N_OUT * N_IN
     assert one == (1, flops, inputs + 4 * elements, 4 * elements)
     assert two == (2, flops, inputs + (2 + 4) * elements, (2 + 4) * elements)
+
+
+def on_simulated_device():
+    with simulated_device() as sim:
+        return _device_adds(sim.device, torch.bfloat16)
+
+
+def test_the_simulated_device_has_the_product_and_a_cpu_has_not():
+    assert run_all([on_simulated_device]) == [True]
+    assert not _device_adds(torch.device("cpu"), torch.bfloat16)
 
 
 def test_cpus_and_weights_without_a_kept_sum_do_not():
