@@ -38,7 +38,7 @@ def train_adding(row, changes):
         weight_gradient.adds_in_product, weight_gradient.add_product = original
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row, changes, layers", ROWS, ids=str)
 def test_training_follows_the_fp32_loss(row, changes, layers):
     reference = run_world(1, train_layout, row.reference, STEPS)[0]
