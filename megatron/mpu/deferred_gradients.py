@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.mpu import weight_gradient
 from megatron.mpu.compilation import not_compiled
 
-Gradient = Callable[[], Tensor]
-"""A function that computes what a backward pass adds to the gradient of a weight."""
+Gradient = Callable[[Tensor], Tensor | None]
+"""A function that computes what a backward pass adds to the gradient of a weight; None if it has added it."""
 Deferred = list[tuple[Tensor, Gradient]]
 
 
@@ -52,14 +53,12 @@ def accumulate(deferred: Deferred) -> None:
         output.backward(output.detach())  # a gradient that is not read
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of W in y = x W^T: grad [..., n_out], x [..., n_in] -> [n_out, n_in]."""
-    return grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
-    """F.linear; the backward pass leaves the weight's gradient to `deferred`, if that is given."""
-    return F.linear(x, weight, bias) if deferred is None else _deferring_linear(x, weight, bias, deferred)
+    """`weight_gradient.linear`; the backward pass leaves the weight's gradient to `deferred`, if that is
+    given."""
+    if deferred is None:
+        return weight_gradient.linear(x, weight, bias)
+    return _deferring_linear(x, weight, bias, deferred)
 
 
 @not_compiled  # the graph of a compiled function computes all gradients at once
@@ -97,7 +96,8 @@ class _KeepInput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.defer(partial(weight_gradient, ctx.output_gradient.pop(), x.detach()))
+        compute = partial(weight_gradient.weight_gradient, grad=ctx.output_gradient.pop(), x=x.detach())
+        ctx.defer(compute)
         return grad, None, None
 
 
@@ -106,11 +106,11 @@ class _Accumulate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, gradient: Gradient) -> Tensor:
-        ctx.gradient = gradient
+        ctx.weight, ctx.gradient = weight, gradient
         return weight.new_empty(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient(), None
+        return gradient(ctx.weight), None

@@ -20,13 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.deferred_gradients import (
-    DeferredGradients,
-    Gradient,
-    linear,
-    weight_gradient,
-    with_gradient,
-)
+from megatron.mpu.deferred_gradients import DeferredGradients, Gradient, linear, with_gradient
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
@@ -37,6 +31,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
 from megatron.mpu.tp_overlap import gather_and_multiply, in_chunks, multiply_and_reduce
+from megatron.mpu.weight_gradient import weight_gradient
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -240,7 +235,7 @@ class _ColumnLinear(torch.autograd.Function):
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.defer = tp_group, defer
+        ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -254,9 +249,9 @@ class _ColumnLinear(torch.autograd.Function):
             pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if ctx.defer is not None:
-            ctx.defer(partial(weight_gradient, grad_rows, x.detach()))
+            ctx.defer(partial(weight_gradient, grad=grad_rows, x=x.detach()))
         elif needs_weight:
-            grad_weight = weight_gradient(grad_rows, x)
+            grad_weight = weight_gradient(ctx.weight, grad_rows, x)
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         if pending is not None:
@@ -282,7 +277,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.defer = tp_group, defer
+        ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
         full, pending = all_gather_sequence(x, tp_group)
         pending.wait()
         return F.linear(full, weight, bias)
@@ -300,20 +295,22 @@ class _SequenceColumnLinear(torch.autograd.Function):
         grad_weight = grad_bias = None
         grad_rows = grad.reshape(-1, grad.shape[-1])
         if gathered is None:
-            ctx.defer(partial(_gathered_weight_gradient, grad_rows, x.detach(), ctx.tp_group))
+            ctx.defer(partial(_gathered_weight_gradient, grad=grad_rows, x=x.detach(), tp_group=ctx.tp_group))
         elif needs_weight:
-            grad_weight = weight_gradient(grad_rows, gathered[0])
+            grad_weight = weight_gradient(ctx.weight, grad_rows, gathered[0])
         if needs_bias:
             grad_bias = grad_rows.sum(0)
         summed.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _gathered_weight_gradient(grad: torch.Tensor, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+def _gathered_weight_gradient(
+    weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tp_group: TPGroup
+) -> torch.Tensor | None:
     """`weight_gradient` of an input that is sharded along the sequence."""
     full, pending = all_gather_sequence(x, tp_group)
     pending.wait()
-    return weight_gradient(grad, full)
+    return weight_gradient(weight, grad, full)
 
 
 class _OverlappedColumnLinear(torch.autograd.Function):
@@ -329,7 +326,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         most_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.defer = tp_group, None
+        ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, None
         return gather_and_multiply(x, weight.t(), bias, tp_group, most_chunks)[0]
 
     @staticmethod
@@ -347,7 +344,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.most_chunks = tp_group, most_chunks
+        ctx.tp_group, ctx.weight, ctx.most_chunks = tp_group, weight, most_chunks
         return multiply_and_reduce(x, weight.t(), tp_group, most_chunks)
 
     @staticmethod
@@ -356,7 +353,9 @@ class _OverlappedRowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.most_chunks)
         rows = in_chunks(x, len(gathered), ctx.tp_group)
-        grad_weight = gathered.flatten(0, 2).t().matmul(rows) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(ctx.weight, gathered.flatten(0, 2), rows)
         return grad_x, grad_weight, None, None
 
 

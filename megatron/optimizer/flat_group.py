@@ -91,6 +91,7 @@ class FlatGroup:
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
         for parameter in self.parameters:
             parameter.main_grad = self._view(self.gradients, parameter)
+            parameter.keeps_main_grad = not shards_gradients
         self.local_gradients = self._own_part(self.gradients)
         if shards_gradients:
             self.local_gradients = torch.zeros_like(self.local_gradients)

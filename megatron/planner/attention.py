@@ -30,3 +30,9 @@ def attention_of(config: Config) -> Implementation:
         window=model.attention_window,
     )
     return choose_attention(needs)[0]
+
+
+def adds_weight_gradients(config: Config) -> bool:
+    """Whether matrix products add the weights' gradients to their sums (`megatron.mpu.weight_gradient`)."""
+    parallel = config.parallel
+    return counts_kernels(config) and config.precision.name != "fp32" and not parallel.shards_gradients

@@ -141,7 +141,10 @@ class SimulatedDevice(TorchDispatchMode):
         inputs = {id(x): x for x in _tensors(args, kwargs)}
         # An in-place variant counts as the plain operation.
         packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+        shaped = [x for x in args if not isinstance(x, torch.dtype)]
+        flops = (
+            int(flop_registry[packet](*shaped, **kwargs, out_val=result)) if packet in flop_registry else 0
+        )
         written = {id(x): x for x in (*outputs, *_mutated(func, args, kwargs))}
         if _overwrites(func, name):
             inputs = {key: x for key, x in inputs.items() if key not in written}

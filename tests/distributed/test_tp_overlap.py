@@ -32,6 +32,7 @@ def through_layers(ranks, length, dtype, overlap):
     return [t.detach().float() for t in (y, x.grad, *(p.grad for p in parameters))]
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "ranks, length, dtype",
     [(2, 8, torch.float32), (4, 3, torch.float32), (2, 5, torch.float32), (2, 8, torch.bfloat16)],
@@ -68,7 +69,8 @@ def sum_in_order(length):
     )
 
 
-@pytest.mark.parametrize("length", [4, 6, 7])
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("length", [6, 4, 7])
 def test_every_element_is_at_its_place(length):
     assert run_world(2, sum_in_order, length) == [(True, True, True)] * 2
 

@@ -32,8 +32,8 @@ def check_layout(config: Config) -> None:
         )
     if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
         raise ConfigError(
-            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: this schedule computes "
-            "the gradients of weights from whole sequences, in passes of their own; remove one of the two"
+            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: the gradients "
+            "of weights have passes of their own, which do not divide the sequence; remove one of the two"
         )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
-from megatron.planner.attention import attention_of, counts_kernels
+from megatron.planner.attention import adds_weight_gradients, attention_of, counts_kernels
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import micro_batches_per_step
+from megatron.planner.timing.communication import overlap_chunks
 
 # `mpu.random._element_bits`: a 32-bit hash of each element, and one shifted copy of it.
 _HASH_BYTES = 8
@@ -56,14 +57,17 @@ def _mlp_backward_bytes(config: Config) -> float:
     if config.parallel.schedule.splits_backward:
         # Those of the activation function's input and output are the largest, not that of the matrix.
         return ((3 if model.glu_activation else 2) * values + output) * size
-    return (values + _mlp_matrix_elements(config) + output) * size
+    if overlap_chunks(config) > 1:  # `mpu.tp_overlap.in_chunks`: a copy of the second matrix's input
+        tokens = config.batch.micro_batch_size * model.seq_length
+        output += tokens * model.ffn_hidden_size // tensor
+    return (values + _matrix_gradient_elements(config) + output) * size
 
 
 def weight_pass_bytes(config: Config) -> float:
     """A weight pass, beyond what the backward pass before it began with: the gradient of the second matrix of
     the MLP, the gradient of the stage's input, which is being sent, and what a layer has kept more."""
     kept = layer_memory.deferred_layer_bytes(config) - layer_memory.transformer_layer_activation_bytes(config)
-    gradient = _mlp_matrix_elements(config) * layer_memory.parameter_bytes(config)
+    gradient = _matrix_gradient_elements(config) * layer_memory.parameter_bytes(config)
     return gradient + layer_memory.sent_activation_bytes(config) + max(kept, 0.0)
 
 
@@ -74,6 +78,11 @@ def deferred_in_pass_bytes(config: Config, num_layers: int) -> float:
     freed = layer_memory.transformer_layer_activation_bytes(config)
     kept = layer_memory.deferred_layer_bytes(config) - (0.0 if config.training.recomputes_layers else freed)
     return max(num_layers - 1, 0) * max(kept, 0.0)
+
+
+def _matrix_gradient_elements(config: Config) -> float:
+    """Of the gradient of an MLP matrix, unless products add it to the fp32 sum."""
+    return 0.0 if adds_weight_gradients(config) else _mlp_matrix_elements(config)
 
 
 def _mlp_matrix_elements(config: Config) -> float:

@@ -252,6 +252,7 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
     def calls(operation: str, number: int, purpose: str = "layers") -> list[Exchange]:
         return [Exchange(TENSOR, operation, purpose, hidden, number)] if number else []
 
+    weight: list[Exchange] = []
     if config.parallel.overlap_chunks > 1:
         forward = _chunked(config, ALL_GATHER, 2 * count) + _chunked(config, REDUCE_SCATTER, 2 * count)
         backward = calls(ALL_GATHER, 2 * count) + calls(REDUCE_SCATTER, 2 * count, INPUT_GRADIENT)
@@ -267,7 +268,6 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
         backward += calls(ALL_GATHER, 2 * again, "recomputation")
         backward += calls(REDUCE_SCATTER, 2 * again - skipped, "recomputation")
     else:
-        weight = []
         forward = calls(ALL_REDUCE, 2 * count)
         backward = calls(ALL_REDUCE, 2 * count, INPUT_GRADIENT)
         backward += calls(ALL_REDUCE, 2 * again - skipped, "recomputation")

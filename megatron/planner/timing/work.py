@@ -27,7 +27,7 @@ from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.attention import attention_of, counts_kernels
+from megatron.planner.attention import adds_weight_gradients, attention_of, counts_kernels
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
 from megatron.planner.timing.communication import overlap_chunks
@@ -62,6 +62,8 @@ class Program:
     """Whether a column-parallel layer computes its weight's gradient during the all-reduce of its input's."""
     all_reduces_gradients: bool = False
     """Whether ZeRO-1 all-reduces the gradients instead of reduce-scattering them."""
+    adds_weight_gradients: bool = False
+    """Whether the product of a weight's gradient adds to the sum of the micro-batches itself."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,14 @@ def program_of(config: Config) -> Program:
             + 2 * repeats
             - one_norm
             + 2 * chunks * (chunks > 1)
+            - 4 * adds_weight_gradients(config)
             + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
         gradient_bytes=FP32,
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
+        adds_weight_gradients=adds_weight_gradients(config),
     )
 
 
@@ -278,7 +282,8 @@ def layer_work(config: Config, program: Program) -> StageWork:
         activations(program.forward) + size * weights,
         program.forward.launches,
     )
-    gradients = (size + size + 2 * program.gradient_bytes) * weights
+    rounded = 0 if program.adds_weight_gradients else 2 * size  # written by the product, then read
+    gradients = (rounded + 2 * program.gradient_bytes) * weights
     if overlap_chunks(config) > 1:
         # Copies of the inputs of two products. That each chunk reads the weights again is a part of its
         # product.
@@ -298,9 +303,10 @@ def layer_work(config: Config, program: Program) -> StageWork:
     products = 2 * tokens * weights
     if not parallel.schedule.splits_backward:
         return StageWork(forward, backward, overlap, products)
-    # Each of four matrices: a product, which reads input and gradient, and the addition to the main gradient.
+    # Each of four matrices: a product, which reads input and gradient, and the addition to the main gradient,
+    # which may be a part of the product.
     read = 4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
-    weight = Work(products, 0.0, gradients + size * tokens * read, 8)
+    weight = Work(products, 0.0, gradients + size * tokens * read, 4 if program.adds_weight_gradients else 8)
     return StageWork(forward, backward, overlap, products, weight)
 
 

@@ -1,0 +1,90 @@
+"""Gradients of the weights of linear layers, added to their fp32 sums by the matrix product itself.
+
+The gradient of W in y = x W^T is dy^T x, a product of 16-bit matrices. Autograd rounds it to 16 bits, and a
+second kernel adds it to the fp32 sum of all micro-batches, `main_grad`. Where the device can, one product
+adds to the fp32 sum: `aten::addmm.dtype_out`, which torch 2.13 has on CUDA and XPU. `adds_in_product`
+selects.
+
+Autograd then gets None for the weight. The hooks of the weight run all the same: buckets count gradients.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.selection import uses_kernels
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def adds_in_product(weight: Tensor) -> bool:
+    """Whether products add the gradient of this weight to its `main_grad`: a 16-bit weight on a device with
+    kernels, whose sum is allocated at all times (`FlatGroup` marks it)."""
+    return (
+        getattr(weight, "keeps_main_grad", False)
+        and weight.dtype in _HALF
+        and uses_kernels(weight)
+        and _device_adds(weight.device, weight.dtype)
+    )
+
+
+@lru_cache
+def _device_adds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `add_product` runs on the device. Some versions of torch take no fp32 sum on CUDA."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        add_product(torch.zeros(16, 16, device=device), ones, ones)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b: 16-bit [n, k] and [k, m], fp32 [n, m]."""
+    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient of `weight` [n_out, n_in] from grad [..., n_out] and x [..., n_in]; None if it was added
+    to `main_grad`."""
+    transposed, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    if not adds_in_product(weight):
+        return transposed.matmul(x)
+    add_product(weight.main_grad, transposed, x)  # type: ignore[attr-defined]
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear with `weight_gradient`. A compiled layer has autograd's gradient."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not adds_in_product(weight):
+        return F.linear(x, weight, bias)
+    output_gradient: list[Tensor] = []
+    rows = _KeepInput.apply(x.reshape(-1, x.shape[-1]), weight, output_gradient)
+    # The product itself stays an operation of PyTorch: activation recomputation ends before the last one.
+    y = F.linear(rows, weight.detach(), bias)
+    y.register_hook(output_gradient.append)
+    # Not a view: a reduction over ranks works in place, and autograd copies gradients of changed views.
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+
+class _KeepInput(torch.autograd.Function):
+    """The identity of the input of a product. When the backward pass arrives here, the gradient of the
+    product is known, and that of the weight is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, output_gradient: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.output_gradient = weight, output_gradient
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        return grad, weight_gradient(ctx.weight, ctx.output_gradient.pop(), x), None

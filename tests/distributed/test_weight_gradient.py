@@ -1,0 +1,71 @@
+"""Weight gradients that the matrix product adds to the fp32 sums. CPUs have no such product: here a product
+in fp32 stands for it, which a tensor core's is up to the order of summation."""
+
+import pytest
+import torch
+
+from megatron.mpu import weight_gradient
+from megatron.testing.layouts import LOW_PRECISION_BOUND, Row, relative_errors, train_layout
+from megatron.testing.pool import run_world
+
+STEPS = 5
+CHUNKS = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
+# Layout, other flags, transformer layers per rank.
+ROWS = [
+    (Row(dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}, 4),
+    (Row(tp=2, pp=2, micro_batch=2, recompute=True, precision="bf16", positions="alibi"), {}, 2),
+    (Row(tp=2, micro_batch=2, precision="bf16"), CHUNKS, 4),
+    (Row(precision="fp16"), {}, 4),
+    (Row(dp=2, zero=2, precision="bf16"), {}, 0),
+]
+
+
+def train_adding(row, changes):
+    """The history, and how many gradients products added."""
+    added, original = [], (weight_gradient.adds_in_product, weight_gradient.add_product)
+
+    def adds(weight):
+        return getattr(weight, "keeps_main_grad", False) and weight.dtype != torch.float32
+
+    def add(total, a, b):
+        added.append(total)
+        total.add_(a.float() @ b.float())
+
+    weight_gradient.adds_in_product, weight_gradient.add_product = adds, add
+    try:
+        return train_layout(row, STEPS, **changes), len(added)
+    finally:
+        weight_gradient.adds_in_product, weight_gradient.add_product = original
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("row, changes, layers", ROWS, ids=str)
+def test_training_follows_the_fp32_loss(row, changes, layers):
+    reference = run_world(1, train_layout, row.reference, STEPS)[0]
+    micro_batches = 8 // (row.dp * row.micro_batch)
+    for history, added in run_world(row.world_size, train_adding, row, changes):
+        loss_error, norm_error = relative_errors(history, reference)
+        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
+        assert added == 4 * layers * micro_batches * STEPS
+
+
+def test_the_sum_is_that_of_unrounded_products(monkeypatch):
+    monkeypatch.setattr(weight_gradient, "adds_in_product", lambda weight: hasattr(weight, "main_grad"))
+    monkeypatch.setattr(
+        weight_gradient, "add_product", lambda total, a, b: total.add_(a.double() @ b.double())
+    )
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(6, 8).bfloat16())
+    weight.main_grad, hooked = torch.zeros(6, 8), []
+    weight.register_post_accumulate_grad_hook(lambda parameter: hooked.append(parameter.grad))
+    bias = torch.nn.Parameter(torch.randn(6).bfloat16())
+    expected = torch.zeros(6, 8, dtype=torch.float64)
+    for _ in range(3):
+        x, grad = torch.randn(5, 2, 8).bfloat16().requires_grad_(), torch.randn(5, 2, 6).bfloat16()
+        y = weight_gradient.linear(x, weight, bias)
+        assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
+        y.backward(grad)
+        expected += grad.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
+        assert torch.equal(x.grad, grad.matmul(weight))
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-6, atol=1e-6)
+    assert hooked == [None] * 3 and weight.grad is None

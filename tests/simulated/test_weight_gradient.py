@@ -1,0 +1,52 @@
+"""Launches and bytes of a weight's gradient: added by the product, and rounded and added apart."""
+
+import torch
+
+from megatron.mpu.weight_gradient import _device_adds, add_product, adds_in_product
+from tests.simulated.in_simulator import run_all, simulated_device
+
+ROWS, N_OUT, N_IN = 64, 48, 32
+
+
+def added():
+    return counted(add_product)
+
+
+def apart():
+    return counted(lambda total, a, b: total.add_(a.matmul(b)))
+
+
+def counted(function):
+    with simulated_device() as sim:
+        made = {"device": sim.device, "dtype": torch.bfloat16}
+        grad, x = torch.empty(ROWS, N_OUT, **made), torch.empty(ROWS, N_IN, **made)
+        total = torch.empty(N_OUT, N_IN, device=sim.device)
+        function(total, grad.t(), x)
+        counts = sim.trace.outside.operations.values()
+        return tuple(
+            sum(getattr(c, key) for c in counts) for key in ("calls", "flops", "bytes_read", "bytes_written")
+        )
+
+
+def test_the_product_saves_a_launch_and_the_rounded_gradient():
+    one, two = run_all([added, apart])
+    flops, inputs, elements = 2 * ROWS * N_OUT * N_IN, 2 * ROWS * (N_OUT + N_IN), N_OUT * N_IN
+    assert one == (1, flops, inputs + 4 * elements, 4 * elements)
+    assert two == (2, flops, inputs + (2 + 4) * elements, (2 + 4) * elements)
+
+
+def on_simulated_device():
+    with simulated_device() as sim:
+        return _device_adds(sim.device, torch.bfloat16)
+
+
+def test_the_simulated_device_has_the_product_and_a_cpu_has_not():
+    assert run_all([on_simulated_device]) == [True]
+    assert not _device_adds(torch.device("cpu"), torch.bfloat16)
+
+
+def test_cpus_and_weights_without_a_kept_sum_do_not():
+    weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert not adds_in_product(weight)
+    weight.keeps_main_grad = True
+    assert not adds_in_product(weight)
