@@ -141,6 +141,7 @@ def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
     flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "1"]
     (expected,) = losses(capsys, trained, *flags)
     flags += ["--load", str(trained.folder), "--pipeline-model-parallel-size", "2"]
+    flags += ["--local-rank=0"]  # torch.distributed.launch adds it; LOCAL_RANK says the same
     ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 4, TIMEOUT_S)
     assert ended.exit_codes == [0, 0, 0, 0], ended.stderr
     (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)
