@@ -93,7 +93,7 @@ def resume_asset(row, folder, model):
     return checkpoint.state, history
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2)], ids=str)
 @pytest.mark.parametrize(
     "name, converter",
