@@ -98,10 +98,10 @@ def resume_asset(row, folder, model):
 @pytest.mark.parametrize(
     "name, converter",
     [
+        ("llama", "DeepSpeed's"),
         ("swiglu", "ours"),
         ("learned", "DeepSpeed's"),
         ("learned", "ours"),
-        ("llama", "DeepSpeed's"),
         ("llama", "ours"),
     ],
 )
