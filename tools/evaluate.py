@@ -105,6 +105,9 @@ def build_parser() -> ToolParser:
             metavar="N",
             help=f"{title} size (default: 1)",
         )
+    group.add_argument(
+        "--local-rank", "--local_rank", type=int, metavar="RANK", help="set by torch.distributed.launch"
+    )
     return parser
 
 

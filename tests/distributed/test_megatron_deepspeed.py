@@ -93,27 +93,36 @@ def resume_asset(row, folder, model):
     return checkpoint.state, history
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2)], ids=str)
 @pytest.mark.parametrize(
-    "name, converter", [("swiglu", "ours"), ("learned", "DeepSpeed's"), ("learned", "ours")]
+    "name, converter",
+    [
+        ("llama", "DeepSpeed's"),
+        ("swiglu", "ours"),
+        ("learned", "DeepSpeed's"),
+        ("learned", "ours"),
+        ("llama", "ours"),
+    ],
 )
 def test_training_continues_with_the_numbers_of_the_other_program(name, converter, row, asset):
     folder = asset / name
     if converter == "ours":
         convert_native(folder)
     expected = next_steps(folder)
+    samples = 3 * len(expected[0]["samples"])
     for state, history in run_world(row.world_size, resume_asset, row, folder, ASSET_MODELS[name]):
-        assert (state.iteration, state.consumed_samples, state.consumed_tokens) == (3, 24, 24 * SEQ)
+        assert (state.iteration, state.consumed_samples, state.consumed_tokens) == (3, samples, samples * SEQ)
         assert history == [pytest.approx((step["loss"], step["norm"]), rel=FP32_BOUND) for step in expected]
     plain = plain_loss(folder, name, torch.tensor(expected[0]["samples"]))
     assert plain == pytest.approx(expected[0]["loss"], rel=FP32_BOUND)
 
 
-def test_both_converters_write_the_same_tensors(asset):
-    theirs = UniversalReader(find_universal(asset / "learned"))
-    convert_native(asset / "learned")
-    ours = UniversalReader(find_universal(asset / "learned"))
+@pytest.mark.parametrize("name", ["learned", "llama"])
+def test_both_converters_write_the_same_tensors(name, asset):
+    theirs = UniversalReader(find_universal(asset / name))
+    convert_native(asset / name)
+    ours = UniversalReader(find_universal(asset / name))
     assert theirs.folder != ours.folder and set(theirs.stored_names) == set(ours.stored_names)
     for name in ours.stored_names:
         assert theirs.kinds(name) == ours.kinds(name) == [VALUES, "exp_avg", "exp_avg_sq"]

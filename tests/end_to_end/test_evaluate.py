@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,11 +122,10 @@ def test_the_tool_starts_its_ranks_on_this_host(
 ) -> None:
     flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "2"]
     (expected,) = losses(capsys, trained, *flags)
-    command = [sys.executable, "tools/evaluate.py", "--load", str(trained.folder), *flags]
-    command += ["--tensor-model-parallel-size", "2"]
-    typed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert typed.returncode == 0, typed.stderr
-    (loss,) = re.findall(r"lm loss: (\S+)", typed.stdout)
+    flags += ["--load", str(trained.folder), "--tensor-model-parallel-size", "2"]
+    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 0, TIMEOUT_S)
+    assert ended.exit_codes == [0], ended.stderr
+    (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
@@ -141,6 +138,7 @@ def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
     flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "1"]
     (expected,) = losses(capsys, trained, *flags)
     flags += ["--load", str(trained.folder), "--pipeline-model-parallel-size", "2"]
+    flags += ["--local-rank=0"]  # torch.distributed.launch adds it; LOCAL_RANK says the same
     ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 4, TIMEOUT_S)
     assert ended.exit_codes == [0, 0, 0, 0], ended.stderr
     (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)

@@ -7,6 +7,8 @@ For L transformer layers (GPTModelPipe in its megatron/model/gpt_model.py):
     transformer layers      2 .. L+1                            3 .. L+2
     final norm              L+2                                 L+4
     word, positions         tied_modules.embed.*                the same
+    the same, untied        1.*                                 tied_modules.embed.*
+    untied LM head          L+3                                 L+5
 
 Its list begins with the function `_to_float16` in every precision, so its indices do not depend on fp16 or
 bf16. All other parts of a name are equal. With --no-pipeline-parallel its model is a GPTModel
@@ -16,13 +18,20 @@ bf16. All other parts of a name are equal. With --no-pipeline-parallel its model
     language_model.embedding.*                              tied_modules.embed.*
     language_model.encoder.layers.<i>.*                     <i + 3>.*
     language_model.encoder.final_layernorm.*                <L + 4>.*
+    language_model.output_layer.*                           <L + 5>.lm_head.*
+
+Its Llama models have --swiglu, --normalization rmsnorm, --disable-bias-linear,
+--use-rotary-position-embeddings (halves of a head are rotated, as here) and
+--untie-embeddings-and-output-weights. With --num-key-value-heads `query_key_value` is laid out per group:
+queries, one key, one value, as here.
 
 Two kinds of parameters have their rows in another order (megatron/model/transformer.py):
 
 - A gated MLP stacks the gate before the values; here the values come first.
 - Since commit 676a482c of 2024 `query_key_value` has the queries of all heads of a tensor-parallel rank, then
   its keys, then its values. Before, it was laid out per head, as here. `checkpoint_version` is 3.0 in both.
-  The same commit added the argument `ds_sequence_parallel_fpdt`.
+  The same commit added the argument `ds_sequence_parallel_fpdt`. Since then the three blocks have equal
+  sizes, so it computes nothing meaningful with fewer key and value heads: such checkpoints are refused.
 """
 
 from __future__ import annotations
@@ -48,18 +57,16 @@ _PLAIN_MODEL = "language_model."
 _PLAIN_LAYER = re.compile(r"language_model\.encoder\.layers\.(0|[1-9]\d{0,5})\.(.+)")
 _PLAIN_EMBEDDING = "language_model.embedding."
 _PLAIN_FINAL_NORM = "language_model.encoder.final_layernorm."
+_PLAIN_HEAD = "language_model.output_layer."
+_UNTIED_EMBEDDING = "1."
 # Arguments of its megatron/arguments.py, with the value that the model here has. Older versions lack some.
-_SUPPORTED = {
-    "add_bias_linear": True,
-    "apply_layernorm_1p": False,
-    "normalization": "layernorm",
-    "num_experts": [1],
-    "squared_relu": False,
-    "untie_embeddings_and_output_weights": False,
-}
+_SUPPORTED = {"apply_layernorm_1p": False, "num_experts": [1], "squared_relu": False}
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+# Of the result of `arguments_here`: compared with the config's, beside the arguments of Megatron.
+COMPARED_ARGUMENTS = ("normalization", "disable_bias_linear")
 # An argument that only versions have in which queries, keys and values are blocks.
 _NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
-_SUPPORTED_ROTARY = {"rope_theta": 10000, "rotary_percent": 1.0}
+_ROTARY_DEFAULTS = {"rope_theta": 10000, "rotary_percent": 1.0}
 
 
 def has_their_names(names: Collection[str]) -> bool:
@@ -98,8 +105,27 @@ def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str,
     """Its arguments, with those of the model that have another name here under that name too."""
     rotary = "rotary" if args.get("use_rotary_position_embeddings") else None
     positions = "absolute" if _POSITIONS in names_here(names) else rotary
-    gated = "swiglu" if args.get("swiglu") else None
-    return {**args, "position_embedding_type": positions, "glu_activation": gated}
+    norm, biases = args.get("normalization"), args.get("add_bias_linear")
+    here = {
+        **args,
+        "position_embedding_type": positions,
+        "glu_activation": "swiglu" if args.get("swiglu") else None,
+        "normalization": _NORMS.get(norm, norm) if isinstance(norm, str) else None,
+        "disable_bias_linear": None if biases is None else not biases,
+        "untie_embeddings_and_output_weights": has_own_head(names),
+    }
+    if rotary:
+        angles = {name: args.get(name) or default for name, default in _ROTARY_DEFAULTS.items()}
+        here |= {"rotary_base": angles["rope_theta"], "rotary_percent": angles["rotary_percent"]}
+    groups = args.get("num_key_value_heads")
+    if groups not in (None, args.get("num_attention_heads")):
+        here |= {"group_query_attention": True, "num_query_groups": groups}
+    return here
+
+
+def has_own_head(names: Collection[str]) -> bool:
+    """Whether the LM head has a weight of its own."""
+    return any(".lm_head." in name or name.startswith(_PLAIN_HEAD) for name in names)
 
 
 def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -107,15 +133,17 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
     args: the result of `arguments_here`.
     """
-    rotary = _SUPPORTED_ROTARY if args["position_embedding_type"] == "rotary" else {}
     found = [
         f"{key} is {args[key]}, expected {value}"
-        for key, value in {**_SUPPORTED, **rotary}.items()
+        for key, value in _SUPPORTED.items()
         if args.get(key) not in (None, value)
     ]
-    heads = args.get("num_attention_heads")
-    if args.get("num_key_value_heads") not in (None, heads):
-        found.append(f"num_key_value_heads is {args['num_key_value_heads']}, expected {heads}, one per head")
+    if args.get("group_query_attention") and _NEWER_ARGUMENT in args:
+        found.append(
+            f"num_key_value_heads is {args['num_key_value_heads']}, expected "
+            f"{args.get('num_attention_heads')}: since commit 676a482c that program takes each third of the "
+            "rows for queries, keys and values"
+        )
     if args["position_embedding_type"] is None:
         found.append("it has neither learned nor rotary position embeddings")
     # Its fused kernel and openai_gelu are the tanh approximation. torch's GELU and onnx_safe are exact.
@@ -126,10 +154,6 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
             f"its GELU is exact (bias_gelu_fusion is {fused}, onnx_safe is {onnx_safe}), expected the tanh "
             "approximation"
         )
-    if any(".lm_head." in name or ".output_layer." in name for name in names) and not args.get(
-        "untie_embeddings_and_output_weights"
-    ):
-        found.append("its LM head has its own weight, expected that of the word embedding")
     return found
 
 
@@ -171,6 +195,8 @@ def _plain_name_here(name: str, last: int) -> str:
     if name.startswith(_PLAIN_FINAL_NORM):
         # A function comes between the last transformer layer and the final norm here.
         return f"{last + FIRST_TRANSFORMER_LAYER + 2}.{name.removeprefix(_PLAIN_FINAL_NORM)}"
+    if name.startswith(_PLAIN_HEAD):
+        return f"{last + FIRST_TRANSFORMER_LAYER + 3}.lm_head.{name.removeprefix(_PLAIN_HEAD)}"
     match = _PLAIN_LAYER.fullmatch(name)
     return name if match is None else f"{int(match[1]) + FIRST_TRANSFORMER_LAYER}.{match[2]}"
 
@@ -180,7 +206,10 @@ def _transformer_layers(names: Collection[str]) -> list[int]:
 
 
 def _name_here(name: str, last: int) -> str:
-    """last: index of the last transformer layer there. Distinct names stay distinct."""
+    """last: index of the last transformer layer there. Distinct names stay distinct, in a folder of one
+    model: it has the word embeddings under one of their two names."""
+    if name.startswith(_UNTIED_EMBEDDING):
+        return f"tied_modules.{TIED_EMBEDDING}.{name.removeprefix(_UNTIED_EMBEDDING)}"
     match = _INDEXED.fullmatch(name)
     if match is None or int(match[1]) < _THEIR_FIRST_LAYER:
         return name

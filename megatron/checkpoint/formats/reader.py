@@ -191,13 +191,17 @@ class StateReader(ABC):
         """
         digests = self.tensor_digests.get(VALUES, {}) if verify else {}
         for name, spec in self.specs.items():
-            full = self.read_unpadded(name, VALUES)
-            if name in digests and not matches_digest(full, spec, digests[name]):
-                raise ConfigError(
-                    f"checkpoint {self.folder}: {name} is damaged: its digest differs from that in "
-                    f"{RUN_FILE}; use an older checkpoint"
-                )
-            yield name, full
+            # Without a name for the tensor here: the caller decides how long it is in memory.
+            yield name, self._verified_values(name, spec, digests.get(name))
+
+    def _verified_values(self, name: str, spec: ParameterSpec, digest: str | None) -> Tensor:
+        full = self.read_unpadded(name, VALUES)
+        if digest is not None and not matches_digest(full, spec, digest):
+            raise ConfigError(
+                f"checkpoint {self.folder}: {name} is damaged: its digest differs from that in "
+                f"{RUN_FILE}; use an older checkpoint"
+            )
+        return full
 
     def weights(
         self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False

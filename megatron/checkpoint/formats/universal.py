@@ -133,7 +133,7 @@ def _vocabulary_differences(
     saved = checkpoint.run["vocab_size"]
     if saved is not None:
         return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
-    (name,) = (name for name, spec in specs.items() if spec.num_valid_rows is not None)
+    name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
     stored = megatron_deepspeed.names_here(parameter_folders(checkpoint.folder)).get(name, name)
     path = checkpoint.folder / PARAMETER_FOLDER / stored / "fp32.pt"
     rows = read_global_tensor(path).shape[0] if path.is_file() else vocab_size
@@ -180,11 +180,14 @@ class UniversalReader(StateReader):
         _check_variants(self.checkpoint)
         _check_files(self.checkpoint)
         saved = self.checkpoint.run["args"]
+        compared = {*MEGATRON_MODEL_ARGS}
+        if self._is_megatron_deepspeed:
+            compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
         differences = [
             f"{name} was {saved[name]}, is {value}"
             for name, value in config.model_settings().items()
             # The other program may not have this argument.
-            if name in MEGATRON_MODEL_ARGS and saved.get(name) not in (None, value)
+            if name in compared and saved.get(name) not in (None, value)
         ]
         return differences + _vocabulary_differences(self.checkpoint, specs, vocab_size)
 

@@ -24,7 +24,7 @@ from megatron.testing.layouts import VOCAB
 from tests.reference.plain_gpt import plain_gpt_logits
 
 STEP = 5
-ASSET = Path(__file__).parents[2] / "assets/megatron_deepspeed.tar.gz"
+ASSETS = Path(__file__).parents[2] / "assets"
 ASSET_VOCAB = 128
 SEQ = 16
 _SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "kv_channels": None}
@@ -32,13 +32,31 @@ _SIZES |= {"seq_length": SEQ, "max_position_embeddings": SEQ}
 ASSET_MODELS: dict[str, dict[str, Any]] = {
     "learned": {**_SIZES, "ffn_hidden_size": 64},
     "swiglu": {**_SIZES, "ffn_hidden_size": 32, "glu_activation": "swiglu"},
+    "llama": {
+        **_SIZES,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "position_embedding_type": "rotary",
+        "normalization": "RMSNorm",
+        "glu_activation": "swiglu",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+    },
 }
 """Of the folders in the asset: fields of ModelConfig."""
 
 
-def their_name(name: str, layers: int, pipeline: bool = True) -> str:
-    """The name there of a parameter of `layers` transformer layers."""
+def their_name(name: str, layers: int, pipeline: bool = True, untied: bool = False) -> str:
+    """The name there of a parameter of `layers` transformer layers. untied: the LM head has its own."""
     number, _, rest = name.partition(".")
+    if number == str(layers + 5):
+        return (
+            f"{layers + 3}.{rest}" if pipeline else f"language_model.output_layer.{rest[len('lm_head.') :]}"
+        )
+    if untied and pipeline and not number.isdigit():
+        return name.replace("tied_modules.embed", "1")
     if not pipeline:
         if not number.isdigit():
             return f"language_model.{name.replace('tied_modules.embed', 'embedding')}"
@@ -58,24 +76,24 @@ def their_args(config: Config, **changes: Any) -> Namespace:
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
         "kv_channels": model.kv_channels,
         "layernorm_epsilon": model.layernorm_epsilon,
         "apply_residual_connection_post_layernorm": False,
         "add_position_embedding": not rotary,
         "use_rotary_position_embeddings": rotary,
         "rotary_percent": 1.0,
-        "rope_theta": 10000,
-        "normalization": "layernorm",
+        "rope_theta": int(model.rotary_base),
+        "normalization": model.normalization.lower(),
         "apply_layernorm_1p": False,
-        "add_bias_linear": True,
+        "add_bias_linear": not model.disable_bias_linear,
         "bias_gelu_fusion": True,
         "openai_gelu": False,
         "onnx_safe": None,
         "swiglu": model.glu_activation == "swiglu",
         "squared_relu": False,
         "num_experts": [1],
-        "untie_embeddings_and_output_weights": False,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "seq_length": model.seq_length,
         "global_batch_size": 8,
         "iteration": STEP,
@@ -101,14 +119,16 @@ def write_as_megatron_deepspeed(
     --no-pipeline-parallel. changes: arguments of the run that differ.
     """
     path = folder / f"global_step{STEP}_universal"
+    untied = config.model.untie_embeddings_and_output_weights
     for name, files in states.items():
-        parameter = path / "zero" / their_name(name, config.model.num_layers, pipeline)
+        parameter = path / "zero" / their_name(name, config.model.num_layers, pipeline, untied)
         parameter.mkdir(parents=True)
         for kind, tensor in files.items():
             if config.model.glu_activation and ".mlp.dense_h_to_4h." in name and tensor.dim():
                 value, gate = tensor.chunk(2)
                 tensor = torch.cat((gate, value))
-            if "ds_sequence_parallel_fpdt" in changes and ".query_key_value." in name and tensor.dim():
+            in_blocks = "ds_sequence_parallel_fpdt" in changes and not config.model.group_query_attention
+            if in_blocks and ".query_key_value." in name and tensor.dim():
                 ranks, heads = changes["tensor_model_parallel_size"], config.model.num_attention_heads
                 shape = (ranks, heads // ranks, 3, config.model.kv_channels, *tensor.shape[1:])
                 tensor = tensor.reshape(shape).transpose(1, 2).reshape(tensor.shape)
@@ -132,7 +152,7 @@ def write_as_megatron_deepspeed(
 
 
 def unpack(folder: Path) -> None:
-    """Extracts checkpoints that the program itself wrote, after 3 of 6 steps of two models of 128 tokens.
+    """Extracts checkpoints that the program itself wrote, after 3 of 6 steps of three models of 128 tokens.
 
     They were made on a CPU with DeepSpeed 0.19.8 and github.com/deepspeedai/Megatron-DeepSpeed at 4efb479d
     (its attention with `reshape` instead of `view`, which the CPU needs), in fp32 with ZeRO-1, Adam without
@@ -143,9 +163,15 @@ def unpack(folder: Path) -> None:
 
     `next_steps.json` has the samples, loss and gradient norm of that program's steps 4 to 6. The vocabulary
     needs no padding: in that program padded rows are part of the softmax.
+
+        llama/      at commit 6acc370a, before the order of queries, keys and values changed: --swiglu
+                    --normalization rmsnorm --disable-bias-linear --use-rotary-position-embeddings
+                    --untie-embeddings-and-output-weights --num-key-value-heads 2, tensor-parallel size 2;
+                    also converted by DeepSpeed's ds_to_universal.py
     """
-    with tarfile.open(ASSET) as archive:
-        archive.extractall(folder, filter="data")
+    for name in ("megatron_deepspeed", "megatron_deepspeed_llama"):
+        with tarfile.open(ASSETS / f"{name}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
 
 
 def plain_loss(folder: Path, name: str, samples: torch.Tensor) -> float:
@@ -155,6 +181,16 @@ def plain_loss(folder: Path, name: str, samples: torch.Tensor) -> float:
     """
     reader = UniversalReader(find_universal(folder))
     weights = {key: reader.read(key, "fp32") for key in reader.stored_names}
-    glu = ASSET_MODELS[name].get("glu_activation")
-    logits = plain_gpt_logits(weights, samples[:, :-1], layers=2, heads=2, glu=glu, vocab=ASSET_VOCAB)
+    model = ASSET_MODELS[name]
+    logits = plain_gpt_logits(
+        weights,
+        samples[:, :-1],
+        layers=2,
+        heads=model["num_attention_heads"],
+        positions=model.get("position_embedding_type", "absolute"),
+        glu=model.get("glu_activation"),
+        groups=model.get("num_query_groups"),
+        rotary={},
+        vocab=ASSET_VOCAB,
+    )
     return F.cross_entropy(logits.reshape(-1, ASSET_VOCAB), samples[:, 1:].reshape(-1)).item()

@@ -4,6 +4,7 @@ refused by name."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +225,22 @@ def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, caps
     ]
     assert_equal_logits(logits[1], logits[0])
     assert len(AutoTokenizer.from_pretrained(again)) == tokens
+
+
+def test_only_the_weights_in_use_are_mapped_into_memory(tmp_path):
+    """Else the resident memory of a conversion would be the size of the model."""
+    save_theirs(tmp_path, "llama-3")
+    files = {path.name for path in tmp_path.glob("*.safetensors")}
+
+    def mappings() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(Path(line.split()[-1]).name in files for line in lines if str(tmp_path) in line)
+
+    model = read_hugging_face(tmp_path)
+    assert mappings() == 0
+    found = 0
+    for _weight in model.weights():
+        assert mappings() <= 3  # queries, keys and values
+        found += mappings()
+    del _weight
+    assert found and mappings() == 0

@@ -1,6 +1,6 @@
 """docs/models.md: the flags of each published model make the model of its config.json.
 
-The configurations and numbers of parameters are facts from the models' pages on the hub.
+docs/models.md says with what the configurations and numbers of parameters were compared.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import Family
+from megatron.checkpoint.convert.huggingface.family import Family, Parameter, count_non_finite
 from megatron.checkpoint.convert.huggingface.registry import family_of
 from megatron.checkpoint.formats.reader import StateReader
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import Config, ConfigError
+from megatron.config import Config, ConfigError, ModelConfig
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
 
@@ -130,14 +130,22 @@ def _their_weights(
     read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
     for name, tensor in read(verify=verify):
         parameter = table[name]
-        used = tensor[: reader.specs[name].num_valid_rows]
-        converted = used.to(PARAMETER_DTYPES[precision])
-        if converted.dtype != used.dtype and not converted.isfinite().all() and used.isfinite().all():
-            raise ConfigError(f"--dtype {precision} cannot hold the values of {name}: use bf16 or fp32")
-        parts = parameter.transform.to_theirs(converted, config.model)
-        for their_name, part in zip(parameter.theirs, parts, strict=True):
-            # A file must not hold two views of one memory.
-            yield their_name, part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS)
+        parts = _converted_parts(
+            tensor[: reader.specs[name].num_valid_rows], parameter, config.model, precision
+        )
+        del tensor  # its pages need not be resident while a file is written
+        yield from zip(parameter.theirs, parts, strict=True)
+
+
+def _converted_parts(used: Tensor, parameter: Parameter, model: ModelConfig, precision: str) -> list[Tensor]:
+    """Their tensors of one of our parameters. ConfigError if the precision cannot hold the values."""
+    converted = used.to(PARAMETER_DTYPES[precision])
+    overflows = converted.dtype != used.dtype and count_non_finite(converted) and not count_non_finite(used)
+    if overflows:
+        raise ConfigError(f"--dtype {precision} cannot hold the values of {parameter.ours}: use bf16 or fp32")
+    parts = parameter.transform.to_theirs(converted, model)
+    # A file must not hold two views of one memory.
+    return [part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts]
 
 
 def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:

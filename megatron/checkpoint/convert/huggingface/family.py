@@ -29,6 +29,15 @@ LM_HEAD = "lm_head.weight"
 """Their name of the LM head. Some files contain a tied one as well."""
 
 
+# Of a part of a tensor. The check needs temporaries of twice the part's size.
+_CHECKED_ELEMENTS = 2**24
+
+
+def count_non_finite(values: Tensor) -> int:
+    """How many numbers are NaN or infinite."""
+    return sum(int((~part.isfinite()).sum()) for part in values.reshape(-1).split(_CHECKED_ELEMENTS))
+
+
 @dataclass(frozen=True)
 class Transform:
     """Conversion between one tensor of ours and one or more of theirs, with the model's sizes.

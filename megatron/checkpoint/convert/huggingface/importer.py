@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import LM_HEAD, WORD_EMBEDDINGS, Family
+from megatron.checkpoint.convert.huggingface.family import (
+    LM_HEAD,
+    WORD_EMBEDDINGS,
+    Family,
+    count_non_finite,
+)
 from megatron.checkpoint.convert.huggingface.registry import FAMILIES
 from megatron.checkpoint.convert.rules import spec_record
 from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, move_into_place, write_parameter
@@ -69,12 +76,22 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 
 @dataclass(frozen=True)
+class StoredWeight:
+    """A weight in a file. `read` maps it into memory. Its pages are unmapped when the tensor is freed, so the
+    resident memory does not grow with the size of the model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
 class HuggingFaceModel:
     """A model in a Hugging Face folder. All of its weights are present.
 
     fields: values for ModelConfig. rows: number of word embeddings, which may exceed the number of tokens.
     precision: 'fp32', 'fp16' or 'bf16', the dtype of the weights (fp32 if they have several). stored: Hugging
-    Face's name, with prefix -> memory-mapped weight.
+    Face's name, with prefix -> weight.
     """
 
     folder: Path
@@ -82,7 +99,7 @@ class HuggingFaceModel:
     fields: dict[str, Any]
     rows: int
     precision: str
-    stored: dict[str, Tensor]
+    stored: dict[str, StoredWeight]
 
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
         """The config of a run that could have saved this model. data: the tokenizer's flags. vocab_size:
@@ -95,7 +112,7 @@ class HuggingFaceModel:
         the files. Each is read when it is used."""
         model = ModelConfig(**self.fields)
         for parameter in self.family.names(model.num_layers, model.untie_embeddings_and_output_weights):
-            parts = [self.stored[name] for name in parameter.theirs]
+            parts = [self.stored[name].read() for name in parameter.theirs]
             yield parameter.ours, parameter.transform.to_ours(parts, model)
 
 
@@ -206,8 +223,8 @@ def _check_names(
             )
 
 
-def _all_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the files of the folder, by its name there."""
+def _all_weights(folder: Path) -> dict[str, StoredWeight]:
+    """Every weight in the files of the folder, by its name there."""
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
 
 
@@ -235,8 +252,8 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
 
 
 def _known_weights(
-    folder: Path, family: Family, stored: Mapping[str, Tensor], num_layers: int, untied: bool
-) -> dict[str, Tensor]:
+    folder: Path, family: Family, stored: Mapping[str, StoredWeight], num_layers: int, untied: bool
+) -> dict[str, StoredWeight]:
     """The weights in the family's table, by Hugging Face's name. ConfigError for missing ones, and for others
     except buffers and a copy of the tied weight."""
     if num_layers > len(stored):
@@ -247,7 +264,7 @@ def _known_weights(
         name: parameter for parameter in family.names(num_layers, untied) for name in parameter.theirs
     }
     buffers = family.buffer_names(num_layers)
-    found: dict[str, Tensor] = {}
+    found: dict[str, StoredWeight] = {}
     unexpected, heads = [], []
     head_names = {LM_HEAD, *(family.head.theirs if family.head else ())}
     for stored_name, tensor in stored.items():
@@ -267,7 +284,7 @@ def _known_weights(
             f"{min(unexpected)}"
         )
     (embeddings,) = (name for name, parameter in expected.items() if parameter.ours == WORD_EMBEDDINGS)
-    if any(not torch.equal(head, found[embeddings]) for head in heads):
+    if any(not torch.equal(head.read(), found[embeddings].read()) for head in heads):
         raise ConfigError(
             f"{folder} holds {LM_HEAD} that differs from {embeddings}, although its config.json ties them: "
             "the files are not of one model"
@@ -290,22 +307,31 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ConfigError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
-    """All tensors of a file by name, memory-mapped: only what is used is read."""
+def _read(path: Path) -> Mapping[str, StoredWeight]:
+    """All weights of a file by name. The content of a .safetensors file is read weight by weight."""
     if path.suffix != ".safetensors":
         content = load_torch_file(path)
         if not isinstance(content, dict) or not all(
             type(name) is str and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
             raise ConfigError(f"the weights in {path} cannot be read: expected a dict of tensors")
-        return content
-    from safetensors.torch import load_file
-
+        return {name: StoredWeight(t.shape, t.dtype, lambda t=t: t) for name, t in content.items()}
     try:
         open_regular(path).close()
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            mapped = {name: file.get_tensor(name) for name in file.keys()}
     except Exception as error:  # a damaged file can fail anywhere inside the library
         raise ConfigError(f"the weights in {path} cannot be read ({one_line(error)})") from error
+    return {
+        name: StoredWeight(tensor.shape, tensor.dtype, partial(_map_weight, path, name))
+        for name, tensor in mapped.items()
+    }
+
+
+def _map_weight(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
 
 
 def _check_shapes(model: HuggingFaceModel) -> None:
@@ -340,10 +366,9 @@ def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> 
 
 def check_finite(values: Tensor, folder: Path, name: str) -> None:
     """ConfigError if values of the parameter `name` are NaN or infinite."""
-    finite = values.isfinite()
-    if not finite.all():
+    if count := count_non_finite(values):
         raise ConfigError(
-            f"{folder} holds {int((~finite).sum()):,} numbers of {name} that are NaN or infinite: it is "
+            f"{folder} holds {count:,} numbers of {name} that are NaN or infinite: it is "
             "damaged, or its training diverged: use another one"
         )
 

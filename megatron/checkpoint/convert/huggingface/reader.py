@@ -87,7 +87,7 @@ class HuggingFaceReader(StateReader):
         return self._converted(name, slices, of_rank).reshape(-1)
 
     def _parts(self, name: str) -> list[Tensor]:
-        return [self._model.stored[theirs] for theirs in self._parameters[name].theirs]
+        return [self._model.stored[theirs].read() for theirs in self._parameters[name].theirs]
 
     def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
         values = self._parameters[name].transform.to_ours(parts, model).float()

@@ -1,0 +1,71 @@
+"""A tool that starts the other ranks on this host: their variables, and the end of one and of the first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import ROOT, environment
+
+FIRST = """
+import os, sys, time
+from megatron.cluster.local.ranks import start_other_ranks
+with start_other_ranks(sys.argv[1], sys.argv[2:], 3):
+    print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), flush=True)
+    time.sleep(float(sys.argv[2]))
+    if sys.argv[2] == "0.1":
+        raise RuntimeError("rank 0 fails")
+print("RANK" in os.environ, flush=True)
+"""
+OTHER = """
+import os, sys, time
+print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), flush=True)
+if sys.argv[2] == "fails" and os.environ["RANK"] == "2":
+    sys.exit(7)
+time.sleep(0 if sys.argv[2] == "ends" else 60)
+"""
+
+
+def start(tmp_path: Path, seconds: str, what: str) -> subprocess.Popen[str]:
+    """Rank 0, which sleeps in the block; the others do `what`."""
+    (tmp_path / "other.py").write_text(OTHER)
+    command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), seconds, what]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, text=True, **pipes)
+
+
+def test_the_ranks_have_a_launchers_variables_and_rank_0_its_own_afterwards(tmp_path: Path) -> None:
+    first = start(tmp_path, "0", "ends")
+    lines = first.communicate(timeout=60)[0].splitlines()
+    assert first.returncode == 0
+    assert sorted(line.split() for line in lines if line != "False") == [
+        ["0", "3", "0"],
+        ["1", "3", "1"],
+        ["2", "3", "2"],
+    ]
+    assert lines[-1] == "False"
+
+
+def test_rank_0_ends_with_the_exit_code_of_a_rank_that_fails(tmp_path: Path) -> None:
+    first = start(tmp_path, "60", "fails")
+    error = first.communicate(timeout=60)[1]
+    assert first.returncode == 7 and error.count("rank 2 has ended with exit code 7") == 1
+
+
+@pytest.mark.parametrize("end", ["raises", "is killed"])
+def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
+    """They have its stdout open, and would sleep for 60 s."""
+    first = start(tmp_path, "0.1" if end == "raises" else "60", "waits")
+    assert first.stdout is not None
+    if end == "is killed":
+        for _ in range(3):  # all ranks have printed their variables
+            first.stdout.readline()
+        os.kill(first.pid, signal.SIGKILL)
+    first.communicate(timeout=50)
+    assert first.returncode == (1 if end == "raises" else -signal.SIGKILL)
