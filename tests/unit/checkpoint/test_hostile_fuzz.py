@@ -189,10 +189,11 @@ def test_hostile_mutations_of_a_hugging_face_folder(
     save_theirs(folder, "gpt2", max_shard_size="20KB", sizes=(VOCAB, 1))
     (folder / "generation_config.json").unlink()
     if kind == "pytorch_model.bin":
-        weights = dict(read_hugging_face(folder).stored)
+        stored = read_hugging_face(folder).stored
+        weights = {name: weight.read().clone() for name, weight in stored.items()}
         for path in folder.glob("*safetensors*"):
             path.unlink()
-        torch.save({name: weight.clone() for name, weight in weights.items()}, folder / kind)
+        torch.save(weights, folder / kind)
     files = Files(folder)
 
     def read() -> None:
