@@ -10,9 +10,9 @@ stage. Bytes are those of the tensors that each operation reads and writes. The 
 planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share the 3200
 Gbit/s of their node.
 
-There are two estimates of MFU, with the same collectives and the same pipeline. "by roofline": every
-operation takes max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do not
-reach; the second table has the operations of a stage. "with the A100's achieved rates": the planner's
+There are two estimates of MFU, with the same collectives, optimizer and pipeline. "by roofline": all calls of
+an operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels
+do not reach; the second table has the operations of a stage. "with the A100's achieved rates": the planner's
 prediction, whose memory kernels reach the part of the bandwidth that was fitted on published A100 runs.
 
 All other flags are those of pretrain_gpt.py, and replace the preset's.
@@ -251,8 +251,9 @@ def bounds_of_passes(simulated: Simulated, plan: StagePlan) -> dict[int, list[fl
 
 
 def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:
-    """Of a pass in the middle of the step; none if the schedule has no such pass."""
-    work = record.rest.get(Instruction(kind, chunk))
+    """Of a pass in the middle of the step, or of the only one; none if the schedule has no such pass."""
+    instruction = Instruction(kind, chunk)
+    work = record.rest.get(instruction) or record.first.get(instruction)
     return {} if work is None else work.operations
 
 

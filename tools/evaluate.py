@@ -308,6 +308,7 @@ def run(argv: Sequence[str]) -> None:
 
     configure_logging(LoggingConfig())
     from megatron.checkpoint.reading import load_model, read_checkpoint
+    from megatron.cluster.preparation import Preparation
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.loaded_model import config_of_layout
 
@@ -318,6 +319,7 @@ def run(argv: Sequence[str]) -> None:
     with announce_errors():
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
         config = config_of_layout(checkpoint, *degrees, world_size)
+    with Preparation(config), announce_errors():  # a task may be downloaded first
         if is_main_process():
             evaluation = Evaluation(arguments, checkpoint)
     size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
@@ -367,9 +369,16 @@ def run_on_ranks(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
+    """Entry point. A user's mistake prints one sentence and exits with code 2, a rank that never came prints
+    one and exits with code 1."""
+    from megatron.cluster.exit_codes import RunStopped
+
     with exit_on_config_error():
-        run(sys.argv[1:] if argv is None else argv)
+        try:
+            run(sys.argv[1:] if argv is None else argv)
+        except RunStopped as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -218,12 +218,15 @@ class RotaryEmbedding:
     def __init__(self, model: ModelConfig) -> None:
         self.dim = model.rotary_dim
         self.interleaved = model.rotary_interleaved
-        places = torch.arange(0, self.dim, 2, dtype=torch.float32)
-        self.inverse_frequency = model.rotary_base ** (-places / self.dim)
         self.multiplier = 1.0
-        if model.rope_scaling_type is not None:
-            scale = ROPE_SCALINGS.load(model.rope_scaling_type)
-            self.inverse_frequency, self.multiplier = scale(self.inverse_frequency, model)
+        # On the host, wherever the layer is built: a device's powers differ in the last bits, and positions
+        # multiply the difference.
+        with torch.device("cpu"):
+            places = torch.arange(0, self.dim, 2, dtype=torch.float32)
+            self.inverse_frequency = model.rotary_base ** (-places / self.dim)
+            if model.rope_scaling_type is not None:
+                scale = ROPE_SCALINGS.load(model.rope_scaling_type)
+                self.inverse_frequency, self.multiplier = scale(self.inverse_frequency, model)
         self._cache: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:

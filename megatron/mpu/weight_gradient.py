@@ -10,6 +10,7 @@ Autograd then gets None for the weight. The hooks of the weight run all the same
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.selection import uses_kernels
+
+logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -36,13 +39,16 @@ def adds_in_product(weight: Tensor) -> bool:
 
 @lru_cache
 def _device_adds(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `add_product` runs on the device. Some versions of torch take no fp32 sum on CUDA."""
-    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    """Whether `add_product` runs on the device, and adds. Some versions of torch take no fp32 sum on CUDA."""
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
-        add_product(torch.zeros(16, 16, device=device), ones, ones)
-    except (RuntimeError, TypeError):
+        add_product(total, ones, ones)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        logger.info("weight gradients: added by a kernel of their own (%s)", error)
         return False
-    return True
+    return bool((total == 17).all())
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -106,7 +106,8 @@ class FlatGroup:
             # Copies between page-locked memory and the device, within one dtype, do not block the host.
             pin = get_accelerator().pin_memory
             self.host_weights = pin(self.local_weights.to("cpu", copy=True))
-            master = pin(self.host_weights.float()) if first.dtype != torch.float32 else self.host_weights
+            # The host's allocator rounds page-locked memory up to a power of two, so nothing else is there.
+            master = self.host_weights.float() if first.dtype != torch.float32 else self.host_weights
             self.host_gradients = pin(torch.zeros_like(master))
         else:
             master = self.local_weights if self.weights_are_master else self.local_weights.float()

@@ -467,6 +467,7 @@ class MixedPrecisionOptimizer:
         Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
         self.wait_for_params()
+        self.unit_overlap.drop_ahead()
         wait_for_copies(self.flat)
         self.optimizer.state.clear()
         self._first_others: dict[tuple[int, str], Any] = {}

@@ -72,6 +72,12 @@ class UnitOverlap:
         if self._ahead is not None:
             self._ahead.start_gather()
 
+    def drop_ahead(self) -> None:
+        """Frees weights that were gathered ahead and not used: they are about to change."""
+        if self._ahead is not None:
+            self._ahead.free_weights()
+            self._ahead = None
+
     def reduce(self, unit: "ShardedUnit") -> None:
         """Starts the reduce-scatter of the unit's gradients, then finishes that of the unit before.
         Collective."""

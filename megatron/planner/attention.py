@@ -33,6 +33,9 @@ def attention_of(config: Config) -> Implementation:
 
 
 def adds_weight_gradients(config: Config) -> bool:
-    """Whether matrix products add the weights' gradients to their sums (`megatron.mpu.weight_gradient`)."""
+    """Whether matrix products add the weights' gradients to their sums (`megatron.mpu.weight_gradient`).
+    Compiled ones do not: with --compile those of row-parallel layers, and with one TP rank all."""
     parallel = config.parallel
-    return counts_kernels(config) and config.precision.name != "fp32" and not parallel.shards_gradients
+    compiled = config.training.compile and not parallel.schedule.splits_backward
+    has_sums = config.precision.name != "fp32" and not parallel.shards_gradients
+    return counts_kernels(config) and has_sums and not compiled

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
+from megatron.cluster.exit_codes import SharedConfigError
 from megatron.config import Config, ConfigError, ParallelConfig
 from megatron.config.checks.model import check_model
 from megatron.config.checks.parallel import check_layout
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import spec_of
 from megatron.planner.stages import plan_stages
 
@@ -46,17 +48,31 @@ def load_distributed_model(
     checkpoint: Checkpoint, config: Config, rank: int, micro_batch_size: int
 ) -> DistributedGPT:
     """This rank's part of the model, in evaluation mode. Each rank reads its own shards. Collective.
-    ConfigError for files that cannot be read."""
+    ConfigError on all ranks for files that one of them cannot read."""
     layout = ParallelLayout.from_config(config.parallel, rank)
     tp_group = layout.make_tp_group()
     bounds = plan_stages(config, checkpoint.vocab_size).bounds
+    # The initial values are overwritten: zeros, which are quickly made.
     module = GPTModelPipe(
-        config, layout, tp_group, checkpoint.vocab_size, checkpoint.eod, bounds, lambda *_: None
+        config, layout, tp_group, checkpoint.vocab_size, checkpoint.eod, bounds, lambda *_: torch.zeros(())
     )
+    problem = None
+    try:
+        _load_weights(module, checkpoint, tp_group)
+    except ConfigError as error:
+        problem = str(error)
+    # The other ranks would wait for this one.
+    problems: list[str | None] = [None] * layout.world_size
+    dist.all_gather_object(problems, problem)
+    if found := next((sentence for sentence in problems if sentence is not None), None):
+        raise SharedConfigError(found)
+    return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)
+
+
+def _load_weights(module: GPTModelPipe, checkpoint: Checkpoint, tp_group: TPGroup) -> None:
     reader = open_reader(checkpoint)
     for name, parameter in module.named_parameters():
         if name not in reader.stored_names:
             raise ConfigError(f"checkpoint {checkpoint.folder} holds no parameter {name}")
         shard = reader.read_shard(name, VALUES, spec_of(parameter), tp_group)
         parameter.copy_(shard.view_as(parameter))
-    return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)

@@ -140,10 +140,10 @@ class Trainer:
             self.watchdog.report.set_iteration(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 state = self._evaluate_interval(state, len(self.data.valid))
-            self._evaluate_tasks(state)
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state)
                 saved = state
+            self._evaluate_tasks(state)
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
         self.engine.optimizer.wait_for_params()  # a rank that ends the process would interrupt the others
         if self.config.checkpoint.save and saved != state:

@@ -15,6 +15,11 @@ ROWS = [
     (Row(dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}, 4),
     (Row(tp=2, pp=2, micro_batch=2, recompute=True, precision="bf16", positions="alibi"), {}, 2),
     (Row(tp=2, micro_batch=2, precision="bf16"), CHUNKS, 4),
+    (
+        Row(pp=2, dp=2, zero=1, precision="bf16"),
+        {"parallel": {"pipeline_schedule": "zero-bubble", "ddp_bucket_size": 1}},
+        2,
+    ),
     (Row(precision="fp16"), {}, 4),
     (Row(dp=2, zero=2, precision="bf16"), {}, 0),
 ]

@@ -117,6 +117,8 @@ def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str,
     if rotary:
         angles = {name: args.get(name) or default for name, default in _ROTARY_DEFAULTS.items()}
         here |= {"rotary_base": angles["rope_theta"], "rotary_percent": angles["rotary_percent"]}
+    # Its own arguments of these names would be others.
+    here |= {"group_query_attention": None, "num_query_groups": None}
     groups = args.get("num_key_value_heads")
     if groups not in (None, args.get("num_attention_heads")):
         here |= {"group_query_attention": True, "num_query_groups": groups}

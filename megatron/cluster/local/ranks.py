@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from megatron.cluster.launch import temporary_environment
 
 # Seconds that the other ranks have to end once rank 0 has ended.
 _GRACE_S = 30.0
 _PR_SET_PDEATHSIG = 1
+_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _LIBC = ctypes.CDLL(None)
 
 
@@ -35,13 +38,18 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     }
     if "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // world_size, 1))
+        threads = max(_available_cores() // world_size, 1)
+        variables["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)  # this process has read the variable already
+    # What a launcher or srun has set for this process alone.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     with ExitStack() as stack:
         stack.enter_context(temporary_environment({**variables, "RANK": "0", "LOCAL_RANK": "0"}))
         others = [
             subprocess.Popen(
                 [sys.executable, script, *argv],
-                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**inherited, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 preexec_fn=_end_with_parent,
             )
@@ -86,7 +94,14 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.kill()
 
 
+def _available_cores() -> int:
+    """Those that this process may use: a job or a container may have a part of the host."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _end_with_parent() -> None:
-    """In a child, on Linux: the kernel ends it with the process that has started it."""
+    """In a child, which ends with the process that has started it: after Ctrl-C that process ends it, and on
+    Linux the kernel does if the process was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

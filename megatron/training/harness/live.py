@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,9 +56,15 @@ class LiveEvaluation:
     ) -> None:
         """tasks: on rank 0. stop_requested, heartbeat: see `DistributedGPT`."""
         self._engine, self._tasks = engine, tasks
+        self._compiles = engine.run_config.training.compile
         size = engine.run_config.batch.micro_batch_size
+
+        def begin_micro_batch() -> None:
+            heartbeat()
+            engine.optimizer.unit_overlap.begin_micro_batch()
+
         self._model = DistributedGPT(
-            engine.module, engine.layout, engine.tp_group, size, stop_requested, heartbeat
+            engine.module, engine.layout, engine.tp_group, size, stop_requested, begin_micro_batch
         )
 
     def run(self, print_fn: Callable[[str], object]) -> Results | None:
@@ -66,11 +72,13 @@ class LiveEvaluation:
         stopped. Collective."""
         self._engine.optimizer.wait_for_params()
         self._engine.module.eval()
+        # With --compile each length of the texts would be compiled.
+        eager = torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
         try:
-            if self._engine.global_rank:
-                self._model.serve()
-                return {}
-            with _random_state_kept():
+            with eager, _random_state_kept():
+                if self._engine.global_rank:
+                    self._model.serve()
+                    return {}
                 return self._run_on_rank_0(print_fn)
         except InferenceStopped:
             return None

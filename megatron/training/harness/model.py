@@ -27,6 +27,8 @@ OWN_TASKS = Path(__file__).parent / "tasks"
 _BOOTSTRAP_DRAWS = 1000
 # Of tasks that generate and do not say how much.
 MAX_GENERATED_TOKENS = 256
+# Names of a task's setting of that number.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
@@ -88,7 +90,7 @@ class HarnessModel(TemplateLM):
         check_greedy(settings)
         until = settings.get("until") or []
         ends = [until] if isinstance(until, str) else list(until)
-        count = settings.get("max_gen_toks", MAX_GENERATED_TOKENS)
+        count = next((settings[name] for name in _LENGTHS if name in settings), MAX_GENERATED_TOKENS)
         tokens: list[int] = []
         for token in generate(
             self.model,
@@ -128,20 +130,29 @@ class Tasks:
                 f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
                 "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
             )
-        self._tasks: list[Any] = []
-        for name in names:
-            self._tasks += self._load(name)
+        self._tasks = self._load(list(names))
 
-    def _load(self, name: str) -> list[Any]:
+    def _load(self, names: list[str]) -> list[Any]:
+        """The groups that are in no other group, and the tasks that are in no group."""
         try:
-            loaded = self._manager.load([name])
+            loaded = self._manager.load(names)
         # A task loads its data with any library, from any place.
         except Exception as error:
-            raise ConfigError(f"task {name} cannot be loaded ({type(error).__name__}: {error})") from error
-        for task in loaded["tasks"].values():
+            raise ConfigError(
+                f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"
+            ) from error
+        for name, task in loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise ConfigError(f"task {name} runs generated code or reads images: remove it")
             if task.OUTPUT_TYPE == "generate_until":
                 check_greedy(task.config.generation_kwargs or {})
-        return [*loaded["groups"].values()] or [*loaded["tasks"].values()]
+        groups = loaded["groups"].values()
+        inner = {group.name for outer in groups for group in outer.get_all_groups()}
+        in_group = {task.task_name for group in groups for task in group.get_all_tasks()}
+        return [
+            *(group for group in groups if group.name not in inner),
+            *(task for name, task in loaded["tasks"].items() if name not in in_group),
+        ]
 
     def run(self, model: LanguageModel, max_length: int, batch_size: int) -> Results:
         """max_length, batch_size: see `HarnessModel`."""

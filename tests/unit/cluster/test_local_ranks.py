@@ -58,6 +58,27 @@ def test_rank_0_ends_with_the_exit_code_of_a_rank_that_fails(tmp_path: Path) -> 
     assert first.returncode == 7 and error.count("rank 2 has ended with exit code 7") == 1
 
 
+def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a shell of srun with one task: the others would compare WORLD_SIZE with it."""
+    for name, value in (
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_NTASKS", "1"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    ):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "other.py").write_text(
+        "import os\n"
+        "print([name for name in os.environ if name.startswith('SLURM')],"
+        " os.environ['TORCHELASTIC_USE_AGENT_STORE'])\n"
+    )
+    command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), "0", "ends"]
+    env = os.environ | environment() | {"PYTHONPATH": str(ROOT)}
+    first = subprocess.run(command, env=env, text=True, capture_output=True, timeout=60)
+    assert first.stdout.splitlines().count("[] False") == 2
+
+
 @pytest.mark.parametrize("end", ["raises", "is killed"])
 def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
     """They have its stdout open, and would sleep for 60 s."""
