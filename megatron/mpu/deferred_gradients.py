@@ -11,20 +11,17 @@ same order, and hooks that wait for a gradient are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu import weight_gradient
 from megatron.mpu.compilation import not_compiled
+from megatron.mpu.weight_gradient import Gradient
 
-Gradient = Callable[[Tensor], Tensor | None]
-"""A function that computes what a backward pass adds to the gradient of a weight; None if it has added it."""
 Deferred = list[tuple[Tensor, Gradient]]
 
 
@@ -56,21 +53,14 @@ def accumulate(deferred: Deferred) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
     """`weight_gradient.linear`; the backward pass leaves the weight's gradient to `deferred`, if that is
     given."""
-    if deferred is None:
+    if deferred is None or not torch.is_grad_enabled():
         return weight_gradient.linear(x, weight, bias)
     return _deferring_linear(x, weight, bias, deferred)
 
 
 @not_compiled  # the graph of a compiled function computes all gradients at once
 def _deferring_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
-    if not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    output_gradient: list[Tensor] = []
-    # The product itself stays an operation of PyTorch: activation recomputation ends before the last one.
-    x = _KeepInput.apply(with_gradient(x), output_gradient, partial(deferred.add, weight))
-    y = F.linear(x, weight.detach(), bias)
-    y.register_hook(output_gradient.append)
-    return y
+    return weight_gradient.linear(with_gradient(x), weight, bias, partial(deferred.add, weight))
 
 
 def with_gradient(x: Tensor) -> Tensor:
@@ -78,27 +68,6 @@ def with_gradient(x: Tensor) -> Tensor:
     autograd would call the weight's hooks in the backward pass, even without a gradient. So it is `x` that
     makes the backward pass arrive."""
     return x if x.requires_grad else x.detach().requires_grad_()
-
-
-class _KeepInput(torch.autograd.Function):
-    """The identity of the input of `_deferring_linear`. When the backward pass arrives here, the gradient of
-    the output is known, and `defer` gets the computation of the weight's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, output_gradient: list[Tensor], defer: Callable[[Gradient], None]
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.output_gradient, ctx.defer = output_gradient, defer
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        compute = partial(weight_gradient.weight_gradient, grad=ctx.output_gradient.pop(), x=x.detach())
-        ctx.defer(compute)
-        return grad, None, None
 
 
 class _Accumulate(torch.autograd.Function):

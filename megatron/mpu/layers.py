@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.deferred_gradients import DeferredGradients, Gradient, linear, with_gradient
+from megatron.mpu.deferred_gradients import DeferredGradients, linear, with_gradient
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
@@ -31,7 +31,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
 from megatron.mpu.tp_overlap import gather_and_multiply, in_chunks, multiply_and_reduce
-from megatron.mpu.weight_gradient import weight_gradient
+from megatron.mpu.weight_gradient import Gradient, weight_gradient
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -11,7 +11,8 @@ Autograd then gets None for the weight. The hooks of the weight run all the same
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.selection import uses_kernels
 
 logger = logging.getLogger(__name__)
+
+Gradient = Callable[[Tensor], Tensor | None]
+"""A function that computes what a backward pass adds to the gradient of a weight; None if it has added it."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -66,12 +70,18 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear with `weight_gradient`. A compiled layer has autograd's gradient."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not adds_in_product(weight):
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, defer: Callable[[Gradient], None] | None = None
+) -> Tensor:
+    """F.linear with `weight_gradient`, computed in the backward pass, or given to `defer`. A compiled layer
+    has autograd's gradient."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    if defer is None and not adds_in_product(weight):
         return F.linear(x, weight, bias)
     output_gradient: list[Tensor] = []
-    rows = _KeepInput.apply(x.reshape(-1, x.shape[-1]), weight, output_gradient)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = _KeepInput.apply(rows, weight if defer is None else None, output_gradient, defer)
     # The product itself stays an operation of PyTorch: activation recomputation ends before the last one.
     y = F.linear(rows, weight.detach(), bias)
     y.register_hook(output_gradient.append)
@@ -81,16 +91,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _KeepInput(torch.autograd.Function):
     """The identity of the input of a product. When the backward pass arrives here, the gradient of the
-    product is known, and that of the weight is computed."""
+    product is known, and that of the weight is computed, or given to `defer`. With `defer` the weight is no
+    input: autograd would call its hooks in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, output_gradient: list[Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        output_gradient: list[Tensor],
+        defer: Callable[[Gradient], None] | None,
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.output_gradient = weight, output_gradient
+        ctx.weight, ctx.output_gradient, ctx.defer = weight, output_gradient, defer
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        return grad, weight_gradient(ctx.weight, ctx.output_gradient.pop(), x), None
+        compute = partial(weight_gradient, grad=ctx.output_gradient.pop(), x=x.detach())
+        if ctx.defer is None:
+            return grad, compute(ctx.weight), None, None
+        ctx.defer(compute)
+        return grad, None, None, None
