@@ -32,6 +32,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from tqdm import tqdm
 
 from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, parse_split
+from megatron.config.checks.harness import no_harness
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.tool_parser import ToolParser
 from megatron.data.indexed_dataset import IndexedDataset, index_path
@@ -124,7 +125,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if getattr(arguments, flag) is not None and not arguments.data_path:
             raise ConfigError(f"--{flag} is for --data-path: give --data-path, or remove it")
     if arguments.tasks and find_spec("lm_eval") is None:
-        raise _no_harness("there is no module lm_eval")
+        raise no_harness("--tasks", "there is no module lm_eval")
     if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
         raise ConfigError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -248,12 +249,6 @@ def mean_loss(
     return total / num_samples
 
 
-def _no_harness(reason: str) -> ConfigError:
-    return ConfigError(
-        f"--tasks needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
-    )
-
-
 class Evaluation:
     """What is evaluated: opened and checked by the rank that prints, before the weights are loaded."""
 
@@ -270,7 +265,7 @@ class Evaluation:
         try:
             from megatron.training.harness.model import Tasks
         except ImportError as error:
-            raise _no_harness(str(error)) from error
+            raise no_harness("--tasks", str(error)) from error
         arguments = self.arguments
         tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
         return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer)
@@ -307,7 +302,7 @@ def run(argv: Sequence[str]) -> None:
     from megatron.cluster.processes import configure_logging, is_main_process
 
     configure_logging(LoggingConfig())
-    from megatron.checkpoint.reading import load_model, read_checkpoint
+    from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
     from megatron.cluster.preparation import Preparation
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.loaded_model import config_of_layout
@@ -319,39 +314,32 @@ def run(argv: Sequence[str]) -> None:
     with announce_errors():
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
         config = config_of_layout(checkpoint, *degrees, world_size)
+    verify = not arguments.no_verify_digests
     with Preparation(config), announce_errors():  # a task may be downloaded first
         if is_main_process():
             evaluation = Evaluation(arguments, checkpoint)
+            if verify and world_size > 1:
+                verify_weights(checkpoint)
     size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
     if evaluation is not None and world_size == 1:
-        evaluation.run(load_model(checkpoint, verify=not arguments.no_verify_digests), size)
+        evaluation.run(load_model(checkpoint, verify=verify), size)
         return
     with ExitStack() as stack:
         if launched == 1:
             from megatron.cluster.local.ranks import start_other_ranks
 
             stack.enter_context(start_other_ranks(__file__, argv, world_size))
-        run_on_ranks(evaluation, checkpoint, config, size, verify=not arguments.no_verify_digests)
+        run_on_ranks(evaluation, checkpoint, config, size)
 
 
-def run_on_ranks(
-    evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int, *, verify: bool
-) -> None:
-    """Evaluates on all ranks of the launch. evaluation: on rank 0. size: samples of a micro-batch. verify:
-    rank 0 compares the weights with their digests."""
+def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int) -> None:
+    """Evaluates on all ranks of the launch. evaluation: on rank 0. size: samples of a micro-batch."""
     import torch.distributed as dist
 
     from megatron.checkpoint.lineage.start import share_checkpoint
-    from megatron.checkpoint.reading import verify_weights
-    from megatron.cluster.preparation import Preparation
     from megatron.cluster.processes import init_distributed
-    from megatron.cluster.rendezvous import announce_errors
     from megatron.training.loaded_model import load_distributed_model
 
-    with Preparation(config):
-        if evaluation is not None and verify:
-            with announce_errors():
-                verify_weights(checkpoint)
     rank = init_distributed(config)
     # A run may have saved another one meanwhile.
     shared = share_checkpoint(checkpoint)

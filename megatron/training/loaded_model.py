@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.lineage.start import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedConfigError
 from megatron.config import Config, ConfigError, ParallelConfig
@@ -62,10 +62,8 @@ def load_distributed_model(
     except ConfigError as error:
         problem = str(error)
     # The other ranks would wait for this one.
-    problems: list[str | None] = [None] * layout.world_size
-    dist.all_gather_object(problems, problem)
-    if found := next((sentence for sentence in problems if sentence is not None), None):
-        raise SharedConfigError(found)
+    if (found := first_problem_of_ranks(problem)) is not None:
+        raise SharedConfigError(found[1])
     return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)
 
 

@@ -309,15 +309,20 @@ def share_checkpoint(
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
         except ConfigError as error:
             problem = str(error)
+    if (found := first_problem_of_ranks(problem)) is not None:
+        rank, text = found
+        raise ConfigError(
+            f"rank {rank} cannot open the checkpoint that rank 0 resumes from ({text}): --load must be a "
+            "folder that all nodes share"
+        )
+    return checkpoint
+
+
+def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
+    """The first rank that has a problem, and its problem; None if no rank has one. Collective."""
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            raise ConfigError(
-                f"rank {rank} cannot open the checkpoint that rank 0 resumes from ({text}): --load must be a "
-                "folder that all nodes share"
-            )
-    return checkpoint
+    return next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
 
 
 def _open_with_retries(

@@ -39,16 +39,20 @@ def check_harness(config: Config) -> None:
         )
 
 
+def no_harness(option: str, reason: str) -> ConfigError:
+    """The error of a flag that needs the package lm_eval, which cannot be imported."""
+    return ConfigError(
+        f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
+    )
+
+
 def check_harness_installed(config: Config) -> None:
     """Raise ConfigError without the package lm_eval, and for a folder of tasks that does not exist."""
     training = config.training
     if not training.eval_harness_tasks:
         return
     if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "--eval-harness-tasks needs EleutherAI's lm-evaluation-harness (there is no module lm_eval): "
-            "install it with 'pip install lm_eval'"
-        )
+        raise no_harness("--eval-harness-tasks", "there is no module lm_eval")
     folder = training.eval_harness_tasks_path
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")

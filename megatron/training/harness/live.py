@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
+from megatron.config.checks.harness import no_harness
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer
@@ -32,10 +33,7 @@ def load_tasks(config: Config) -> Tasks | None:
     try:
         from megatron.training.harness.model import Tasks
     except ImportError as error:
-        raise ConfigError(
-            f"--eval-harness-tasks: lm_eval cannot be imported ({error}): install it with 'pip install "
-            "lm_eval'"
-        ) from error
+        raise no_harness("--eval-harness-tasks", str(error)) from error
     return Tasks(
         training.eval_harness_tasks,
         training.eval_harness_tasks_path,
