@@ -241,7 +241,7 @@ def bounds_of_passes(simulated: Simulated, plan: StagePlan) -> dict[int, list[fl
     bounds = {}
     for stage in stages:
         rank = plan.rank_of(stage)
-        chunk = [other for other in stages if plan.rank_of(other) == rank].index(stage)
+        chunk = plan.rank_of_stage[:stage].count(rank)
         passes = (_operations(simulated.ranks[rank], kind, chunk) for kind in PASSES)
         bounds[stage] = [
             sum(_least_seconds(simulated.config, count) for count in operations.values())

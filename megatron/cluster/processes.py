@@ -68,7 +68,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", str(config.parallel.local_rank or 0))
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     address = Address.from_environment()
     accelerator = get_accelerator()
     device = device_index(int(os.environ["LOCAL_RANK"]), max(accelerator.device_count(), 1))
@@ -105,7 +105,7 @@ def destroy_distributed() -> None:
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

@@ -32,6 +32,8 @@ class WeightGradPass(BufferOpInstruction):
     """Computes the gradients of weights that the backward pass of the buffer's micro-batch has left."""
 
 
+_SENDS: dict[Kind, type[PipeInstruction]] = {"forward": SendActivation, "backward": SendGrad}
+_RECEIVES: dict[Kind, type[PipeInstruction]] = {"forward": RecvActivation, "backward": RecvGrad}
 _PASSES: dict[Kind, type[PipeInstruction]] = {
     "forward": ForwardPass,
     "backward": BackwardPass,
@@ -89,10 +91,8 @@ class OrderSchedule(PipeSchedule):
 
     def _exchange(self, sends: Sequence[Work], receives: Sequence[Work]) -> list[PipeInstruction]:
         """Messages that are sent and received together."""
-        queued = [self._of(work, SendActivation if work.kind == "forward" else SendGrad) for work in sends]
-        queued += [
-            self._of(work, RecvActivation if work.kind == "forward" else RecvGrad) for work in receives
-        ]
+        queued = [self._of(work, _SENDS[work.kind]) for work in sends]
+        queued += [self._of(work, _RECEIVES[work.kind]) for work in receives]
         return [*queued, CommitP2P()] if queued else []
 
     def _pass(self, work: Work) -> list[PipeInstruction]:

@@ -67,7 +67,7 @@ def launch_forward(
     first_head: int,
 ) -> None:
     """Fills `out` and `log_sums`; see `megatron::attention_forward`."""
-    sizes, common = _common("forward", query, key, value, scale, p)
+    sizes, common = _common("forward", query, key, value, slopes, first_keys, scale, p)
     seq, batch, heads, _ = query.shape
     if query.numel():
         attention_forward_kernel[(triton.cdiv(seq, sizes.queries), batch * heads)](
@@ -76,12 +76,8 @@ def launch_forward(
             value,
             out,
             log_sums,
-            slopes,
-            first_keys,
-            sample_keys,
+            sample_keys=sample_keys,
             first_head=first_head,
-            HAS_SLOPES=slopes is not None,
-            HAS_RANGES=first_keys is not None,
             HAS_DROPOUT=sample_keys is not None,
             **common,
         )
@@ -105,7 +101,7 @@ def launch_backward_query(
     first_head: int,
 ) -> None:
     """Fills `grad_query`, `row_sums` and `row_keys`; see `megatron::attention_backward_query`."""
-    sizes, common = _common("query", query, key, value, scale, p)
+    sizes, common = _common("query", query, key, value, slopes, first_keys, scale, p)
     seq, batch, heads, _ = query.shape
     if query.numel():
         attention_backward_query_kernel[(triton.cdiv(seq, sizes.queries), batch * heads)](
@@ -118,12 +114,8 @@ def launch_backward_query(
             grad_query,
             row_sums,
             row_keys,
-            slopes,
-            first_keys,
-            sample_keys,
+            sample_keys=sample_keys,
             first_head=first_head,
-            HAS_SLOPES=slopes is not None,
-            HAS_RANGES=first_keys is not None,
             HAS_DROPOUT=sample_keys is not None,
             **common,
         )
@@ -146,7 +138,7 @@ def launch_backward_key(
     p: float,
 ) -> None:
     """Fills `grad_key` and `grad_value`; see `megatron::attention_backward_key`."""
-    sizes, common = _common("key", query, key, value, scale, p)
+    sizes, common = _common("key", query, key, value, slopes, first_keys, scale, p)
     seq, batch, groups, _ = key.shape
     if query.numel():
         attention_backward_key_kernel[(triton.cdiv(seq, sizes.keys), batch * groups)](
@@ -158,19 +150,22 @@ def launch_backward_key(
             row_sums,
             grad_key,
             grad_value,
-            slopes,
-            first_keys,
-            end_queries,
-            row_keys,
-            HAS_SLOPES=slopes is not None,
-            HAS_RANGES=first_keys is not None,
+            end_queries=end_queries,
+            row_keys=row_keys,
             HAS_DROPOUT=p > 0,
             **common,
         )
 
 
 def _common(
-    kernel: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, p: float
+    kernel: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slopes: torch.Tensor | None,
+    first_keys: torch.Tensor | None,
+    scale: float,
+    p: float,
 ) -> tuple[Tiles, dict[str, Any]]:
     """Tile sizes, and the arguments that all kernels have."""
     seq, batch, heads, head_dim = query.shape
@@ -182,6 +177,10 @@ def _common(
         for dim, stride in zip(("seq", "batch", "head"), tensor.stride(), strict=False)
     }
     return sizes, {
+        "slopes": slopes,
+        "first_keys": first_keys,
+        "HAS_SLOPES": slopes is not None,
+        "HAS_RANGES": first_keys is not None,
         "seq": seq,
         "batch": batch,
         "heads": heads,

@@ -117,11 +117,15 @@ class FlatGroup:
         """The parameter's part of a full buffer, in its shape."""
         return flat[parameter.flat_offset : parameter.flat_offset + parameter.numel()].view_as(parameter)
 
+    def first_element(self, parameter: nn.Parameter) -> int:
+        """Index of the parameter's first element in this rank's partition."""
+        return max(self.start - parameter.flat_offset, 0)
+
     def _make_local_weights(self, initial_values: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """This rank's partition of the weights, made one parameter at a time; padding is zero."""
         weights = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)
         for parameter, start, length in self.fragments():
-            offset = max(self.start - parameter.flat_offset, 0)
+            offset = self.first_element(parameter)
             values = initial_values(parameter).view(-1)
             weights[start : start + length].copy_(values[offset : offset + length])
         return weights

@@ -376,7 +376,7 @@ class MixedPrecisionOptimizer:
             name=self.names[parameter],
             spec=spec_of(parameter),
             tp_group=self.tp_group,
-            start=max(flat.start - parameter.flat_offset, 0),
+            start=flat.first_element(parameter),
             values=values,
             step=step,
             quantized=flat.quantized,
@@ -473,7 +473,7 @@ class MixedPrecisionOptimizer:
         self._first_others: dict[tuple[int, str], Any] = {}
         for index, flat in enumerate(self.flat):
             for parameter, start, length in flat.fragments():
-                offset = max(flat.start - parameter.flat_offset, 0)
+                offset = flat.first_element(parameter)
                 values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tp_group)
                 flat.master.data[start : start + length].copy_(values[offset : offset + length])
                 del values  # moments are read lazily: only one tensor is in memory at a time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from megatron.cluster.launch import temporary_environment
+from megatron.cluster.processes import free_port
 
 # Seconds that the other ranks have to end once rank 0 has ended.
 _GRACE_S = 30.0
@@ -30,17 +30,14 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
     Sets the variables of a launcher. The processes share the cores of this host. If another rank fails, this
     process ends with its exit code; if this process ends, the others are ended.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     variables = {
         **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(_available_cores() // world_size, 1)
-        variables["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)  # this process has read the variable already
+        count = max(len(os.sched_getaffinity(0)) // world_size, 1)  # a job may have a part of the cores
+        variables["OMP_NUM_THREADS"] = str(count)
+        torch.set_num_threads(count)  # this process has read the variable already
     # What a launcher or srun has set for this process alone.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -92,11 +89,6 @@ def _follow(
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
-
-
-def _available_cores() -> int:
-    """Those that this process may use: a job or a container may have a part of the host."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _end_with_parent() -> None:
