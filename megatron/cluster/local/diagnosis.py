@@ -36,6 +36,8 @@ _MAX_WAIT_FOR_REPORTS_S = 5.0
 _POLL_INTERVAL_S = 0.01
 _ELSEWHERE = "the cause may be on another node, or a rank that was started from another shell: see its error"
 _CLAIM_FILE = "diagnosis"
+# The detached process outlives them.
+_IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def conclude(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
@@ -153,11 +155,21 @@ def _start_detached(folder: Path, env: Mapping[str, str]) -> None:
         env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     )
     waits = not (restarts or launcher == 1 or "SLURM_STEP_ID" in env)
-    package_parent = str(Path(megatron.__path__[0]).parent)
     sys.stdout.flush()
+    # The launcher sends SIGTERM to the rank's process group, and the new process leaves the group a moment
+    # after its start. It inherits the mask, so that no signal ends it before `main` ignores them.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
+    try:
+        _popen_diagnosis(folder, env, launcher if waits else 0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _popen_diagnosis(folder: Path, env: Mapping[str, str], launcher: int) -> None:
+    package_parent = str(Path(megatron.__path__[0]).parent)
     subprocess.Popen(
         [sys.executable, "-m", "megatron.cluster.local.diagnosis", str(folder)]
-        + ["--processes", str(_num_processes(env)), "--launcher", str(launcher if waits else 0)]
+        + ["--processes", str(_num_processes(env)), "--launcher", str(launcher)]
         + ["--errors-of-all-elsewhere"] * (not _prints_errors_of_all(env)),
         env={
             **env,
@@ -170,7 +182,7 @@ def _start_detached(folder: Path, env: Mapping[str, str]) -> None:
 
 def main() -> None:
     """The detached process."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(
         description="prints the diagnosis when all ranks of this node have ended"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.local.diagnosis import _prints_errors_of_all, print_diagnosis
+from megatron.cluster.local.diagnosis import _prints_errors_of_all, conclude, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
 
@@ -175,6 +175,30 @@ def test_under_a_launcher_the_cause_is_the_last_line_after_its_traceback(tmp_pat
     assert lines[-2] == "Traceback of the launcher"
     assert lines[-1].startswith("error: rank 1 on ") and "killed (SIGKILL)" in lines[-1]
     assert not list(tmp_path.glob("megatron-*/*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_to_the_rank_does_not_end_the_diagnosis_that_it_starts(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """torch's launcher signals the whole process group of a rank: here just before the new process is
+    Python."""
+    started = []
+
+    def popen_with_signal(*command, **options) -> subprocess.Popen:
+        process = popen(*command, **options, preexec_fn=lambda: os.kill(os.getpid(), number))
+        started.append(process)
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", popen_with_signal)
+    report = RankReport(str(tmp_path / "r"), "1", "n1", is_temporary=True)
+    report.end(ExitStatus.FAILED, "error: ValueError: broken")
+    conclude(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
+    (process,) = started
+    assert process.wait(60) == 0
+    assert capfd.readouterr().err.splitlines()[-1].endswith("ValueError: broken")
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_single_process_has_no_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
