@@ -8,6 +8,8 @@
 PYTHON ?= python3
 # The processes among which the test files are shared out.
 TEST_PROCESSES ?= 2
+# What setup.py's extras install beside the package; eval: the tasks of tools/evaluate.py and their tests.
+EXTRAS ?= dev,bitsandbytes
 VENV := .venv
 STAMP := $(VENV)/.installed
 # Files are started in the order of their names, slow ones first. The tests start hundreds of Python processes: bytecode
@@ -22,7 +24,7 @@ $(STAMP): setup.py constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
 
 train: setup
