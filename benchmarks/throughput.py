@@ -98,10 +98,10 @@ class Row:
 
 
 CPU_ROWS = [
-    Row("1 process", against="plain", target=1.12),
-    Row("DP=2", data=2, against="plain", target=1.9),
-    Row("PP=2", pipeline=2, against="plain", target=1.5),
-    Row("TP=2", tensor=2, against="plain", target=1.75),
+    Row("1 process", against="plain", target=1.28),
+    Row("DP=2", data=2, against="plain", target=2.34),
+    Row("PP=2", pipeline=2, against="plain", target=1.92),
+    Row("TP=2", tensor=2, against="plain", target=1.84),
     Row("--bf16", precision="bf16", against="1 process", target=2.0),
 ]
 
