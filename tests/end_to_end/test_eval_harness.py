@@ -110,6 +110,7 @@ def on_ranks(folder, tp_size, pp_size):
     return found
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(("tp_size", "pp_size", "dp_size"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)])
 def test_log_likelihoods_on_several_ranks_are_those_of_the_exported_model(folders, tp_size, pp_size, dp_size):
     ours, theirs = folders
@@ -153,12 +154,17 @@ def test_the_tool_runs_a_local_task(folders, tmp_path, capsys):
     evaluate.main([*command, "local"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("local | acc: "))
     assert float(line.split("acc: ")[1].split(" |")[0]) in [pytest.approx(n / 3, abs=1e-4) for n in range(4)]
+
+
+@pytest.mark.full  # the harness reads all of its tasks
+def test_an_unknown_task_is_refused(folders, capsys):
     with pytest.raises(SystemExit) as caught:
-        evaluate.main([*command, "no_such_task"])
+        evaluate.main(["--load", str(folders[0]), "--tasks", "toy", "no_such_task"])
     assert caught.value.code == CONFIG_ERROR_EXIT_CODE
     assert "task no_such_task: the harness has no such task" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.launch", "--nproc_per_node", "2"]])
 def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, capsys):
     """Without a launcher the tool starts its ranks."""
@@ -172,6 +178,7 @@ def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, 
     assert [line for line in typed.stdout.splitlines() if line.startswith("toy")] == [expected]
 
 
+@pytest.mark.full
 def test_training_runs_tasks_and_its_losses_stay_the_same(data, tmp_path):
     """TP 2 x PP 2, with dropout. The tasks' values are logged and written to TensorBoard."""
     flags = [*MODEL, *SHORT, *ABSOLUTE, *data, "--seed", "7"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,25 +140,14 @@ class Tasks:
     ) -> None:
         """folder: of tasks beside the harness's own. limit: use the first documents of each task only.
         ConfigError for an unknown task, one whose data cannot be loaded, and one that samples its answers."""
-        folders = [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
-        self._manager, self._limit = TaskManager(include_path=folders), limit
-        self._tokenizer = tokenizer
-        if unknown := [name for name in names if not self._manager.match_tasks([name])]:
-            raise ConfigError(
-                f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
-                "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
-            )
-        self._tasks = self._load(list(names))
+        self._limit, self._tokenizer = limit, tokenizer
+        self._manager, loaded = _load(
+            list(names), [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
+        )
+        self._tasks = self._outermost(loaded)
 
-    def _load(self, names: list[str]) -> list[Any]:
+    def _outermost(self, loaded: dict[str, Any]) -> list[Any]:
         """The groups that are in no other group, and the tasks that are in no group."""
-        try:
-            loaded = self._manager.load(names)
-        # A task loads its data with any library, from any place.
-        except Exception as error:
-            raise ConfigError(
-                f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"
-            ) from error
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"task {name} runs generated code or reads images: remove it")
@@ -191,6 +181,29 @@ class Tasks:
             }
             for task, values in evaluated["results"].items()
         }
+
+
+def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, Any]]:
+    """The tasks and groups of these names. The harness's own tasks are searched only if that is needed: their
+    thousands of files take 20 s."""
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if set(names) <= set(manager.all_tasks):
+        # A task or group may refer to tasks of the harness.
+        with suppress(Exception):
+            return manager, manager.load(names)
+    manager = TaskManager(include_path=folders)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise ConfigError(
+            f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
+            "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
+        )
+    try:
+        return manager, manager.load(names)
+    # A task loads its data with any library, from any place.
+    except Exception as error:
+        raise ConfigError(
+            f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"
+        ) from error
 
 
 def check_greedy(settings: dict[str, Any]) -> None:
