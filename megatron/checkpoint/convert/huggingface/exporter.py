@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
@@ -62,7 +59,6 @@ def write_hugging_face(
     config = checkpoint.config
     _, family = family_of(config.model)
     precision = precision or config.precision.name
-    their_config = _hugging_face_config(config, checkpoint.vocab_size, checkpoint.eod, precision)
     temporary = output.with_name(output.name + ".tmp")
     for path in (output, temporary):
         if path.exists():
@@ -72,8 +68,7 @@ def write_hugging_face(
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be made: {error.strerror}") from error
     try:
-        their_config.save_pretrained(temporary)
-        _write_generation_config(their_config, temporary)
+        write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
         weights = _their_weights(open_reader(checkpoint), family, precision, verify)
         _write_weights(weights, temporary, max_file_bytes)
         if write_tokenizer is not None:
@@ -85,27 +80,24 @@ def write_hugging_face(
         raise
 
 
-def _hugging_face_config(
-    config: Config, vocab_size: int, eod: int | None, precision: str
-) -> PreTrainedConfig:
-    from transformers import AutoConfig
+def write_settings(config: Config, vocab_size: int, eod: int | None, precision: str, folder: Path) -> None:
+    """Writes config.json and generation_config.json of a model that a family can express."""
+    from transformers import AutoConfig, GenerationConfig
 
     model_type, family = family_of(config.model)
     settings = family.their_settings(config.model) | {"vocab_size": vocab_size}
-    # In our data a document starts after the end of another: one token marks both.
-    return AutoConfig.for_model(
+    # In our data a document starts after the end of another: one token marks both. No token is for padding:
+    # some classes have a default, with which transformers masks that token and does not train its embedding.
+    their_config = AutoConfig.for_model(
         model_type,
         **settings,
         bos_token_id=eod,
         eos_token_id=eod,
+        pad_token_id=None,
         architectures=[family.architecture],
         dtype=PARAMETER_DTYPES[precision],
     )
-
-
-def _write_generation_config(their_config: PreTrainedConfig, folder: Path) -> None:
-    from transformers import GenerationConfig
-
+    their_config.save_pretrained(folder)
     GenerationConfig.from_model_config(their_config).save_pretrained(folder)
 
 
