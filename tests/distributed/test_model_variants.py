@@ -58,6 +58,12 @@ FALCON = {
     "group_query_attention": True,
 }
 WINDOW = {**LLAMA, "window_size": 7}
+# The samples have twice the original context, so that all frequencies of a head of 8 are in the scaled range,
+# the kept one or between them.
+ROPE = {"rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 16, "rotary_base": 50.0}
+LLAMA3_ROPE = {**LLAMA, **ROPE, "rope_scaling_type": "llama3", "rope_high_freq_factor": 2.0}
+YARN = {**LLAMA, **ROPE, "rope_scaling_type": "yarn", "rope_beta_slow": 0.5, "rope_beta_fast": 2.0}
+OLMO2_WINDOW = {**OLMO2, "window_size": 7}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
@@ -162,6 +168,12 @@ LAYOUTS = {
     "window-tp2-pp2-sequence-recompute": (WINDOW, Row(tp=2, pp=2, recompute=True), SEQUENCE),
     "window-pp2-dp2-zero1": (WINDOW, Row(pp=2, dp=2, zero=1), {}),
     "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
+    "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
+    "yarn-tp2-pp2": (YARN, Row(tp=2, pp=2), {}),
+    "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
+    "llama3-rope-tp4-sequence-recompute": (LLAMA3_ROPE, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE),
 }
 
 
