@@ -8,8 +8,9 @@ cpu-small starts one process, DP=2, PP=2 (--partition-method time), TP=2 and --b
 core per process. They take turns, one step each, and each is compared with a plain PyTorch eager loop of the
 same run, --bf16 with fp32. A CPU without bf16 instructions leaves --bf16 out: PyTorch's products take 30
 times those in fp32 there. The other presets are one process on an accelerator, in bf16; without one they run
-on the CPU, slowly. 13B-slice is a quarter of a 13B model's layers, with embedding and head; 250k-last-stage
-is the last of many stages, with one of 4 shards of a 250k vocabulary.
+on the CPU, slowly. 6.7B-slice has 12 of a 6.7B model's 32 layers, 13B-slice 10 of a 13B model's 40, with
+embedding and head; 250k-last-stage is the last of many stages, with one of 4 shards of a 250k vocabulary.
+80 GB hold all of them but 6.7B.
 
 Model FLOPs are the family's formula (megatron/planner/timing/flops.py) without recomputation. They are
 compared with the card's peak, where it is known, and with a matrix product measured by the same process, in
@@ -72,6 +73,7 @@ PRESETS = {
     "cpu-small": Preset(4, 256, 8, 512, 8192, 2, 8),
     "125M": Preset(12, 768, 12, 2048, 50304, 8, 32),
     "1.3B": Preset(24, 2048, 16, 2048, 50304, 8, 32),
+    "6.7B-slice": Preset(12, 4096, 32, 2048, 50304, 4, 16),
     "6.7B": Preset(32, 4096, 32, 2048, 50304, 4, 16, eight_bit=True),
     "13B-slice": Preset(10, 5120, 40, 2048, 50304, 4, 16),
     "250k-last-stage": Preset(4, 2048, 16, 2048, 250368 // 4, 8, 32),
@@ -96,10 +98,10 @@ class Row:
 
 
 CPU_ROWS = [
-    Row("1 process", against="plain", target=1.12),
-    Row("DP=2", data=2, against="plain", target=1.9),
-    Row("PP=2", pipeline=2, against="plain", target=1.5),
-    Row("TP=2", tensor=2, against="plain", target=1.75),
+    Row("1 process", against="plain", target=1.28),
+    Row("DP=2", data=2, against="plain", target=2.34),
+    Row("PP=2", pipeline=2, against="plain", target=1.92),
+    Row("TP=2", tensor=2, against="plain", target=1.84),
     Row("--bf16", precision="bf16", against="1 process", target=2.0),
 ]
 

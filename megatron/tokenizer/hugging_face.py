@@ -44,6 +44,8 @@ class HuggingFaceTokenizer:
         # len() is the number of entries, which is too small if some ids are unused.
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id
+        self.bos: int = self.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.adds_bos: bool = tokenizer.encode("a")[:1] == [self.bos]
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())

@@ -49,7 +49,7 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
     assert 0 < relative_errors(history, expected)[0] < 0.01
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(layout):
     row = LAYOUTS[layout]

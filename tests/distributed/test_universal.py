@@ -364,6 +364,7 @@ def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     assert_resumes_everywhere(blooms, BLOOM, ["tp2 pp2", "pp4 dp2"])
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "changes, words",
     [
