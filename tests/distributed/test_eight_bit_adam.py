@@ -27,6 +27,7 @@ LAYOUTS = {
     "DP 2, ZeRO 1": Row(dp=2, zero=1, micro_batch=2),
     "TP 2 x PP 2 x DP 2, ZeRO 1": Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2),
     "DP 4, ZeRO 1, bf16": Row(dp=4, zero=1, micro_batch=2, precision="bf16"),
+    "TP 2 x DP 2, ZeRO 1": Row(tp=2, dp=2, zero=1, micro_batch=2),
 }
 
 
