@@ -3,6 +3,7 @@
 
     python benchmarks/throughput.py --preset cpu-small        layouts on two cores, about three minutes
     python benchmarks/throughput.py --preset 1.3B             one GPU
+    python benchmarks/throughput.py --fits h100-80gb          which presets fit this card
 
 cpu-small starts one process, DP=2, PP=2 (--partition-method time), TP=2 and --bf16, with one thread and one
 core per process. They take turns, one step each, and each is compared with a plain PyTorch eager loop of the
@@ -115,8 +116,12 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
     parser.add_argument("--compile", action="store_true", help="measure with --compile")
     parser.add_argument("--dropout", type=float, default=0.0, help="of hidden and attention (default: 0)")
+    parser.add_argument("--fits", metavar="CARD", help="only print whether each preset fits a card")
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.fits:
+        print_fits(arguments.fits)
+        return
     preset = PRESETS[arguments.preset]
     if arguments.micro_batch:
         accumulation = preset.global_batch // preset.micro_batch
@@ -137,6 +142,20 @@ def main() -> None:
     print_rows(preset, rows, measured)
     if arguments.preset == "cpu-small" and len(rows) < len(CPU_ROWS):
         print("--bf16 was left out: this CPU has no bf16 instructions")
+
+
+def print_fits(card: str) -> None:
+    """A line per preset for a GPU, by the plan of its memory."""
+    from megatron.planner.memory.fit import verdict
+    from megatron.planner.memory.stage_memory import plan_memory
+    from megatron.planner.stages import plan_stages
+
+    for name in PRESETS.keys() - {"cpu-small"}:
+        preset, (row,) = PRESETS[name], rows_of(name)
+        config = make_config(preset, row, False, 0.0)
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, gpu=card))
+        memory = plan_memory(config, preset.vocab, plan_stages(config, preset.vocab))
+        print(f"{name} {verdict(config, preset.vocab, memory)[1]}")
 
 
 def rows_of(name: str) -> list[Row]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.end_to_end.command import Run, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.unit.config.command_lines import BLOOM, GPT_104B

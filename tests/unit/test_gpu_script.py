@@ -7,16 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from benchmarks.throughput import PRESETS, Row, make_config
 from megatron.config.cli import parse_args
-from megatron.planner.memory.fit import verdict
-from megatron.planner.memory.stage_memory import plan_memory
-from megatron.planner.stages import plan_stages
 from megatron.training.logging.log_lines import IntervalSummary, format_training_line
 from tests.end_to_end.command import ROOT
 
@@ -65,14 +61,14 @@ def test_an_unknown_part_is_refused_before_the_first_one(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"cpu-small"}))
-def test_the_presets_fit_an_h100_and_the_largest_an_h200(name: str) -> None:
-    preset = PRESETS[name]
-    measured = make_config(preset, Row(name, precision="bf16"), False, 0.0)
-    for card, expected in (("h100-80gb", name != "6.7B"), ("h200-141gb", True)):
-        config = replace(measured, training=replace(measured.training, gpu=card))
-        memory = plan_memory(config, preset.vocab, plan_stages(config, preset.vocab))
-        assert verdict(config, preset.vocab, memory)[0] == expected, card
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("card, too_large", [("h100-80gb", {"6.7B"}), ("h200-141gb", set())])
+def test_the_presets_fit_an_h100_and_the_largest_an_h200(card: str, too_large: set[str]) -> None:
+    command = [sys.executable, "benchmarks/throughput.py", "--fits", card]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    verdicts = dict(line.split(" ", 1) for line in lines if " fit" in line)
+    assert len(verdicts) == 6
+    assert {name for name, verdict in verdicts.items() if not verdict.startswith("fits")} == too_large
 
 
 def test_the_figures_of_the_parts_are_in_one_table(tmp_path: Path) -> None:
