@@ -84,6 +84,7 @@ def validation_points(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
+@pytest.mark.full
 def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[str], tmp_path: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--eval-interval", "2", "--eval-iters", "20"]
     whole = pretrain([*flags, "--tensorboard-dir", str(tmp_path / "whole")])

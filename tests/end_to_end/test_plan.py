@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.command import ROOT
 
 MODEL = (
@@ -39,6 +41,7 @@ def test_a_script_as_text_data_and_picture(tmp_path: Path) -> None:
     assert "--html plan.html" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.full
 def test_a_search_prints_layouts_and_flags(tmp_path: Path) -> None:
     run = plan("--search", "--gpus", "4", "--json", "found.json", *MODEL.split(), folder=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -48,6 +51,7 @@ def test_a_search_prints_layouts_and_flags(tmp_path: Path) -> None:
     assert rates == sorted(rates, reverse=True) and found["candidates"][0]["what_if"]
 
 
+@pytest.mark.full
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     for words, expected in (
         (["--search", *MODEL.replace("--gpu a100-80gb ", "").split()], "--gpu"),

@@ -204,6 +204,7 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
     assert (copy / "my_text_text_document.idx").is_file()
 
 
+@pytest.mark.full
 def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     preprocess, *others = commands_in("docs/data.md")
     # test_evaluate.py runs the tool under a launcher, test_eval_harness.py the tasks.

@@ -108,6 +108,7 @@ def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path:
     assert run.stdout.splitlines()[-1] == f"exiting program at iteration {last}: SIGTERM (--exit-signal)"
 
 
+@pytest.mark.full
 def test_a_closed_terminal_ends_a_run_that_has_saved(data: list[str], tmp_path: Path) -> None:
     """The reader of its output is gone before the signal arrives."""
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "log"

@@ -22,7 +22,7 @@ def columns(table):
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, ranks", [(SMALL, 8), ([*BLOOM, "--hidden-dropout", "0", "--attention-dropout", "0"], 384)]
 )
