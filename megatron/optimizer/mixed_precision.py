@@ -234,6 +234,7 @@ class MixedPrecisionOptimizer:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
             flat.set_master_grad(factor)
+        self.unit_overlap.drop_ahead()
         wait_for_copies(self.flat)
         self.optimizer.step()
         for flat in self.flat:

@@ -281,6 +281,33 @@ def test_overlap_changes_no_digit(row, layers_per_checkpoint):
         assert all(torch.equal(weights[name], plain_weights[name]) for name in plain_weights)
 
 
+def step_with_a_layer_gathered_ahead(row):
+    """Layers that have full weights before a step that follows half a forward pass, and after it; whether the
+    weights that are gathered then are those of the step."""
+    engine = build_engine(config_of(row))
+    optimizer = engine.optimizer
+    train(engine, [0])
+    optimizer.unit_overlap.begin_micro_batch()
+    first, *_ = optimizer._units
+    optimizer.unit_overlap.gather(first)
+    first.free_weights()
+    flats = [flat for flat in optimizer.flat if flat.shards_weights]
+    ahead = {flat.unit for flat in flats if flat.has_full_params}
+    for flat in flats:
+        flat.local_gradients.fill_(1.0)
+    optimizer.step()
+    after = {flat.unit for flat in flats if flat.has_full_params}
+    with optimizer.gathered_params():
+        parts = [flat.weights[flat.start : flat.start + flat.size] for flat in flats]
+        same = [torch.equal(part, flat.master.bfloat16()) for part, flat in zip(parts, flats, strict=True)]
+    return ahead, after, all(same)
+
+
+def test_weights_gathered_ahead_are_not_kept_over_a_step():
+    row = Row(dp=2, zero=3, micro_batch=2, precision="bf16")
+    assert run_world(2, step_with_a_layer_gathered_ahead, row) == [({"4"}, set(), True)] * 2
+
+
 def engine_is_collected(row):
     engine = build_engine(config_of(row, model=TWO_LAYERS))
     train(engine, [0])
