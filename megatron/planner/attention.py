@@ -39,3 +39,10 @@ def adds_weight_gradients(config: Config) -> bool:
     compiled = config.training.compile and not parallel.schedule.splits_backward
     has_sums = config.precision.name != "fp32" and not parallel.shards_gradients
     return counts_kernels(config) and has_sums and not compiled
+
+
+def adds_head_gradient(config: Config) -> bool:
+    """Whether products add the gradient of the LM head's weight to the fp32 sum of the fused loss
+    (`megatron.mpu.logit_chunks`): also with --compile and ZeRO-2 or 3, which leave the loss as it is."""
+    fused = config.training.loss_implementation == "fused"
+    return fused and counts_kernels(config) and config.precision.name != "fp32"

@@ -10,6 +10,8 @@ from megatron.testing.pool import run_world
 
 STEPS = 5
 CHUNKS = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
+# Of the LM head on a rank, by tensor-parallel ranks: 101 tokens and padding. No layer's matrix has as many.
+HEAD_ROWS = {1: 104, 2: 56}
 # Layout, other flags, transformer layers per rank.
 ROWS = [
     (Row(dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}, 4),
@@ -26,21 +28,23 @@ ROWS = [
 
 
 def train_adding(row, changes):
-    """The history, and how many gradients products added."""
-    added, original = [], (weight_gradient.adds_in_product, weight_gradient.add_product)
+    """The history, how many gradients of layers products added, and how many of the LM head, whose matrix is
+    not one of a layer."""
+    added, original = [], (weight_gradient.device_adds, weight_gradient.add_product)
 
-    def adds(weight):
-        return getattr(weight, "keeps_main_grad", False) and weight.dtype != torch.float32
+    def adds(tensor):
+        return tensor.dtype != torch.float32
 
     def add(total, a, b):
-        added.append(total)
+        added.append(total.shape[0] == HEAD_ROWS[row.tp])
         total.add_(a.float() @ b.float())
 
-    weight_gradient.adds_in_product, weight_gradient.add_product = adds, add
+    weight_gradient.device_adds, weight_gradient.add_product = adds, add
     try:
-        return train_layout(row, STEPS, **changes), len(added)
+        history = train_layout(row, STEPS, **changes)
     finally:
-        weight_gradient.adds_in_product, weight_gradient.add_product = original
+        weight_gradient.device_adds, weight_gradient.add_product = original
+    return history, added.count(False), added.count(True)
 
 
 @pytest.mark.gate(rows=1)
@@ -48,10 +52,13 @@ def train_adding(row, changes):
 def test_training_follows_the_fp32_loss(row, changes, layers):
     reference = run_world(1, train_layout, row.reference, STEPS)[0]
     micro_batches = 8 // (row.dp * row.micro_batch)
-    for history, added in run_world(row.world_size, train_adding, row, changes):
+    ranks = run_world(row.world_size, train_adding, row, changes)
+    for rank, (history, added, added_of_head) in enumerate(ranks):
         loss_error, norm_error = relative_errors(history, reference)
         assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
         assert added == 4 * layers * micro_batches * STEPS
+        last_stage = rank >= row.world_size - row.world_size // row.pp
+        assert added_of_head == micro_batches * STEPS * last_stage
 
 
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):

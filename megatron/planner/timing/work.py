@@ -20,14 +20,21 @@ the fitted rows agree better than with one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
+from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.attention import adds_weight_gradients, attention_of, counts_kernels
+from megatron.planner.attention import (
+    adds_head_gradient,
+    adds_weight_gradients,
+    attention_of,
+    counts_kernels,
+)
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
 from megatron.planner.timing.communication import overlap_chunks
@@ -64,6 +71,8 @@ class Program:
     """Whether ZeRO-1 all-reduces the gradients instead of reduce-scattering them."""
     adds_weight_gradients: bool = False
     """Whether the product of a weight's gradient adds to the sum of the micro-batches itself."""
+    adds_head_gradient: bool = False
+    """Whether that of the LM head's weight adds to the sum of the fused loss."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,7 @@ def program_of(config: Config) -> Program:
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
         adds_weight_gradients=adds_weight_gradients(config),
+        adds_head_gradient=adds_head_gradient(config),
     )
 
 
@@ -242,16 +252,34 @@ def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, pro
     if plan.bounds[stage] <= head < plan.bounds[stage + 1]:
         tp_size = config.parallel.tensor_model_parallel_size
         rows = padded_vocab_size(vocab_size, model, tp_size) // tp_size
-        weight = rows * model.hidden_size
         flops = head_flops(config, rows * tp_size) / 3
-        traffic = program.logit * tokens * rows
-        once = Work(flops, 0.0, size * weight + traffic / 2, 40)
-        twice = Work(2 * flops, 0.0, (3 * size + 2 * FP32) * weight + traffic / 2, 40)
-        add_gradient = Work(bytes=3 * FP32 * weight, launches=2)
-        forward += once + twice if program.fused_loss else once
-        backward += add_gradient if program.fused_loss else twice
+        head_forward, head_backward = head_work(config, program, rows)
+        forward += head_forward
+        backward += head_backward
         overlap += flops
     return StageWork(forward, backward, overlap, count * layer.product_flops, layer.weight.times(count))
+
+
+def head_work(config: Config, program: Program, rows: int) -> tuple[Work, Work]:
+    """(forward, backward) of the LM head with `rows` rows on this rank, and of the loss.
+
+    Each chunk of tokens of the fused loss (`mpu.logit_chunks`) reads the weight twice, and reads and writes
+    the fp32 sum of its gradient. The backward pass adds the sum to that of the micro-batches.
+    """
+    size, tokens, width = _element_bytes(config), _tokens(config), config.model.hidden_size
+    weight, traffic = rows * width, program.logit * tokens * rows
+    flops = head_flops(config, rows * config.parallel.tensor_model_parallel_size) / 3
+    if not program.fused_loss:
+        once = Work(flops, 0.0, size * weight + traffic / 2, 40)
+        return once, Work(2 * flops, 0.0, (3 * size + 2 * FP32) * weight + traffic / 2, 40)
+    sizes = chunk_sizes(tokens, rows, width, size, on_cpu=False)
+    chunks = math.ceil(tokens / sizes.tokens)
+    # A product that is rounded to 16 bits is written, read and added in parts.
+    apart = size != FP32 and not program.adds_head_gradient
+    additions = 2 * math.ceil(rows / sizes.product_rows) if apart else 1
+    of_weight = FP32 + chunks * (2 * size + 2 * FP32 + (2 * size if apart else 0))
+    forward = Work(3 * flops, 0.0, of_weight * weight + traffic, 20 + chunks * (13 + additions))
+    return forward, Work(bytes=3 * FP32 * weight, launches=7)
 
 
 def layer_work(config: Config, program: Program) -> StageWork:
