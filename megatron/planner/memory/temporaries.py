@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
-from megatron.planner.attention import adds_head_gradient, adds_weight_gradients, attention_of, counts_kernels
+from megatron.planner.attention import adds_head_gradient, adds_row_gradients, attention_of, counts_kernels
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import micro_batches_per_step
@@ -81,8 +81,8 @@ def deferred_in_pass_bytes(config: Config, num_layers: int) -> float:
 
 
 def _matrix_gradient_elements(config: Config) -> float:
-    """Of the gradient of an MLP matrix, unless products add it to the fp32 sum."""
-    return 0.0 if adds_weight_gradients(config) else _mlp_matrix_elements(config)
+    """Of the gradient of the MLP's second matrix, unless the product adds it to the fp32 sum."""
+    return 0.0 if adds_row_gradients(config) else _mlp_matrix_elements(config)
 
 
 def _mlp_matrix_elements(config: Config) -> float:

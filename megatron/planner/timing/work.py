@@ -30,8 +30,9 @@ from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.planner.attention import (
+    adds_column_gradients,
     adds_head_gradient,
-    adds_weight_gradients,
+    adds_row_gradients,
     attention_of,
     counts_kernels,
 )
@@ -69,8 +70,10 @@ class Program:
     """Whether a column-parallel layer computes its weight's gradient during the all-reduce of its input's."""
     all_reduces_gradients: bool = False
     """Whether ZeRO-1 all-reduces the gradients instead of reduce-scattering them."""
-    adds_weight_gradients: bool = False
-    """Whether the product of a weight's gradient adds to the sum of the micro-batches itself."""
+    adds_column_gradients: bool = False
+    """Whether the product of a column-parallel weight's gradient adds to the sum of the micro-batches."""
+    adds_row_gradients: bool = False
+    """The same of row-parallel weights."""
     adds_head_gradient: bool = False
     """Whether that of the LM head's weight adds to the sum of the fused loss."""
 
@@ -203,14 +206,15 @@ def program_of(config: Config) -> Program:
             + 2 * repeats
             - one_norm
             + 2 * chunks * (chunks > 1)
-            - 4 * adds_weight_gradients(config)
+            - 2 * (adds_column_gradients(config) + adds_row_gradients(config))
             + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
         gradient_bytes=FP32,
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
-        adds_weight_gradients=adds_weight_gradients(config),
+        adds_column_gradients=adds_column_gradients(config),
+        adds_row_gradients=adds_row_gradients(config),
         adds_head_gradient=adds_head_gradient(config),
     )
 
@@ -289,7 +293,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
     width, key_width = model.query_width, model.key_width
     wide = (2 if model.glu_activation else 1) * model.ffn_hidden_size
     size = _element_bytes(config)
-    weights = ((2 * width + 2 * key_width + wide + model.ffn_hidden_size) * model.hidden_size) / tp_size
+    columns = (width + 2 * key_width + wide) * model.hidden_size / tp_size
+    rows = (width + model.ffn_hidden_size) * model.hidden_size / tp_size
+    weights = columns + rows
     scores = tokens * model.seq_length * model.num_attention_heads / tp_size
     attention = 4 * tokens * model.seq_length * width / tp_size
     flops = 2 * tokens * weights + attention
@@ -310,8 +316,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
         activations(program.forward) + size * weights,
         program.forward.launches,
     )
-    rounded = 0 if program.adds_weight_gradients else 2 * size  # written by the product, then read
-    gradients = (rounded + 2 * program.gradient_bytes) * weights
+    # A gradient that is rounded is written by the product, then read.
+    rounded = (not program.adds_column_gradients) * columns + (not program.adds_row_gradients) * rows
+    gradients = 2 * size * rounded + 2 * program.gradient_bytes * weights
     if overlap_chunks(config) > 1:
         # Copies of the inputs of two products. That each chunk reads the weights again is a part of its
         # product.
@@ -334,7 +341,8 @@ def layer_work(config: Config, program: Program) -> StageWork:
     # Each of four matrices: a product, which reads input and gradient, and the addition to the main gradient,
     # which may be a part of the product.
     read = 4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
-    weight = Work(products, 0.0, gradients + size * tokens * read, 4 if program.adds_weight_gradients else 8)
+    launches = 8 - 2 * (program.adds_column_gradients + program.adds_row_gradients)
+    weight = Work(products, 0.0, gradients + size * tokens * read, launches)
     return StageWork(forward, backward, overlap, products, weight)
 
 
