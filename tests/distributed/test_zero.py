@@ -6,6 +6,7 @@ import math
 import weakref
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_every_rank_names_the_bad_gradient(zero):
     assert answers[0] == answers[1]
     message, unchanged = answers[0]
     assert unchanged and f"rank 1 (stage 0, TP rank 0, DP rank 1): {name}" in message
+
+
+def norms_per_reduction(row):
+    """Norms that are computed when the gradients of a layer are reduced, and its groups and parameters."""
+    engine = build_engine(config_of(row))
+    unit = engine.optimizer._units[0]
+    for flat in unit._flats:
+        flat.alloc_full_grads()
+    with mock.patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as norm:
+        unit.start_reduction()
+    unit.finish_reduction()
+    return norm.call_count, len(unit._flats), len(unit._parameters)
+
+
+def test_a_reduction_computes_one_norm_per_group():
+    for norms, groups, parameters in run_world(2, norms_per_reduction, Row(dp=2, zero=2)):
+        assert norms == groups < parameters
 
 
 @pytest.mark.gate(rows=1)
