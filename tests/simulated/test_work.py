@@ -24,6 +24,8 @@ ROWS = {
     "fused": (NO_DROPOUT, 0.02),
     "tensor-parallel": (f"{NO_DROPOUT} --world-size 2 --tensor-model-parallel-size 2", 0.03),
     "dropout": ("", 0.05),
+    "tensor-parallel-dropout": ("--world-size 2 --tensor-model-parallel-size 2", 0.03),
+    "tensor-parallel-llama": (f"{NO_DROPOUT} {LLAMA} --world-size 2 --tensor-model-parallel-size 2", 0.05),
     "dropout-without-kernels": ("--gpu v100-32gb", 0.05),
     "alibi-without-kernels": (f"{NO_DROPOUT} --gpu v100-32gb --position-embedding-type alibi", 0.05),
     "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),

@@ -153,11 +153,15 @@ def program_of(config: Config) -> Program:
     forward_norms, backward_norms = _qk_norm_traffic(config)
     chunks = overlap_chunks(config)
     fused_loss = config.training.loss_implementation == "fused"
+    # Over several ranks the biases of row-parallel layers are added alone, or by the kernel of the dropout.
+    ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
+    in_dropout = kernels and dropout and not ends_with_norm
+    biases_alone = 2 * (shards and biases and not in_dropout)
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
         # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
         forward=Traffic(
-            hidden=size * ((18 if shards else 14) - 2 * one_norm) + 2 * 79 * hashed,
+            hidden=size * (14 + 2 * biases_alone - 2 * one_norm) + 2 * 79 * hashed,
             attention=forward_norms.attention
             + size
             * (
@@ -170,7 +174,8 @@ def program_of(config: Config) -> Program:
             ),
             mlp=size * (8 if gated else 4),
             score=(12 * size + 2 + 79) * unfused,
-            launches=(12 if shards else 10)
+            launches=10
+            + biases_alone
             + gated
             + 2 * biased
             + (44 if hashed else 1) * 2 * dropout
