@@ -38,8 +38,8 @@ setup(
         "bitsandbytes": ["bitsandbytes>=0.50"],
         # tools/evaluate.py --tasks, --eval-harness-tasks: EleutherAI's lm-evaluation-harness.
         "eval": ["lm_eval>=0.4.13"],
-        # Tests run the kernels in triton's interpreter and compile them for GPUs; neither needs a GPU. lm_eval's
-        # own models, which tests compare with, need accelerate.
+        # Tests run the kernels in triton's interpreter and compile them for GPUs; neither needs a GPU.
+        # lm_eval's own models, which tests compare with, need accelerate.
         "dev": [
             "accelerate",
             "hypothesis",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every measurement that needs a GPU, for one H100 or H200: meant to take less than 40 minutes, the limits of its parts
-# add up to 57. Needs no network and no data.
+# add up to 60. Needs no network and no data.
 #
 #   benchmarks/gpu.sh                            writes runs/gpu/table.md, and a log of each part beside it
 #   PARTS="kernels nccl" benchmarks/gpu.sh       only these parts
@@ -11,15 +11,24 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/gpu}
 PYTHON=${PYTHON:-.venv/bin/python}
-PARTS=${PARTS:-"data machine-code kernels loss nccl resumed cpu adam-8bit 125M 1.3B 1.3B-dropout 1.3B-compiled 6.7B 13B-slice last-stage"}
+known="data machine-code kernels loss nccl resumed cpu bf16 adam-8bit 125M 1.3B 1.3B-dropout 1.3B-compiled 6.7B-slice"
+known+=" 6.7B 13B-slice last-stage"
+PARTS=${PARTS:-$known}
+for name in $PARTS; do
+    case " $known " in *" $name "*) ;; *)
+        echo "error: PARTS has $name, expected some of: $known" >&2
+        exit 2
+        ;;
+    esac
+done
 export TOKENIZERS_PARALLELISM=false
 
 text=$OUT/text.jsonl
 tokenizer=$OUT/tokenizer
 tokens=$OUT/tokens_text_document
 checkpoints=$OUT/checkpoints-$(date +%Y%m%d-%H%M%S)
-# One process through the launcher: a world of 1 with NCCL on a GPU. `nccl` and `resumed` are the first and the last 10
-# steps; `cpu` prints the same losses to rounding, `adam-8bit` to the rounding of 8-bit moments.
+# One process through the launcher: a world of 1 with NCCL on a GPU, in fp32. `nccl` and `resumed` are the first and the
+# last 10 steps; `cpu` has the same losses to rounding, `bf16` and `adam-8bit` to that of 16-bit products and 8-bit moments.
 train=("$PYTHON" -u -m torch.distributed.launch --standalone --nproc_per_node 1 pretrain_gpt.py
     --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --position-embedding-type alibi
     --reset-attention-mask --micro-batch-size 4 --global-batch-size 8 --train-iters 20 --lr 1e-3 --lr-decay-style constant
@@ -28,20 +37,19 @@ train=("$PYTHON" -u -m torch.distributed.launch --standalone --nproc_per_node 1 
 
 failed=0
 rows=()
-known=()
 
-# part NAME SECONDS COMMAND...: runs the command with a limit, and keeps its output.
+# part NAME SECONDS COMMAND...: runs the command with a limit, and keeps its output. A run takes SIGTERM as a request to
+# save: SIGKILL follows.
 part() {
     local name=$1 limit=$2 started=$SECONDS code=0
     shift 2
-    known+=("$name")
     case " $PARTS " in *" $name "*) ;; *) return 0 ;; esac
     if [ -n "${DRY_RUN:-}" ]; then
         printf '%s: timeout %s %s\n' "$name" "$limit" "$*"
         return 0
     fi
     printf '== %s\n' "$name"
-    timeout "$limit" "$@" >"$OUT/$name.log" 2>&1 || code=$?
+    timeout -k 30 "$limit" "$@" >"$OUT/$name.log" 2>&1 || code=$?
     [ "$code" = 0 ] || failed=1
     rows+=("| $name | $((SECONDS - started)) | $code |")
 }
@@ -63,26 +71,27 @@ part loss 240 "$PYTHON" benchmarks/loss_memory.py
 part nccl 180 "${train[@]}" --save "$checkpoints" --exit-interval 10
 part resumed 180 "${train[@]}" --load "$checkpoints"
 part cpu 420 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "${train[@]}"
-part adam-8bit 180 "${train[@]}" --use-bnb-optimizer --embed-layernorm
+part bf16 180 "${train[@]}" --bf16
+part adam-8bit 180 "${train[@]}" --use-bnb-optimizer
 part 125M 120 "$PYTHON" benchmarks/throughput.py --preset 125M
 part 1.3B 180 "$PYTHON" benchmarks/throughput.py --preset 1.3B
 part 1.3B-dropout 180 "$PYTHON" benchmarks/throughput.py --preset 1.3B --dropout 0.1
 part 1.3B-compiled 300 "$PYTHON" benchmarks/throughput.py --preset 1.3B --compile
-part 6.7B 240 "$PYTHON" benchmarks/throughput.py --preset 6.7B
+part 6.7B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 6.7B-slice
+# Its weights, gradients and optimizer states take 76 GiB: for an H200.
+memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1) || true
+if [ -n "${DRY_RUN:-}" ] || [ "${memory_mib:-0}" -gt 120000 ]; then
+    part 6.7B 240 "$PYTHON" benchmarks/throughput.py --preset 6.7B
+fi
 part 13B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 13B-slice
 part last-stage 180 "$PYTHON" benchmarks/throughput.py --preset 250k-last-stage
-for name in $PARTS; do
-    case " ${known[*]} " in *" $name "*) ;; *)
-        echo "error: PARTS has $name, expected some of: ${known[*]}" >&2
-        exit 2
-        ;;
-    esac
-done
 [ -z "${DRY_RUN:-}" ] || exit 0
 
 {
     printf '| part | seconds | exit code |\n|---|---|---|\n'
     printf '%s\n' "${rows[@]}"
+    "$PYTHON" benchmarks/gpu_table.py "$OUT"
+    printf '\n# Logs\n'
     for row in "${rows[@]}"; do
         name=$(cut -d' ' -f2 <<<"$row")
         printf '\n## %s\n\n```\n' "$name"
@@ -90,6 +99,6 @@ done
         printf '```\n'
     done
 } >"$OUT/table.md"
-sed '/^$/,$d' "$OUT/table.md"
+sed '/^# Logs$/,$d' "$OUT/table.md"
 echo "results: $OUT/table.md"
 exit "$failed"

@@ -163,6 +163,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
     ):
         yield attention_case(name, flags, sizes, dtype, device)
+    yield weight_gradient_case(sizes, dtype, device)
     yield loss_case(sizes, dtype, device)
     yield embedding_case(sizes, dtype, device)
     yield norms_case(sizes, device)
@@ -225,6 +226,39 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
     # 2 products of [seq, seq / 2, head_dim], and 5 in the backward pass, 2 FLOPs each.
     flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
     return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
+
+
+def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    """The gradient of the MLP's first matrix, added to its fp32 sum. The twin's product is in fp32."""
+    import torch
+
+    from megatron.kernels.selection import uses_kernels
+    from megatron.mpu.weight_gradient import adds_in_product, weight_gradient
+
+    (weight,) = some((4 * sizes.hidden, sizes.hidden), 1, dtype, device)
+    (x,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
+    (grad,) = some((sizes.seq, 4 * sizes.hidden), 1, dtype, device)
+    weight.keeps_main_grad = True
+    weight.main_grad = torch.zeros(weight.shape, device=device)
+
+    @torch.no_grad()
+    def work() -> list[Tensor]:
+        weight.main_grad.zero_()
+        if not uses_kernels(weight):
+            weight.main_grad.addmm_(grad.float().t(), x.float())
+        elif not adds_in_product(weight):
+            weight.main_grad.add_(weight_gradient(weight, grad, x))
+        else:
+            weight_gradient(weight, grad, x)
+        return [weight.main_grad]
+
+    @torch.no_grad()
+    def library() -> list[Tensor]:
+        weight.main_grad.zero_()
+        return [weight.main_grad.add_(grad.t() @ x)]
+
+    flops = 2.0 * sizes.seq * 4 * sizes.hidden**2
+    return Case("weight gradient into main_grad", work, "torch matmul, add", library, 0, flops)
 
 
 def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:

@@ -3,13 +3,15 @@
 
     python benchmarks/throughput.py --preset cpu-small        layouts on two cores, about three minutes
     python benchmarks/throughput.py --preset 1.3B             one GPU
+    python benchmarks/throughput.py --fits h100-80gb          which presets fit this card
 
 cpu-small starts one process, DP=2, PP=2 (--partition-method time), TP=2 and --bf16, with one thread and one
 core per process. They take turns, one step each, and each is compared with a plain PyTorch eager loop of the
 same run, --bf16 with fp32. A CPU without bf16 instructions leaves --bf16 out: PyTorch's products take 30
 times those in fp32 there. The other presets are one process on an accelerator, in bf16; without one they run
-on the CPU, slowly. 13B-slice is a quarter of a 13B model's layers, with embedding and head; 250k-last-stage
-is the last of many stages, with one of 4 shards of a 250k vocabulary.
+on the CPU, slowly. 6.7B-slice has 12 of a 6.7B model's 32 layers, 13B-slice 10 of a 13B model's 40, with
+embedding and head; 250k-last-stage is the last of many stages, with one of 4 shards of a 250k vocabulary.
+80 GB hold all of them but 6.7B.
 
 Model FLOPs are the family's formula (megatron/planner/timing/flops.py) without recomputation. They are
 compared with the card's peak, where it is known, and with a matrix product measured by the same process, in
@@ -72,6 +74,7 @@ PRESETS = {
     "cpu-small": Preset(4, 256, 8, 512, 8192, 2, 8),
     "125M": Preset(12, 768, 12, 2048, 50304, 8, 32),
     "1.3B": Preset(24, 2048, 16, 2048, 50304, 8, 32),
+    "6.7B-slice": Preset(12, 4096, 32, 2048, 50304, 4, 16),
     "6.7B": Preset(32, 4096, 32, 2048, 50304, 4, 16, eight_bit=True),
     "13B-slice": Preset(10, 5120, 40, 2048, 50304, 4, 16),
     "250k-last-stage": Preset(4, 2048, 16, 2048, 250368 // 4, 8, 32),
@@ -96,10 +99,10 @@ class Row:
 
 
 CPU_ROWS = [
-    Row("1 process", against="plain", target=1.12),
-    Row("DP=2", data=2, against="plain", target=1.9),
-    Row("PP=2", pipeline=2, against="plain", target=1.5),
-    Row("TP=2", tensor=2, against="plain", target=1.75),
+    Row("1 process", against="plain", target=1.28),
+    Row("DP=2", data=2, against="plain", target=2.34),
+    Row("PP=2", pipeline=2, against="plain", target=1.92),
+    Row("TP=2", tensor=2, against="plain", target=1.84),
     Row("--bf16", precision="bf16", against="1 process", target=2.0),
 ]
 
@@ -113,8 +116,12 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
     parser.add_argument("--compile", action="store_true", help="measure with --compile")
     parser.add_argument("--dropout", type=float, default=0.0, help="of hidden and attention (default: 0)")
+    parser.add_argument("--fits", metavar="CARD", help="only print whether each preset fits a card")
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.fits:
+        print_fits(arguments.fits)
+        return
     preset = PRESETS[arguments.preset]
     if arguments.micro_batch:
         accumulation = preset.global_batch // preset.micro_batch
@@ -135,6 +142,20 @@ def main() -> None:
     print_rows(preset, rows, measured)
     if arguments.preset == "cpu-small" and len(rows) < len(CPU_ROWS):
         print("--bf16 was left out: this CPU has no bf16 instructions")
+
+
+def print_fits(card: str) -> None:
+    """A line per preset for a GPU, by the plan of its memory."""
+    from megatron.planner.memory.fit import verdict
+    from megatron.planner.memory.stage_memory import plan_memory
+    from megatron.planner.stages import plan_stages
+
+    for name in PRESETS.keys() - {"cpu-small"}:
+        preset, (row,) = PRESETS[name], rows_of(name)
+        config = make_config(preset, row, False, 0.0)
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, gpu=card))
+        memory = plan_memory(config, preset.vocab, plan_stages(config, preset.vocab))
+        print(f"{name} {verdict(config, preset.vocab, memory)[1]}")
 
 
 def rows_of(name: str) -> list[Row]:

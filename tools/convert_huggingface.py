@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 # Rows of the word embeddings that belong to no token. Above this share the tokenizer is another model's.
 MAX_DROPPED_SHARE = 0.05
-# Flags that act in one direction only, by the input flag of that direction.
-DIRECTION_FLAGS = {
-    "--load": ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
-    "--from-hugging-face": ("--vocab-size",),
+# Flags that act on one kind of input only.
+CHECKPOINT, MODEL = "a checkpoint", "a model of Hugging Face"
+FLAGS_OF_ONE = {
+    CHECKPOINT: ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
+    MODEL: ("--vocab-size",),
 }
 
 
@@ -70,7 +71,7 @@ def build_parser() -> ToolParser:
         help="folder to write: for Hugging Face, or CKPT/global_step0_universal for a run with --load CKPT; "
         "with --from CKPT is enough",
     )
-    group = parser.add_argument_group("with --load")
+    group = parser.add_argument_group(f"for {CHECKPOINT}")
     group.add_argument(
         "--universal_checkpoint",
         "--universal-checkpoint",
@@ -89,7 +90,7 @@ def build_parser() -> ToolParser:
         action="store_true",
         help="do not compare the weights with the checkpoint's digests",
     )
-    group = parser.add_argument_group("with --from-hugging-face")
+    group = parser.add_argument_group(f"for {MODEL}")
     group.add_argument(
         "--vocab-size",
         type=int,
@@ -101,9 +102,11 @@ def build_parser() -> ToolParser:
 
 
 def find_direction(arguments: argparse.Namespace) -> None:
-    """Set the flags of the direction that --from needs."""
+    """Set the flags of the direction that --from needs. ConfigError if there is no such folder."""
     if arguments.source is None:
         return
+    if not os.path.isdir(arguments.source):
+        raise ConfigError(f"--from {arguments.source}: there is no such folder")
     if not os.path.isfile(os.path.join(arguments.source, "config.json")):
         arguments.load = arguments.source
         return
@@ -114,14 +117,15 @@ def find_direction(arguments: argparse.Namespace) -> None:
 
 def check_direction(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a missing folder or a flag of the other direction."""
-    given = "--load" if arguments.load is not None else "--from-hugging-face"
-    folder = arguments.load if arguments.load is not None else arguments.from_hugging_face
+    is_checkpoint = arguments.load is not None
+    folder = arguments.load if is_checkpoint else arguments.from_hugging_face
     if not os.path.isdir(folder):
-        raise ConfigError(f"{given} {folder}: there is no such folder")
-    for source, flags in DIRECTION_FLAGS.items():
-        for flag in flags:
-            if source != given and getattr(arguments, flag.removeprefix("--").replace("-", "_")):
-                raise ConfigError(f"{flag} acts with {source} only: drop it from a command with {given}")
+        typed = "--load" if is_checkpoint else "--from-hugging-face"
+        raise ConfigError(f"{typed} {folder}: there is no such folder")
+    kind, other = (CHECKPOINT, MODEL) if is_checkpoint else (MODEL, CHECKPOINT)
+    for flag in FLAGS_OF_ONE[other]:
+        if getattr(arguments, flag.removeprefix("--").replace("-", "_")):
+            raise ConfigError(f"{flag} acts on {other} only, and {folder} is {kind}: drop the flag")
 
 
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:

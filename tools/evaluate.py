@@ -338,9 +338,11 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
 
     from megatron.checkpoint.lineage.start import share_checkpoint
     from megatron.cluster.processes import init_distributed
+    from megatron.cluster.rendezvous import announce_errors
     from megatron.training.loaded_model import load_distributed_model
 
-    rank = init_distributed(config)
+    with announce_errors():  # rank 0 prints that another rank has no device
+        rank = init_distributed(config)
     # A run may have saved another one meanwhile.
     shared = share_checkpoint(checkpoint)
     assert shared is not None

@@ -119,9 +119,12 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait until
     --start-timeout. For use before `connect_processes`. Ranks that do not connect within some seconds are not
-    informed. A ConfigError of another rank is sent to rank 0, which informs all."""
+    informed. A ConfigError of another rank is sent to rank 0, which informs all. An error that every rank
+    raises anyway is not sent."""
     try:
         yield
+    except SharedConfigError:
+        raise
     except Exception as error:
         if int(env.get("WORLD_SIZE", "1")) > 1:
             address = Address.from_environment(env)

@@ -21,13 +21,11 @@ from torch import Tensor
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 from megatron.model.layer_context import LayerIO
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.model.scoring import Scores, score
+from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import ParallelLayout, TPGroup
 
 # Micro-batches per stage in a question: the pipeline is idle for a fifth of the time, as in an evaluation.
 _MICRO_BATCHES_PER_STAGE = 4
-# The logits of at most this many tokens exist at a time.
-_HEAD_TOKENS = 1024
 
 
 class _Question(IntEnum):
@@ -135,20 +133,14 @@ class DistributedGPT:
             part = slice(start, start + self.micro_batch_size)
             hidden = self._run_stages(tokens[index[part]])
             if hidden is not None:
-                own[:, part] = self._scores_of(hidden[:, :length], targets[index[part]])
+                scores = score_in_parts(
+                    self._head, hidden[:, :length], targets[index[part]], self.tp_group, self.vocab_size
+                )
+                own[:, part] = torch.stack((scores.log_probs, scores.is_greedy.float()))
         answer = torch.zeros(2, rows, length, device=self._device)
         if self.tp_group.rank == 0:
             answer[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
         return answer
-
-    def _scores_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """[2, rows, length] from hidden [rows, length, hidden], a part of the positions at a time."""
-        width = max(_HEAD_TOKENS // len(hidden), 1)
-        parts = []
-        for x, y in zip(hidden.split(width, dim=1), targets.split(width, dim=1), strict=True):
-            log_probs, is_greedy = score(self._head(x), y, self.tp_group, self.vocab_size)
-            parts.append(torch.stack((log_probs, is_greedy.float())))
-        return torch.cat(parts, dim=2)
 
     def _next_token(self, content: Tensor) -> Tensor:
         """[vocab_size] logits after content [1, 1, length]: this rank's columns, zeros elsewhere."""

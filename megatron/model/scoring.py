@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.layout import TPGroup
+
+# The logits of at most this many tokens exist at a time.
+_HEAD_TOKENS = 1024
 
 
 class Scores(NamedTuple):
@@ -37,6 +41,21 @@ def score(logits: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int) -
     """
     losses = vocab_parallel_cross_entropy(logits, targets, tp_group, vocab_size)
     return Scores(-losses, _argmax(logits, tp_group, vocab_size) == targets)
+
+
+def score_in_parts(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int
+) -> Scores:
+    """`score` of head(hidden), a part of the positions at a time: all logits of a long text do not fit.
+
+    hidden [batch, seq, hidden], targets [batch, seq]. head: this rank's logits of each position by itself.
+    """
+    width = max(_HEAD_TOKENS // len(hidden), 1)
+    parts = [
+        score(head(x), y, tp_group, vocab_size)
+        for x, y in zip(hidden.split(width, dim=1), targets.split(width, dim=1), strict=True)
+    ]
+    return Scores(*(torch.cat(values, dim=1) for values in zip(*parts, strict=True)))
 
 
 def _argmax(logits: Tensor, tp_group: TPGroup, vocab_size: int) -> Tensor:

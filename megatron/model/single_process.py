@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_class
-from megatron.model.scoring import Scores, score
+from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.random import DropoutRNG
@@ -31,7 +31,6 @@ class GPTModel(nn.Module):
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, TPGroup(), DropoutRNG(config.training.seed))
         self.vocab_size = vocab_size
-        self._norm = norm_class(config)
         self.tied_modules = nn.ModuleDict()
         self._steps: list[Callable] = []
         for index, layer in enumerate(pipeline_layers(context, vocab_size, eod)):
@@ -42,6 +41,8 @@ class GPTModel(nn.Module):
                 self._steps.append(self.get_submodule(str(index)))
             else:
                 self._steps.append(layer)
+        norm = norm_class(config)
+        (self._final_norm,) = (index for index, step in enumerate(self._steps) if isinstance(step, norm))
 
     def _tied_step(self, layer: TiedLayerSpec) -> Callable:
         """The first layer of a key builds the module; later ones share it, with another forward function."""
@@ -55,11 +56,20 @@ class GPTModel(nn.Module):
 
         `last_only`: logits of the last position only, [batch, 1, vocab_size]; the head then does less work.
         """
+        hidden = self._hidden(tokens)
+        return self._head(hidden[:, -1:] if last_only else hidden)
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """tokens [batch, seq] -> [batch, seq, hidden], the input of the final norm."""
         state = tokens
-        for step in self._steps:
-            # From the final norm on, each position is computed independently.
-            if last_only and isinstance(step, self._norm):
-                state = state[:, -1:]
+        for step in self._steps[: self._final_norm]:
+            state = step(state)
+        return state
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Logits, without the padding. From the final norm on, each position is computed by itself."""
+        state = hidden
+        for step in self._steps[self._final_norm :]:
             state = step(state)
         return state[..., : self.vocab_size]
 
@@ -73,8 +83,8 @@ class GPTModel(nn.Module):
     def score(self, tokens: Tensor, targets: Tensor) -> Scores:
         """See `scoring.LanguageModel`."""
         device = next(self.parameters()).device
-        logits = self(tokens.to(device)).float()
-        return score(logits, targets.to(device), TPGroup(), self.vocab_size)
+        hidden = self._hidden(tokens.to(device))
+        return score_in_parts(self._head, hidden, targets.to(device), TPGroup(), self.vocab_size)
 
 
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:

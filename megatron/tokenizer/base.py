@@ -24,6 +24,16 @@ class Tokenizer(Protocol):
     def eod(self) -> int:
         """The id of the end-of-document token."""
 
+    @property
+    def bos(self) -> int:
+        """The id of the token that a text without context follows: the beginning-of-sequence token, `eod` if
+        there is none."""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer's own convention is to begin each text with `bos`, as Llama's. `tokenize`
+        does not."""
+
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special tokens included."""
 

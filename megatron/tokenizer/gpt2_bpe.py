@@ -44,6 +44,7 @@ class GPT2BPETokenizer:
         self._tokenizer = tokenizer
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[END_OF_TEXT]
+        self.bos, self.adds_bos = self.eod, False
 
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()

@@ -44,6 +44,8 @@ class HuggingFaceTokenizer:
         # len() is the number of entries, which is too small if some ids are unused.
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id
+        self.bos: int = self.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.adds_bos: bool = tokenizer.encode("a")[:1] == [self.bos]
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
@@ -66,7 +68,7 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
     """Save the tokenizer of `flags`, of the type `kind`, in `folder` so that `AutoTokenizer` can load it.
 
     max_length: maximum number of tokens of the model; None: unlimited. Raises ConfigError for a type that has
-    no Hugging Face equivalent.
+    no Hugging Face equivalent, and OSError for a file that cannot be written.
     """
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
@@ -85,4 +87,9 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
         raise ConfigError(
             f"a {kind} cannot be converted for Hugging Face: --no-tokenizer converts the model only"
         )
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is Exception:  # the class that tokenizers raises for a file that it cannot write
+            raise OSError(f"the tokenizer cannot be saved: {error}") from error
+        raise

@@ -26,6 +26,7 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {model_file}: has no end-of-sentence piece (eos_id is -1), needed "
                 "as the end-of-document token"
             )
+        self.bos, self.adds_bos = self.eod, False
 
     def vocabulary(self) -> dict[str, int]:
         return {self._processor.id_to_piece(token_id): token_id for token_id in range(self.vocab_size)}

@@ -35,7 +35,7 @@ def history_of(row, changes, compiles):
     return [*history, (evaluated, 1.0)], graphs, names, layers
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "changes"),
     [

@@ -56,7 +56,7 @@ def test_the_reference_run_learns_and_some_of_its_steps_are_clipped():
     assert min(norms) < CLIP < max(norms)
 
 
-@pytest.mark.gate(rows=5)
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("row", covering_rows(), ids=str)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(row):
     for history in run_world(row.world_size, train_layout, row, timeout=TIMEOUT_S):
@@ -64,7 +64,7 @@ def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(row):
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", low_precision_rows(), ids=str)
 def test_bf16_and_fp16_follow_the_fp32_loss(row):
     for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S):
@@ -84,7 +84,7 @@ def loss_rows():
     ]
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", loss_rows(), ids=str)
 def test_the_plain_loss_trains_as_the_fused_one_does(row):
     plain = {"training": {"loss_implementation": "plain"}}
@@ -111,7 +111,7 @@ def dropout_reference(row):
     return run_world(1, train_layout, row, SHORT, model=DROPOUT)[0]
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", dropout_rows(), ids=str)
 def test_dropout_does_not_depend_on_the_layout(row):
     expected = dropout_reference(row.reference)
@@ -136,6 +136,7 @@ PLAIN_CASES = {
 }
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     positions, model = PLAIN_CASES[case]
@@ -158,6 +159,7 @@ def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("name", GOLDEN_ROWS)
 def test_committed_loss_curves_have_not_moved(name):
     loss_error, norm_error = relative_errors(

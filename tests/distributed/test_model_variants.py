@@ -58,6 +58,14 @@ FALCON = {
     "group_query_attention": True,
 }
 WINDOW = {**LLAMA, "window_size": 7}
+# Of the 4 frequencies of a head one is kept, one is between, and two are scaled.
+ROPE = {"rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 16, "rotary_base": 50.0}
+LLAMA3_ROPE = {
+    **{**LLAMA, **ROPE, "rope_scaling_type": "llama3"},
+    **{"rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
+}
+YARN = {**LLAMA, **ROPE, "rope_scaling_type": "yarn", "rope_beta_slow": 0.5, "rope_beta_fast": 2.0}
+OLMO2_WINDOW = {**OLMO2, "window_size": 7}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
@@ -119,8 +127,8 @@ INTERLEAVED_SEQUENCE = {"parallel": {**LOOP, "sequence_parallel": True}}
 OFFLOAD = {"parallel": {"cpu_offload": True}}
 ZERO2, ZERO3 = ({"parallel": {"zero_stage": stage}} for stage in (2, 3))
 
-# Name -> the model, the layout and other changes. With MULTI_QUERY and 2 ranks, or LLAMA and 4, there are
-# fewer groups than ranks.
+# Name -> the model, the layout and other changes. The first and the middle one are in the gate. With
+# MULTI_QUERY and 2 ranks, or LLAMA and 4, there are fewer groups than ranks.
 LAYOUTS = {
     "multi-query-tp2-pp2-sequence-recompute": (MULTI_QUERY, Row(tp=2, pp=2, recompute=True), SEQUENCE),
     "llama-tp2": (LLAMA, Row(tp=2), {}),
@@ -147,6 +155,7 @@ LAYOUTS = {
     "qwen3-tp4-pp2-sequence": (QWEN3, Row(tp=4, pp=2, micro_batch=2), SEQUENCE),
     "qwen3-tp2-dp2-zero3-recompute": (QWEN3, Row(tp=2, dp=2, recompute=True), ZERO3),
     "qwen3-pp2-dualpipev": (QWEN3, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "yarn-tp2-pp2": (YARN, Row(tp=2, pp=2), {}),
     "olmo2-tp2-pp2": (OLMO2, Row(tp=2, pp=2), {}),
     "olmo2-tp4-sequence-recompute": (OLMO2, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE),
     "olmo2-tp2-dp2-zero1": (OLMO2, Row(tp=2, dp=2, zero=1, recompute=True), {}),
@@ -162,10 +171,15 @@ LAYOUTS = {
     "window-tp2-pp2-sequence-recompute": (WINDOW, Row(tp=2, pp=2, recompute=True), SEQUENCE),
     "window-pp2-dp2-zero1": (WINDOW, Row(pp=2, dp=2, zero=1), {}),
     "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
+    "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
+    "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
+    "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
+    "llama3-rope-tp4-sequence-recompute": (LLAMA3_ROPE, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE),
 }
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, changes = LAYOUTS[name]

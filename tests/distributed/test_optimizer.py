@@ -71,7 +71,7 @@ def norm_of_copies_of_one_sample(row, copies):
     return engine.optimizer.grad_norm
 
 
-@pytest.mark.gate(rows=5)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("row", [Row(), Row(pp=2), Row(pp=2, zero=1), Row(dp=2, zero=1)], ids=str)
 def test_many_micro_batches_add_up_in_fp32(row, precision):
@@ -102,6 +102,7 @@ def plain_norm(weights):
     return math.sqrt(sum(weight.grad.square().sum().item() for weight in weights.values()))
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_norm_counts_tied_and_replicated_parameters_once(layout):
     row = LAYOUTS[layout]
@@ -110,6 +111,7 @@ def test_the_norm_counts_tied_and_replicated_parameters_once(layout):
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * row.world_size
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("row", [Row(pp=2), Row(pp=2, zero=1), Row(tp=2, pp=2, micro_batch=2)], ids=str)
 def test_the_norm_counts_once_in_16_bits_too(row, precision):
@@ -129,7 +131,7 @@ def weights_before_and_after_a_clipped_step(row, clip):
     return before, weights_of(engine), engine.optimizer.grad_norm
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
@@ -148,7 +150,7 @@ def clipped_sgd_history(row):
     return train_layout(row, 5, optimizer={"optimizer": "sgd", "clip_grad": 0.3}, schedule={"lr": 1.0})
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
     """Adam forgives a wrong factor on all gradients, SGD does not."""
@@ -193,6 +195,7 @@ def steps_with_loss_scale(row, precision, steps):
     return records
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row", [Row(micro_batch=4), Row(pp=2, micro_batch=4), Row(tp=2, dp=2, zero=1, micro_batch=4)], ids=str
 )
@@ -295,6 +298,7 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
     return None
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row, bad_rank, name, settings, place",
     [
@@ -426,7 +430,7 @@ def check_same_steps(expected, found):
         assert [norm for _, norm in one] == pytest.approx([norm for _, norm in other], rel=1e-7)
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("overlap", OVERLAP)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_both_zero_stages_take_the_same_steps(precision, overlap):
@@ -443,7 +447,7 @@ def train_with_bounds(row, bounds):
     return engine.layout.pipeline_stage, names, history
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_with_only_the_embedding_or_only_the_head_do_not_hang(zero, precision):

@@ -72,6 +72,7 @@ def kept_scores_and_history(row, changes):
     return len(scores), history + train(engine, range(1, STEPS))
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(micro_batch=2), Row(tp=2, pp=2, micro_batch=2, positions="alibi")])
 def test_selective_recomputation_keeps_no_scores_and_changes_no_number(row):
     changes = {"training": {"recompute_granularity": "selective"}}
@@ -103,7 +104,7 @@ def history_and_parts(row, changes):
     return sizes, history + train(engine, range(1, STEPS))
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     ("row", "flags", "changes"),
     [

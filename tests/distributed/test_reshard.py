@@ -27,7 +27,7 @@ def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
 INTERLEAVED = {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}}
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("other", ["pp4 dp2", "1 process", "tp4 dp2"])
 def test_interleaved_stages_open_on_other_layouts_and_open_theirs(other, back, tmp_path):

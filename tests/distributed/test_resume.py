@@ -77,7 +77,7 @@ def resume_and_continue(row, optimizer, folder):
     return checkpoint.state, outcome(engine, range(3, 6))
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "optimizer, precision, zero",
     [("adam", precision, zero) for precision in ("fp32", "bf16", "fp16") for zero in (0, 1)]

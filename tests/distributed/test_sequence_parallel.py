@@ -54,6 +54,7 @@ def test_the_numbers_are_those_of_one_process(row, dropout):
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "changes",
     [

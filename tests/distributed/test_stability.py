@@ -47,6 +47,7 @@ def skip(*ranges):
     return {"skip_train_iteration_range": ranges}
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", LAYOUTS, ids=str)
 def test_ranges_are_skipped_with_their_data(row):
     steps, lines, end = on(row, skip("3-4", "6-6", "9-99"))
@@ -69,6 +70,7 @@ def left_out(iterations):
     return {i: (*train_engine(engine, [i - 1])[0], False) for i in numbers}
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", LAYOUTS, ids=str)
 def test_a_spikes_update_is_dropped_as_if_its_data_had_been_left_out(row):
     steps, lines, end = on(row, {"spike_policy": "skip", **SPIKE}, (BAD,))
@@ -101,6 +103,7 @@ def test_repeated_spikes_stop_the_run():
     assert "iteration 7: spike" in on(Row(micro_batch=4), few, bad)[2]
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", LAYOUTS, ids=str)
 def test_a_rollback_takes_the_newest_checkpoint_and_leaves_out_the_data_since(row, tmp_path):
     policy = {"spike_policy": "rollback", **SPIKE}
@@ -147,6 +150,7 @@ def with_nan(row, stability, bad_iterations, precision):
     return outcome(trainer)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0}])
 def test_steps_that_are_not_finite_are_skipped_up_to_k_in_a_row(precision):
     row = Row(tp=2, pp=2, micro_batch=4)

@@ -98,7 +98,7 @@ def check(row, parallel, clip=1.0, dropout=0.0):
         assert losses == pytest.approx(expected_losses, rel=FP32_BOUND if exact else 2e-3)
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("stages", STAGES)
 def test_stages_of_any_content_train_as_one_process_does(stages, zero):
@@ -151,7 +151,7 @@ def test_stages_of_any_content_in_16_bits(stages, precision):
     check(row, {"partition_method": method}, clip=0.0)
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("stages", V_STAGES)
 def test_dualpipev_trains_as_one_process_does(stages, zero):
@@ -183,7 +183,7 @@ def interleaved(stages_per_rank, method):
     }
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("stages", LOOP_STAGES)
 def test_interleaved_trains_as_one_process_does(stages, zero):

@@ -79,7 +79,7 @@ def test_the_number_of_chunks_divides_the_shard():
     assert [tp_overlap.number_of_chunks(n, 4) for n in (1, 2, 3, 6, 7, 1024)] == [1, 2, 3, 3, 1, 4]
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "row",
     [

@@ -65,7 +65,7 @@ def sent_per_layer(row: Row) -> float:
     return (sum(many.values()) - sum(few.values())) / 2
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

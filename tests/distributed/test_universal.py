@@ -32,6 +32,7 @@ from megatron.testing.layouts import (
 )
 from megatron.testing.pool import WorldError, run_world
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.distributed.test_model_variants import OLMO2_WINDOW
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
 LLAMA = {
@@ -85,6 +86,16 @@ def test_a_llama_like_universal_checkpoint_opens_on_every_layout(tmp_path):
     projection = torch.load(target / "zero" / "3.self_attention.query_key_value.weight" / "fp32.pt")
     assert projection["param"].shape == (2 * (2 + 2) * 8, 32)
     assert_resumes_everywhere(tmp_path, LLAMA)
+
+
+@pytest.mark.full
+def test_a_universal_checkpoint_of_an_olmo2_with_a_window_opens_on_every_layout(tmp_path):
+    """Norms of queries and keys, and after attention and MLP."""
+    changes = {"model": OLMO2_WINDOW}
+    source = saved(tmp_path / "native", SHAPES["tp2 pp2 dp2"], changes)
+    names = converted(source, tmp_path / "global_step5_universal", workers=2)
+    assert {"3.self_attention.q_layernorm.weight", "3.post_mlp_layernorm.weight"} <= set(names)
+    assert_resumes_everywhere(tmp_path, changes)
 
 
 @pytest.mark.gate(rows=1)
@@ -353,6 +364,7 @@ def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     assert_resumes_everywhere(blooms, BLOOM, ["tp2 pp2", "pp4 dp2"])
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "changes, words",
     [

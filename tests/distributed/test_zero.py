@@ -221,7 +221,8 @@ def what_is_there(row, changes):
         return hook
 
     for name, layer in layers.items():
-        layer.mlp.register_forward_hook(note(forward, name))
+        # Before it: recomputation ends within it, at the last tensor that the backward pass needs.
+        layer.mlp.register_forward_pre_hook(note(forward, name))
         # Its gradient is among the last of a layer's, so the buffer is still there.
         layer.input_layernorm.weight.register_hook(note(backward, name))
     before = present()

@@ -93,6 +93,7 @@ write_json(target / "run.json", add_checksum({**run, "files": {}}))
 """
 
 
+@pytest.mark.full
 def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) -> None:
     output = run_copy(copy, data, "--save", str(copy / "checkpoints"))
     lines = [line for line in map(parse_log_line, output.splitlines()) if line and line["kind"] == "training"]

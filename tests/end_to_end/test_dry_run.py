@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.end_to_end.command import Run, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.unit.config.command_lines import BLOOM, GPT_104B
@@ -25,6 +27,7 @@ def stages(run: Run) -> list[tuple[int, int, int, int]]:
     return [(int(stage), int(a), int(b), int(count.replace(",", ""))) for stage, a, b, count in rows]
 
 
+@pytest.mark.full
 def test_a_plan_for_176b_parameters_has_blooms_numbers() -> None:
     run = plan(BLOOM, 384)
     # The published model: 70 layers of 12 h^2 + 13 h, the embedding and its norm, the final norm.
@@ -73,6 +76,7 @@ def test_a_plan_reports_the_data_if_it_is_there(data: list[str]) -> None:
     assert "--data-path no/data: no/data.bin does not exist" in printed
 
 
+@pytest.mark.full
 def test_a_vocabulary_of_250k_words_gets_stages_of_its_own() -> None:
     """The embedding alone, 30 stages of two layers, the head alone with norm and cast."""
     sizes = "--num-layers 60 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16".split()

@@ -18,9 +18,11 @@ if "CI" not in os.environ:
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
-from megatron.config import CONFIG_ERROR_EXIT_CODE
+from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
 from megatron.testing.pool import run_world
 from megatron.training.harness.model import HarnessModel
 from megatron.training.loaded_model import config_of_layout, load_distributed_model
@@ -53,12 +55,27 @@ LENGTH = 12
 ROLLING = [Instance("loglikelihood_rolling", {}, ("import os, sys\n" * 5,), 0)]
 
 
+def add_bos(folder):
+    """The tokenizer of a folder begins texts with another token than the last of a document, as Llama's."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
 @pytest.fixture
-def folders(tmp_path):
-    """A checkpoint, and the Hugging Face model that it was made from."""
+def folders(tmp_path, request):
+    """A checkpoint, and the Hugging Face model that it was made from; with a parameter "bos" its tokenizer
+    adds that token."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    save_theirs(theirs, "llama-3", vocab_size=save_tokenizer(theirs))
+    vocab_size = save_tokenizer(theirs)
+    if getattr(request, "param", "") == "bos":
+        vocab_size = add_bos(theirs)
+    save_theirs(theirs, "llama-3", vocab_size=vocab_size)
     convert_huggingface.main(["--from", str(theirs), "--to", str(tmp_path / "ours")])
     return tmp_path / "ours", theirs
 
@@ -67,6 +84,14 @@ def requests():
     pairs = [(d["question"], choice) for d in DOCUMENTS for choice in d["choices"]]
     pairs += [("", "import os"), ("x = 1\n" * 20, "print(x)"), ("a ", "b")]
     return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def harness_model_of(folder):
+    """The harness's own model of a Hugging Face folder. Its cache takes requests of the same tokens, divided
+    into context and continuation elsewhere, for the same request."""
+    return HFLM(
+        str(folder), device="cpu", dtype="float32", batch_size=2, max_length=LENGTH, logits_cache=False
+    )
 
 
 def on_ranks(folder, tp_size, pp_size):
@@ -85,22 +110,24 @@ def on_ranks(folder, tp_size, pp_size):
     return found
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(("tp_size", "pp_size", "dp_size"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)])
 def test_log_likelihoods_on_several_ranks_are_those_of_the_exported_model(folders, tp_size, pp_size, dp_size):
     ours, theirs = folders
-    reference = HFLM(str(theirs), device="cpu", dtype="float32", batch_size=2, max_length=LENGTH)
+    reference = harness_model_of(theirs)
     found, rolling = run_world(tp_size * pp_size * dp_size, on_ranks, ours, tp_size, pp_size)[0]
     for one, expected in zip(found, reference.loglikelihood(requests()), strict=True):
         assert one[0] == pytest.approx(expected[0], rel=1e-4) and one[1] == expected[1]
     assert rolling == pytest.approx(reference.loglikelihood_rolling(ROLLING), rel=1e-4)
 
 
+@pytest.mark.parametrize("folders", ["no bos", "bos"], indirect=True)
 def test_log_likelihoods_are_those_of_the_exported_model(folders):
     ours, theirs = folders
     checkpoint = read_checkpoint(ours)
     tokenizer = find_tokenizer(checkpoint.config.data, checkpoint)
     model = HarnessModel(load_model(checkpoint), tokenizer, LENGTH, 3)
-    reference = HFLM(str(theirs), device="cpu", dtype="float32", batch_size=2, max_length=LENGTH)
+    reference = harness_model_of(theirs)
     for found, expected in zip(
         model.loglikelihood(requests()), reference.loglikelihood(requests()), strict=True
     ):
@@ -108,13 +135,12 @@ def test_log_likelihoods_are_those_of_the_exported_model(folders):
     assert model.loglikelihood_rolling(ROLLING) == pytest.approx(
         reference.loglikelihood_rolling(ROLLING), rel=1e-4
     )
-    settings = {"until": ["zz"], "max_gen_toks": 5, "do_sample": False}
-    (text,) = model.generate_until([Instance("generate_until", {}, ("import", settings), 0)])
-    with torch.no_grad():
-        tokens = torch.tensor([tokenizer.tokenize("import")])
-        for _ in range(5):
-            tokens = torch.cat((tokens, reference.model(tokens).logits[:, -1:].argmax(-1)), 1)
-    assert tokenizer.detokenize(tokens[0, -5:].tolist()).startswith(text)
+    # The second context loses its beginning: 12 tokens less 5 are left.
+    settings = {"until": ["zz"], "max_gen_toks": 5, "do_sample": False, "temperature": 1.0}
+    generated = [Instance("generate_until", {}, (text, settings), 0) for text in ("import", "x = 1\n" * 9)]
+    assert model.generate_until(generated) == reference.generate_until(generated, disable_tqdm=True)
+    with pytest.raises(ConfigError, match="generates up to 12 tokens, expected fewer than .* 12"):
+        model.generate_until([Instance("generate_until", {}, ("import", {"max_gen_toks": 12}), 0)])
 
 
 def test_the_tool_runs_a_local_task(folders, tmp_path, capsys):
@@ -128,12 +154,17 @@ def test_the_tool_runs_a_local_task(folders, tmp_path, capsys):
     evaluate.main([*command, "local"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("local | acc: "))
     assert float(line.split("acc: ")[1].split(" |")[0]) in [pytest.approx(n / 3, abs=1e-4) for n in range(4)]
+
+
+@pytest.mark.full  # the harness reads all of its tasks
+def test_an_unknown_task_is_refused(folders, capsys):
     with pytest.raises(SystemExit) as caught:
-        evaluate.main([*command, "no_such_task"])
+        evaluate.main(["--load", str(folders[0]), "--tasks", "toy", "no_such_task"])
     assert caught.value.code == CONFIG_ERROR_EXIT_CODE
     assert "task no_such_task: the harness has no such task" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.launch", "--nproc_per_node", "2"]])
 def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, capsys):
     """Without a launcher the tool starts its ranks."""
@@ -147,6 +178,7 @@ def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, 
     assert [line for line in typed.stdout.splitlines() if line.startswith("toy")] == [expected]
 
 
+@pytest.mark.full
 def test_training_runs_tasks_and_its_losses_stay_the_same(data, tmp_path):
     """TP 2 x PP 2, with dropout. The tasks' values are logged and written to TensorBoard."""
     flags = [*MODEL, *SHORT, *ABSOLUTE, *data, "--seed", "7"]

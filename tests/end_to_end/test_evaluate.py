@@ -146,6 +146,18 @@ def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
     assert float(loss) == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("processes", [0, 2], ids=["own ranks", "launcher"])
+def test_a_rank_without_a_device_is_named_once(processes: int, trained: Trained, data: list[str]) -> None:
+    flags = ["--data-path", data[1], *FIRST_BATCH, "--load", str(trained.folder)]
+    flags += ["--tensor-model-parallel-size", "2"]
+    script = ROOT / "tests/end_to_end/no_device.py"
+    ended = run_script(script, flags, environment(), processes, TIMEOUT_S)
+    assert set(ended.exit_codes) == {2}
+    (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error: "))
+    assert "LOCAL_RANK 2 has no device: 2 devices are visible" in error
+
+
 def test_mistakes_of_a_layout_end_before_the_ranks_start(
     trained: Trained, data: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
     assert first.startswith(PROMPT)
 
 
+@pytest.mark.full
 def test_several_prompts_do_not_influence_each_other(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from megatron.cluster.processes import free_port
 
 # Seconds that the other ranks have to end once rank 0 has ended.
 _GRACE_S = 30.0
+# Seconds in which rank 0 itself prints why another rank has failed.
+_REASON_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _LIBC = ctypes.CDLL(None)
@@ -76,9 +78,10 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
 def _follow(
     rank: int, process: subprocess.Popen[bytes], ended: threading.Event, others: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Ends all processes if one fails: rank 0 would wait for it."""
+    """Ends all processes if one fails: rank 0 would wait for it. Before they have connected the rank sends
+    its reason to rank 0, which prints it and ends by itself."""
     code = process.wait()
-    if code == 0 or ended.is_set():
+    if code == 0 or ended.wait(_REASON_S):
         return
     ended.set()
     print(f"error: rank {rank} has ended with exit code {code}", file=sys.stderr, flush=True)

@@ -26,6 +26,11 @@ def check_model(config: Config) -> None:
             )
     _check_attention(model, tensor)
     _check_norms(config)
+    if model.mup and model.softmax_scale is not None:
+        raise ConfigError(
+            f"--softmax-scale {model.softmax_scale:g} with --mup: muP's scale is --mup-attn-mult / head "
+            "dimension, set --mup-attn-mult or remove one of them"
+        )
     if model.mup and config.optimizer.optimizer == "sgd":
         raise ConfigError(
             "--mup with --optimizer sgd: muP's learning rates hold for Adam, use --optimizer adam or remove "

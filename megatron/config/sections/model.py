@@ -24,8 +24,7 @@ class ModelConfig(Section):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
     The arguments of `flag` are the only description of a field: the command line, checkpoints, summaries,
-    profiles of layer times and conversions read them.
-    """
+    profiles of layer times and conversions read them."""
 
     group: ClassVar[str] = "network size"
     changes_model: ClassVar[bool] = True
@@ -97,6 +96,14 @@ class ModelConfig(Section):
         summary="over the {}",
         help="what --qk-layernorm normalizes together",
         changes_layer_time=True,
+        megatron_arg=False,
+    )
+    softmax_scale: float | None = flag(
+        None,
+        above=0.0,
+        summary="softmax scale {}",
+        help="multiplier of query x key (default: 1 / sqrt(head dimension); with --mup see --mup-attn-mult)",
+        changes_layer_time=False,
         megatron_arg=False,
     )
     window_size: int | None = flag(
@@ -391,9 +398,8 @@ class ModelConfig(Section):
         at_least=0,
         below=1,
         group="regularization",
-        help="dropout probability of the attention weights. Above 0, fused attention is not used: attention "
-        "is slower and its activations grow with the square of the sequence length "
-        "(--recompute-granularity selective avoids that memory)",
+        help="dropout probability of the attention weights. Above 0, memory on CPUs grows with the square of "
+        "the sequence length (--recompute-granularity selective avoids that)",
         changes_layer_time=True,
         megatron_arg=False,
     )
@@ -447,10 +453,8 @@ class ModelConfig(Section):
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of the initial matrices whose output is added to the residual stream.
-
-        As in GPT-2: the variance of the residual stream does not grow with the number of layers.
-        """
+        """Standard deviation of the initial matrices whose output is added to the residual stream. As in
+        GPT-2: the stream's variance does not grow with the number of layers."""
         return self.matrix_init_std / math.sqrt(2.0 * self.num_layers)
 
     @property
@@ -466,7 +470,8 @@ class ModelConfig(Section):
     @property
     def attention_scale(self) -> float:
         """Multiplier of query x key."""
-        return self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
+        default = self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
+        return default if self.softmax_scale is None else self.softmax_scale
 
     @property
     def logits_multiplier(self) -> float:
@@ -481,8 +486,7 @@ class ModelConfig(Section):
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
                     f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
-                    f"{self.num_attention_heads}: change one of them, or set the head dimension with "
-                    "--kv-channels"
+                    f"{self.num_attention_heads}: change one of them, or set --kv-channels"
                 )
             derived["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.max_position_embeddings is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,22 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token, which also precedes a text without context."""
+        """The end-of-document token."""
         return self.texts.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that precedes a text without context."""
+        return self.texts.bos
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text; special tokens are never added, as in training."""
-        return self.texts.tokenize(string)
+        """The tokens of a text. As with the harness's own models, a tokenizer that begins texts with a
+        beginning-of-sequence token does so here too, unless the text brings its own."""
+        tokens = self.texts.tokenize(string)
+        bos = [self.texts.bos]
+        if add_special_tokens is False or not self.texts.adds_bos or tokens[:1] == bos:
+            return tokens
+        return bos + tokens
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -75,15 +86,16 @@ class HarnessModel(TemplateLM):
         totals = []
         for request in requests:
             windows = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.eot_token_id, self.max_length, 1
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
             )
             parts = [(None, *make_disjoint_window(window)) for window in windows]
             totals.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to the first of the task's end texts. ConfigError for a task that
-        samples."""
+        """Greedy continuations up to the first of the task's end texts. A context loses its beginning if it
+        leaves no room for the continuation. ConfigError for a task that samples, and for continuations that
+        are longer than the model's input."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
@@ -91,10 +103,16 @@ class HarnessModel(TemplateLM):
         until = settings.get("until") or []
         ends = [until] if isinstance(until, str) else list(until)
         count = next((settings[name] for name in _LENGTHS if name in settings), MAX_GENERATED_TOKENS)
+        room = self.max_length - count
+        if room < 1:
+            raise ConfigError(
+                f"a task generates up to {count} tokens, expected fewer than the model's input of "
+                f"{self.max_length}: raise --seq-length, or remove the task"
+            )
         tokens: list[int] = []
         for token in generate(
             self.model,
-            self.tok_encode(context),
+            self.tok_encode(context)[-room:],
             count,
             Sampling(temperature=0),
             window=self.max_length,
@@ -122,25 +140,14 @@ class Tasks:
     ) -> None:
         """folder: of tasks beside the harness's own. limit: use the first documents of each task only.
         ConfigError for an unknown task, one whose data cannot be loaded, and one that samples its answers."""
-        folders = [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
-        self._manager, self._limit = TaskManager(include_path=folders), limit
-        self._tokenizer = tokenizer
-        if unknown := [name for name in names if not self._manager.match_tasks([name])]:
-            raise ConfigError(
-                f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
-                "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
-            )
-        self._tasks = self._load(list(names))
+        self._limit, self._tokenizer = limit, tokenizer
+        self._manager, loaded = _load(
+            list(names), [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
+        )
+        self._tasks = self._outermost(loaded)
 
-    def _load(self, names: list[str]) -> list[Any]:
+    def _outermost(self, loaded: dict[str, Any]) -> list[Any]:
         """The groups that are in no other group, and the tasks that are in no group."""
-        try:
-            loaded = self._manager.load(names)
-        # A task loads its data with any library, from any place.
-        except Exception as error:
-            raise ConfigError(
-                f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"
-            ) from error
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"task {name} runs generated code or reads images: remove it")
@@ -176,7 +183,30 @@ class Tasks:
         }
 
 
+def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, Any]]:
+    """The tasks and groups of these names. The harness's own tasks are searched only if that is needed: their
+    thousands of files take 20 s."""
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if set(names) <= set(manager.all_tasks):
+        # A task or group may refer to tasks of the harness.
+        with suppress(Exception):
+            return manager, manager.load(names)
+    manager = TaskManager(include_path=folders)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise ConfigError(
+            f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
+            "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
+        )
+    try:
+        return manager, manager.load(names)
+    # A task loads its data with any library, from any place.
+    except Exception as error:
+        raise ConfigError(
+            f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"
+        ) from error
+
+
 def check_greedy(settings: dict[str, Any]) -> None:
     """ConfigError for a task that samples its answers."""
-    if settings.get("do_sample") or settings.get("temperature", 0) not in (0, None):
+    if settings.get("do_sample", settings.get("temperature", 0) not in (0, None)):
         raise ConfigError(f"a task samples its answers ({settings}): only greedy ones are computed")

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
+import shutil
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +22,7 @@ from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
 from megatron.model.single_process import GPTModel
 from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
+from megatron.tokenizer.hugging_face import save_as_hugging_face
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, save_theirs, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
@@ -299,11 +306,11 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     both = ["--from-hugging-face", source, "--output", output]
     assert "not allowed with" in mistake(capsys, *both, "--load", tmp_path)
     assert "one of the arguments --from --load --from-hugging-face" in mistake(capsys, "--output", output)
-    assert "--dtype acts with --load only" in mistake(capsys, *both, "--dtype", "bf16")
-    assert "--no-tokenizer acts with --load" in mistake(capsys, *both, "--no-tokenizer")
+    assert "--dtype acts on a checkpoint only" in mistake(capsys, *both, "--dtype", "bf16")
+    assert "--no-tokenizer acts on a checkpoint" in mistake(capsys, *both, "--no-tokenizer")
     assert "--universal_checkpoint acts" in mistake(capsys, *both, "--universal-checkpoint")
     flags = ["--load", tmp_path, "--output", output, "--vocab-size", 5]
-    assert "--vocab-size acts with --from-hugging-face only" in mistake(capsys, *flags)
+    assert "--vocab-size acts on a model of Hugging Face only" in mistake(capsys, *flags)
     nowhere = ["--from-hugging-face", "gpt2", "--output", output]
     assert "--from-hugging-face gpt2: there is no such folder" in mistake(capsys, *nowhere)
     assert "flags of the tokenizer, or --vocab-size" in mistake(capsys, *both)
@@ -323,8 +330,80 @@ def test_an_existing_output_is_not_changed(tmp_path, capsys):
     output.mkdir()
     assert f"{output} exists already" in mistake(capsys, *flags, "--output", output)
     (tmp_path / "file").touch()
-    assert "cannot be written" in mistake(capsys, *flags, "--output", tmp_path / "file" / "x")
+    assert "cannot be made" in mistake(capsys, *flags, "--output", tmp_path / "file" / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken", "theirs"]
+
+
+def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
+    model, checkpoint, taken = (tmp_path / name for name in ("model", "checkpoint", "taken"))
+    save_theirs(model, "gpt2")
+    config = config_of(Row(positions="absolute"))
+    write_native(checkpoint, config, random_wholes(config))
+    (taken / "global_step0_universal").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    size, unwritable = ("--vocab-size", VOCAB), tmp_path / "file" / "x"
+    mistakes = {
+        ("--from", tmp_path / "missing", "--to", taken): "missing: there is no such folder",
+        ("--from", checkpoint, "--to", taken): "taken exists already",
+        ("--from", checkpoint, "--to", unwritable): "x cannot be made",
+        (
+            "--from",
+            checkpoint,
+            "--to",
+            unwritable,
+            *size,
+        ): "--vocab-size acts on a model of Hugging Face only",
+        ("--from", model, "--to", taken, *size): "taken/global_step0_universal exists already",
+        ("--from", model, "--to", unwritable, *size): "cannot be made",
+        ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts on a checkpoint only",
+        ("--from", tmp_path, "--to", taken): "holds no checkpoint",
+        ("--load", tmp_path / "missing", "--to", taken): "--load .*: there is no such folder",
+        ("--from-hugging-face", model, "--to", taken, *size): "taken exists already",
+    }
+    for flags, expected in mistakes.items():
+        printed = mistake(capsys, *flags)
+        assert re.search(expected, printed)
+        assert set(re.findall(r"(?<!\S)--[\w-]+", printed)) <= set(flags)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "model"])
+def test_a_full_disk_is_one_sentence_and_leaves_no_output(kind, tmp_path, capsys, monkeypatch):
+    source, output = tmp_path / kind, tmp_path / "new"
+    if kind == "model":
+        save_theirs(source, "gpt2")
+        flags = ["--from", source, "--to", output, "--vocab-size", VOCAB]
+    else:
+        config = config_of(Row(positions="absolute"))
+        write_native(source, config, random_wholes(config))
+        flags = ["--from", source, "--to", output]
+    with file_size_limit(2000):  # a config.json is smaller
+        assert "cannot be written" in mistake(capsys, *flags)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert "0.0 GB free and 0.0 GB are needed" in mistake(capsys, *flags)
+    assert not list(tmp_path.glob("new*/*")) and not output.with_name("new.tmp").exists()
+    convert(*flags)
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_raises_an_error_of_files(tmp_path):
+    """Its library raises `Exception` itself."""
+    vocab, merges = train_gpt2_vocabulary(tmp_path)
+    flags = SimpleNamespace(vocab_file=vocab, merge_file=merges)
+    (tmp_path / "out").mkdir()
+    limit = os.path.getsize(vocab) + 1000  # tokenizer.json is larger
+    with file_size_limit(limit), pytest.raises(OSError, match="File too large"):
+        save_as_hugging_face("GPT2BPETokenizer", flags, tmp_path / "out", None)
+
+
+@contextmanager
+def file_size_limit(size):
+    """Writing more bytes to a file of this process fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # --- which checkpoint a folder means ---

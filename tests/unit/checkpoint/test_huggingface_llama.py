@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megatron.checkpoint.convert.huggingface.exporter import write_hugging_face
+from megatron.checkpoint.convert.huggingface.exporter import write_hugging_face, write_settings
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.convert.huggingface.registry import FAMILIES
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import ConfigError, read_command_line
-from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
+from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.distributed.test_model_variants import FALCON, NEOX, OLMO2
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -157,6 +158,33 @@ def test_a_checkpoint_of_ours_survives_a_round_trip(model, row, architecture, tm
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
 
 
+# A model of ours that is written as each type.
+OF_TYPE = {
+    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "gpt2": {},
+    "llama": OURS,
+    "mistral": OURS | {"window_size": 5},
+    "qwen2": OURS | {"add_qkv_bias": True},
+    "qwen3": OURS | {"qk_layernorm": True},
+    "olmo2": OLMO2,
+    "gpt_neox": NEOX,
+    "falcon": FALCON,
+}
+
+
+@pytest.mark.parametrize("eod", [EOD, None])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_type, eod, tmp_path):
+    """The defaults of their classes are other models' tokens; OLMo 2's padding would be token 1."""
+    write_settings(config_of(Row(), model=OF_TYPE[model_type]), VOCAB, eod, "fp32", tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert theirs.model_type == model_type
+    for settings in (theirs, GenerationConfig.from_pretrained(tmp_path)):
+        ids = {name: value for name, value in settings.to_dict().items() if "token_id" in name}
+        assert ids.pop("bos_token_id") == ids.pop("eos_token_id") == eod
+        assert not any(value is not None for value in ids.values())
+
+
 @pytest.mark.parametrize(
     "name, changes, named",
     [
@@ -184,6 +212,8 @@ def test_a_checkpoint_of_ours_survives_a_round_trip(model, row, architecture, tm
         ("llama-3", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama-3.1", {"rope_parameters": LLAMA3 | {"rope_type": "dynamic"}}, "rope_type dynamic"),
         ("qwen-2.5, yarn", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0"),
+        # The reason is in the second line of what transformers says.
+        ("llama-3", {"max_position_embeddings": None}, "refuses .* expected int, got NoneType"),
         ("llama-3", {"tie_word_embeddings": True}, "lm_head.weight that differs"),
         ("llama-3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 and num_attention_heads = 4"),
     ],

@@ -84,7 +84,7 @@ def test_fields_without_an_effect_on_the_time_of_a_layer() -> None:
     assert {field.name for field in fields if not flag_of(field).changes_layer_time} == {
         *("num_layers", "max_position_embeddings", "layernorm_epsilon", "init_method_std"),
         *("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),  # the padded size counts
-        *("rotary_base", "rope_scaling_type", "rope_scaling_factor"),
+        *("softmax_scale", "rotary_base", "rope_scaling_type", "rope_scaling_factor"),
         *("rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor"),
         *("rope_beta_slow", "rope_beta_fast"),
     }

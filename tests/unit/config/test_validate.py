@@ -62,6 +62,7 @@ REFUSED = [
         ("--eval-harness-tasks toy", "--eval-only", "tools/evaluate.py"),
     ),
     ("--mup --optimizer sgd", ("--mup", "--optimizer sgd", "adam")),
+    ("--mup --softmax-scale 0.5", ("--softmax-scale 0.5", "--mup-attn-mult")),
     ("--z-loss-weight 1e-4 --loss-implementation plain", ("--z-loss-weight 0.0001", "plain", "fused")),
     (
         "--world-size 2 --tensor-model-parallel-size 2 --tp-comm-overlap",

@@ -26,6 +26,7 @@ from megatron.testing.layouts import (
 from megatron.testing.pool import run_world
 from tests.reference import plain_gpt
 from tests.unit.model.single_process import (
+    logits,
     model_with_weights,
     random_tokens,
     random_weights,
@@ -56,6 +57,26 @@ def test_the_residual_can_branch_off_after_the_norm():
     )
     before = plain_gpt.plain_gpt_logits(weights, TOKENS, layers=4, heads=4, vocab=VOCAB)
     assert (logits - before).abs().max() > 1e-2
+
+
+def logits_and_logits_of_doubled_queries(row, tokens):
+    """With --softmax-scale 2 / sqrt(8); with the default and each query head's rows multiplied by 2."""
+    weights = random_weights(row)
+    scaled = logits(model_with_weights(row, weights, model={"softmax_scale": 2 / 8**0.5}), tokens)
+    for name, weight in weights.items():
+        if "query_key_value" in name:
+            weight.unflatten(0, (4, 3, 8))[:, 0] *= 2
+    return scaled, logits(model_with_weights(row, weights), tokens)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
+def test_the_softmax_scale_multiplies_the_scores(positions):
+    ((scaled, doubled),) = run_world(
+        1, logits_and_logits_of_doubled_queries, Row(positions=positions), TOKENS
+    )
+    torch.testing.assert_close(scaled, doubled, rtol=1e-5, atol=1e-5)
+    plain = run_world(1, random_weights_and_logits, Row(positions=positions), TOKENS, {})[0][1]
+    assert (scaled - plain).abs().max() > 1e-3
 
 
 # --- the residual in fp32 ---

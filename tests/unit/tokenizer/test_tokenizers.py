@@ -157,6 +157,8 @@ def test_hugging_face_adds_no_special_tokens(
     marked.save_pretrained(tmp_path)
     tokenizer = build_tokenizer(flags(tokenizer_name_or_path=str(tmp_path)))
     assert tokenizer.tokenize("the dog") == gpt2.tokenize("the dog")
+    assert tokenizer.adds_bos and tokenizer.bos == gpt2.eod
+    assert not gpt2.adds_bos
 
 
 def test_sentence_piece_gives_the_ids_of_its_library(sentence_piece_file: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.family import Family, Parameter, count_non_finite
+from megatron.checkpoint.convert.huggingface.output import temporary_folder
 from megatron.checkpoint.convert.huggingface.registry import family_of
 from megatron.checkpoint.formats.reader import StateReader
 from megatron.checkpoint.formats.registry import open_reader
@@ -19,9 +20,6 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
@@ -57,55 +55,48 @@ def write_hugging_face(
     precision: 'fp32', 'fp16' or 'bf16'; None: that of the run. verify: compare the weights with their digests
     if the checkpoint has any. One file of weights at a time is in memory. The folder appears complete and
     synced, or not at all. Raises ConfigError for a model that no family can express, for damaged
-    files, and for an `output` that exists.
+    files, for an `output` that exists or cannot be written, and for too little disk space.
     """
     config = checkpoint.config
     _, family = family_of(config.model)
     precision = precision or config.precision.name
-    their_config = _hugging_face_config(config, checkpoint.vocab_size, checkpoint.eod, precision)
-    temporary = output.with_name(output.name + ".tmp")
-    for path in (output, temporary):
-        if path.exists():
-            raise ConfigError(f"{path} exists already: remove it, or give another --output")
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be made: {error.strerror}") from error
-    try:
-        their_config.save_pretrained(temporary)
-        _write_generation_config(their_config, temporary)
-        weights = _their_weights(open_reader(checkpoint), family, precision, verify)
-        _write_weights(weights, temporary, max_file_bytes)
+    reader = open_reader(checkpoint)
+    with temporary_folder(output, ".tmp", _size_bytes(reader, precision)) as temporary:
+        write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
+        _write_weights(_their_weights(reader, family, precision, verify), temporary, max_file_bytes)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
         sync_tree(temporary)
         rename_synced(temporary, output)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
 
 
-def _hugging_face_config(
-    config: Config, vocab_size: int, eod: int | None, precision: str
-) -> PreTrainedConfig:
-    from transformers import AutoConfig
+def _size_bytes(reader: StateReader, precision: str) -> int:
+    """Of the weights in the output."""
+    shapes = [
+        spec.global_shape if spec.num_valid_rows is None else (spec.num_valid_rows, *spec.global_shape[1:])
+        for spec in reader.specs.values()
+    ]
+    return PARAMETER_DTYPES[precision].itemsize * sum(map(prod, shapes))
+
+
+def write_settings(config: Config, vocab_size: int, eod: int | None, precision: str, folder: Path) -> None:
+    """Writes config.json and generation_config.json of a model that a family can express."""
+    from transformers import AutoConfig, GenerationConfig
 
     model_type, family = family_of(config.model)
     settings = family.their_settings(config.model) | {"vocab_size": vocab_size}
-    # In our data a document starts after the end of another: one token marks both.
-    return AutoConfig.for_model(
+    # In our data a document starts after the end of another: one token marks both. No token is for padding:
+    # some classes have a default, with which transformers masks that token and does not train its embedding.
+    their_config = AutoConfig.for_model(
         model_type,
         **settings,
         bos_token_id=eod,
         eos_token_id=eod,
+        pad_token_id=None,
         architectures=[family.architecture],
         dtype=PARAMETER_DTYPES[precision],
     )
-
-
-def _write_generation_config(their_config: PreTrainedConfig, folder: Path) -> None:
-    from transformers import GenerationConfig
-
+    their_config.save_pretrained(folder)
     GenerationConfig.from_model_config(their_config).save_pretrained(folder)
 
 

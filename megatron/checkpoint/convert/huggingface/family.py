@@ -88,13 +88,15 @@ def with_bias(
 class Conversion:
     """Settings that do not correspond one to one: fields of ModelConfig, their settings, and functions that
     give the values of the ones for those of the others. `to_ours` raises ConfigError. our_values: the values
-    that a field of ours can have, if these are not all."""
+    that a field of ours can have, if these are not all. check_file: raises ConfigError for settings of a
+    config.json that transformers reads from elsewhere and that have another value there."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     to_theirs: Callable[[ModelConfig], dict[str, Any]]
     to_ours: Callable[[PreTrainedConfig], dict[str, Any]]
     our_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    check_file: Callable[[Mapping[str, Any], PreTrainedConfig], None] = lambda _settings, _theirs: None
 
 
 @dataclass(frozen=True)

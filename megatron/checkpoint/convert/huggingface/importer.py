@@ -8,7 +8,6 @@ each weight to its file).
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import partial
@@ -27,9 +26,11 @@ from megatron.checkpoint.convert.huggingface.family import (
     Family,
     count_non_finite,
 )
+from megatron.checkpoint.convert.huggingface.output import temporary_folder
 from megatron.checkpoint.convert.huggingface.registry import FAMILIES
+from megatron.checkpoint.convert.huggingface.rope import check_numbers
 from megatron.checkpoint.convert.rules import spec_record
-from megatron.checkpoint.convert.to_universal import PARTIAL, check_space, move_into_place, write_parameter
+from megatron.checkpoint.convert.to_universal import PARTIAL, move_into_place, write_parameter
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.torch_archive import load_file as load_torch_file
 from megatron.checkpoint.integrity.manifest import add_checksum
@@ -173,13 +174,17 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
 
     settings = _check_settings(folder)
     try:
+        check_numbers(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    try:
         # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
         their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the type depends on what is missing
-        raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
-        ) from error
-    family, fields = _family_and_fields(their_config, folder)
+    except Exception as error:  # the type depends on what is wrong
+        # The first line names the check, the next ones what it found.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"transformers refuses {folder / 'config.json'} ({one_line(reason)})") from error
+    family, fields = _family_and_fields(their_config, settings, folder)
     _check_names(folder, settings, family, type(their_config))
     return family, fields
 
@@ -228,7 +233,9 @@ def _all_weights(folder: Path) -> dict[str, StoredWeight]:
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
 
 
-def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Family, dict[str, Any]]:
+def _family_and_fields(
+    their_config: PreTrainedConfig, settings: Mapping[str, Any], folder: Path
+) -> tuple[Family, dict[str, Any]]:
     family = FAMILIES.load(their_config.model_type)
     for name, expected in family.their_constants.items():
         found = getattr(their_config, name, expected)
@@ -239,6 +246,8 @@ def _family_and_fields(their_config: PreTrainedConfig, folder: Path) -> tuple[Fa
             )
     try:
         fields = family.our_settings(their_config)
+        for pair in family.conversions:
+            pair.check_file(settings, their_config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     required = {field.name for field in dataclasses.fields(ModelConfig) if field.default is MISSING}
@@ -389,14 +398,9 @@ def write_universal(
             f"{model.folder} has embeddings of {model.rows} tokens, and the tokenizer has {vocab_size}: give "
             "the flags of the tokenizer that the model was trained with"
         )
-    partial = output.with_name(output.name + PARTIAL)
-    for path in (output, partial):
-        if path.exists():
-            raise ConfigError(f"{path} exists already: remove it, or give another --output")
     specs = _specs_without_padding(config, vocab_size, eod)
-    try:
-        partial.mkdir(parents=True)
-        check_space(partial, sum(4 * prod(spec.global_shape) for spec in specs.values()), "--output")
+    size_bytes = sum(4 * prod(spec.global_shape) for spec in specs.values())
+    with temporary_folder(output, PARTIAL, size_bytes) as partial:
         for name, weight in model.weights():
             values = weight[: specs[name].num_valid_rows].float().contiguous()
             check_finite(values, model.folder, name)
@@ -405,11 +409,6 @@ def write_universal(
         sync_file(partial / PARAMETER_FOLDER)
         write_json(partial / RUN_FILE, add_checksum(run))
         move_into_place(partial, output)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, (OSError, RuntimeError)):  # torch raises the latter for a full disk
-            raise ConfigError(f"--output {output} cannot be written ({one_line(error)})") from error
-        raise
 
 
 def _run_record(

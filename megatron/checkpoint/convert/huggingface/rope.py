@@ -5,10 +5,12 @@ Older files have `rope_theta` and `rope_scaling`, from which transformers makes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.convert.huggingface.family import Conversion
-from megatron.checkpoint.integrity.names import one_line
+from megatron.checkpoint.integrity.names import one_line, shown
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 
@@ -24,8 +26,13 @@ _KEYS = {
     "rope_beta_slow": "beta_slow",
     "rope_beta_fast": "beta_fast",
 }
-# Values that say the same as no value. `type` is an old name of `rope_type`.
-_WITHOUT_EFFECT = {"type": None, "attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
+# What transformers takes for a value that is null, 0 or absent. It has no default of the others.
+_THEIR_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+# Values that say the same as no value. Of other keys null does, as transformers reads them.
+_WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1.0}
+# Settings beside rope_parameters, and their keys there.
+_BESIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+_BESIDE_PARTIAL = {**_BESIDE, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
 def _to_theirs(model: ModelConfig) -> dict[str, Any]:
@@ -35,6 +42,30 @@ def _to_theirs(model: ModelConfig) -> dict[str, Any]:
         for name in ROPE_SCALINGS[model.rope_scaling_type].settings:
             rope[_KEYS[name]] = getattr(model, name)
     return {"rope_parameters": rope}
+
+
+def check_numbers(settings: Mapping[str, Any]) -> None:
+    """ConfigError for a rotary setting of a config.json that is not a number. transformers would compute with
+    it before it names it."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = settings.get(name)
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
+            continue
+        for field in ROPE_SCALINGS[kind].settings:
+            key = _KEYS[field]
+            # YaRN's factor may be null: it is then a ratio of two contexts.
+            optional = key in _THEIR_DEFAULTS or (kind == "yarn" and key == "factor")
+            if key in rope and not (rope[key] is None and optional):
+                _expect_number(key, rope[key], kind)
+
+
+def _expect_number(key: str, value: Any, kind: str) -> None:
+    if type(value) not in (int, float):
+        raise ConfigError(
+            f"the model's rope_parameters have {key} = {one_line(value)} with rope_type {kind}: expected a "
+            "number"
+        )
 
 
 def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -51,17 +82,21 @@ def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict
         )
     values = {"rotary_base": rope.pop("rope_theta", 10000.0)}
     if kind != "default":
-        values["rope_scaling_type"] = kind
         for name in ROPE_SCALINGS[kind].settings:
-            if rope.get(_KEYS[name]) is not None:
-                values[name] = rope.pop(_KEYS[name])
+            value = rope.pop(_KEYS[name], None)
+            values[name] = value or _THEIR_DEFAULTS.get(_KEYS[name], value)
+        if kind == "yarn" and values["rope_scaling_factor"] is None:
+            original = values["rope_original_max_position_embeddings"]
+            values["rope_scaling_factor"] = their_config.max_position_embeddings / original
     for name, value in values.items():
-        if name != "rope_scaling_type" and type(value) not in (int, float):
-            raise ConfigError(f"the model's rope_parameters have {_KEYS.get(name, name)} = {one_line(value)}")
+        _expect_number(_KEYS.get(name, "rope_theta"), value, kind)
+    if kind != "default":
+        values["rope_scaling_type"] = kind
+    without_effect = {**_WITHOUT_EFFECT, "type": kind}  # an older name of rope_type
     for key, value in rope.items():
         # transformers adds the context of the model itself if the file has none.
         unused = key in read or (key == "original_max_position_embeddings" and kind in ("default", "linear"))
-        if value is not None and not unused and key != "type" and value != _WITHOUT_EFFECT.get(key):
+        if not unused and value != without_effect.get(key):
             raise ConfigError(
                 f"the model's rope_parameters have {one_line(key)} = {one_line(value)}, which has no "
                 f"equivalent here with rope_type {kind}"
@@ -70,11 +105,32 @@ def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict
     return values
 
 
+def _check_beside(
+    settings: Mapping[str, Any], their_config: PreTrainedConfig, keys: Mapping[str, str] = _BESIDE
+) -> None:
+    """ConfigError for a rotary setting of a config.json that differs from what transformers uses.
+
+    It reads rope_scaling before rope_parameters, and settings beside these only for keys that they lack.
+    keys: names beside them -> keys in them.
+    """
+    used = getattr(their_config, "rope_parameters", None) or {}
+    beside = {name: (settings.get(name), key) for name, key in keys.items()}
+    if settings.get("rope_scaling") and settings.get("rope_parameters"):
+        beside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
+    for name, (value, key) in beside.items():
+        if value is not None and value != used.get(key):
+            raise ConfigError(
+                f"the model has {shown(name)} = {one_line(value)}, but transformers uses {key} = "
+                f"{one_line(used.get(key))} of rope_parameters or rope_scaling: drop the one that is wrong"
+            )
+
+
 ROPE = Conversion(
     ours=("rotary_base", "rope_scaling_type", *_KEYS),
-    theirs=("rope_parameters", "rope_theta", "rope_scaling"),
+    theirs=("rope_parameters", "rope_scaling", *_BESIDE),
     to_theirs=_to_theirs,
     to_ours=_to_ours,
+    check_file=_check_beside,
 )
 
 
@@ -95,8 +151,9 @@ def _partial_to_ours(their_config: PreTrainedConfig) -> dict[str, Any]:
 
 PARTIAL_ROPE = Conversion(
     ours=(*ROPE.ours, "rotary_percent"),
-    theirs=(*ROPE.theirs, "rotary_emb_base", "rotary_pct"),
+    theirs=("rope_parameters", "rope_scaling", *_BESIDE_PARTIAL),
     to_theirs=_partial_to_theirs,
     to_ours=_partial_to_ours,
+    check_file=partial(_check_beside, keys=_BESIDE_PARTIAL),
 )
 """For families in which a part of each head may be rotated."""

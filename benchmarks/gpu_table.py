@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""The figures in the logs of gpu.sh, as tables: throughput, kernels, losses of the same run on other devices.
+
+    python benchmarks/gpu_table.py runs/gpu
+
+A part that did not run, or failed before its figures, has no rows. `difference` of a run is the largest one
+between its losses and those of the same steps of `nccl`, relative to them; after the steps of `nccl`, of
+`cpu`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.training.logging.log_lines import parse_log_line  # noqa: E402
+
+# Runs of the trainer with the same model and data.
+_RUNS = ("nccl", "resumed", "cpu", "bf16", "adam-8bit")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    logs = {path.stem: path.read_text().splitlines() for path in sorted(folder.glob("*.log"))}
+    for title, lines in (
+        ("Throughput", throughput(logs)),
+        ("Kernels", kernels(logs)),
+        ("Losses", losses(logs)),
+    ):
+        if lines:
+            print(f"\n## {title}\n\n```")
+            print("\n".join(lines))
+            print("```")
+
+
+def throughput(logs: dict[str, list[str]]) -> list[str]:
+    """The rows of throughput.py, under one line of column heads."""
+    found: list[str] = []
+    for part, lines in logs.items():
+        rows = _after(lines, lambda line: "tokens/s" in line and "TFLOP/s" in line)
+        found += [*([] if found else rows[:1]), *(f"{row}   ({part})" for row in rows[1:])]
+    return found
+
+
+def kernels(logs: dict[str, list[str]]) -> list[str]:
+    """The table of kernel_speed.py."""
+    return _after(logs.get("kernels", []), lambda line: line.startswith("kernel ") and "difference" in line)
+
+
+def losses(logs: dict[str, list[str]]) -> list[str]:
+    """A line per run of the trainer: its steps, first and last loss, and the difference to `nccl`."""
+    runs = {part: _losses_of(logs[part]) for part in _RUNS if part in logs}
+    # `resumed` goes on where `nccl` has stopped.
+    expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}
+    found = []
+    for part, steps in runs.items():
+        if steps:
+            first, last = min(steps), max(steps)
+            both = [abs(loss / expected[step] - 1) for step, loss in steps.items() if step in expected]
+            difference = f"{max(both):.1e}" if both else "-"
+            found.append(
+                f"{part:10} iterations {first:>2} to {last:>2}   loss {steps[first]:.6f} to "
+                f"{steps[last]:.6f}   difference {difference}"
+            )
+    return found
+
+
+def _losses_of(lines: list[str]) -> dict[int, float]:
+    """Iteration -> loss of the training lines."""
+    parsed = [parse_log_line(line) for line in lines]
+    return {
+        line["iteration"]: line["lm_loss"]
+        for line in parsed
+        if line is not None and line["kind"] == "training"
+    }
+
+
+def _after(lines: list[str], is_head: Callable[[str], bool]) -> list[str]:
+    """The line of column heads and all lines after it; none without such a line."""
+    start = next((index for index, line in enumerate(lines) if is_head(line)), len(lines))
+    return lines[start:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Rotary settings of a config.json: each is what it is in transformers, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from megatron.checkpoint.convert.huggingface.importer import read_settings
+from megatron.checkpoint.convert.huggingface.registry import FAMILIES
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.registries import ROPE_SCALINGS
+from megatron.model.position import RotaryEmbedding
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 3.0,
+        "beta_slow": 0.5,
+        "truncate": True,
+        "attention_factor": None,
+    },
+}
+# Of the families whose defaults do not fit the other sizes.
+HEADS = {"mistral": {"num_key_value_heads": 4}, "qwen2": {"num_key_value_heads": 4}}
+HEADS["qwen3"] = {"num_key_value_heads": 4, "head_dim": 16}
+ROTARY_TYPES = sorted(FAMILIES.keys() - {"bloom", "gpt2"})
+
+
+def write_config(folder, kind, **settings):
+    """A config.json as from another program: with no setting that transformers adds."""
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": kind, **SIZES, **HEADS.get(kind, {}), **settings})
+    )
+
+
+def assert_equal_frequencies(folder):
+    ours = RotaryEmbedding(ModelConfig(**read_settings(folder)[1]))
+    theirs = AutoConfig.from_pretrained(folder)
+    is_neox = theirs.model_type == "gpt_neox"
+    module = (GPTNeoXRotaryEmbedding if is_neox else LlamaRotaryEmbedding)(theirs)
+    torch.testing.assert_close(ours.inverse_frequency, module.inv_freq)
+    assert ours.multiplier == pytest.approx(module.attention_scaling)
+
+
+def test_every_scaling_is_here():
+    assert ROPES.keys() == {"default", *ROPE_SCALINGS}
+
+
+# Missing, and with each value that transformers might take for missing.
+MISSING = object()
+
+
+@pytest.mark.parametrize("value", [MISSING, None, 0], ids=["missing", "null", "0"])
+@pytest.mark.parametrize(
+    "kind, key", [(kind, key) for kind, rope in ROPES.items() for key in (*rope, "partial_rotary_factor")]
+)
+def test_a_value_that_is_missing_null_or_0_is_never_this_programs_default(kind, key, value, tmp_path):
+    rope = {**ROPES[kind], key: value}
+    write_config(tmp_path, "llama", rope_parameters={k: v for k, v in rope.items() if v is not MISSING})
+    try:
+        assert_equal_frequencies(tmp_path)
+    except ConfigError as error:
+        # Without its type, another key has no meaning; a 0 is out of range, and named by its flag.
+        assert value == 0 or key in str(error) or (key, value) == ("rope_type", MISSING)
+
+
+@pytest.mark.parametrize("max_positions", [64, 96])
+def test_a_yarn_factor_of_null_is_the_ratio_of_the_contexts(max_positions, tmp_path):
+    rope = ROPES["yarn"] | {"factor": None}
+    write_config(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=max_positions)
+    assert read_settings(tmp_path)[1]["rope_scaling_factor"] == max_positions / 32
+    assert_equal_frequencies(tmp_path)
+
+
+NEEDED = [
+    *(("linear", "factor"), ("linear", "rope_theta")),
+    *(("llama3", key) for key in ROPES["llama3"]),
+    *(("yarn", key) for key in ("original_max_position_embeddings", "truncate", "rope_theta")),
+    *((kind, "partial_rotary_factor") for kind in ROPES),
+]
+
+
+@pytest.mark.parametrize("kind, key", NEEDED)
+def test_a_null_that_transformers_cannot_compute_with_is_refused_by_its_name(kind, key, tmp_path):
+    write_config(tmp_path, "llama", rope_parameters={**ROPES[kind], key: None})
+    with pytest.raises(ConfigError, match=f"{key} = None|{key} None|with {key}"):
+        read_settings(tmp_path)
+
+
+LINEAR = ROPES["linear"]
+# What the file has, and what is refused.
+BESIDE = [
+    ({"rope_theta": 7.0, "rope_parameters": LINEAR}, "'rope_theta' = 7.0, but .* rope_theta = 500.0"),
+    ({"partial_rotary_factor": 0.5, "rope_parameters": LINEAR}, "partial_rotary_factor"),
+    ({"rotary_emb_base": 7.0, "rope_parameters": LINEAR}, "'rotary_emb_base' = 7.0"),
+    ({"rotary_pct": 0.5, "rope_parameters": {**LINEAR, "partial_rotary_factor": 1.0}}, "'rotary_pct' = 0.5"),
+    ({"rope_type": "yarn", "rope_parameters": LINEAR}, "'rope_type' = yarn"),
+    ({"original_max_position_embeddings": 16, "rope_parameters": ROPES["yarn"]}, "'original_max_position"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "rope_parameters": LINEAR},
+        "rope_parameters.rope_theta' = 500.0",
+    ),
+    ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": LINEAR}, "rope_parameters.rope_type"),
+    ({"rope_parameters": {**LINEAR, "type": "yarn"}}, "type = yarn"),
+]
+
+
+@pytest.mark.parametrize("kind", ROTARY_TYPES)
+@pytest.mark.parametrize("settings, named", BESIDE)
+def test_a_rotary_setting_that_transformers_ignores_is_refused_by_name(kind, settings, named, tmp_path):
+    write_config(tmp_path, kind, **settings)
+    with pytest.raises(ConfigError, match=named):
+        read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ROTARY_TYPES)
+def test_a_rotary_setting_that_repeats_the_one_in_use_is_read(kind, tmp_path):
+    # transformers 4.48 to 4.57 write all four of a GPT-NeoX.
+    neox = {"rotary_emb_base": 500, "rotary_pct": 0.25, "partial_rotary_factor": 0.25, "rope_scaling": None}
+    more = neox if kind == "gpt_neox" else {"rope_scaling": {**LINEAR, "type": "linear"}}
+    write_config(tmp_path, kind, rope_theta=500, **more)
+    assert read_settings(tmp_path)[1]["rotary_base"] == 500.0
+    assert_equal_frequencies(tmp_path)
+
+
+def test_a_gpt_neox_with_the_setting_of_llama_is_refused(tmp_path):
+    """transformers reads rotary_emb_base only, and would use 10,000."""
+    write_config(tmp_path, "gpt_neox", rope_theta=500.0)
+    with pytest.raises(ConfigError, match="'rope_theta' = 500.0, but transformers uses rope_theta = 10000"):
+        read_settings(tmp_path)
