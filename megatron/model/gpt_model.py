@@ -245,17 +245,19 @@ class ParallelTransformerLayerPipe(nn.Module):
         return hidden if document_ids is None else (hidden, document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
-        """residual + dropout(output of `block`, which is self_attention or mlp)."""
+        """residual + dropout(output of `block`, which is self_attention or mlp); adds the bias that the block
+        has left out."""
+        bias = self.self_attention.skipped_bias if block == "self_attention" else self.mlp.skipped_bias
         if not self.training or self.dropout_rate == 0:
-            return residual + output
-        return self._drop_and_add(output, residual, block)
+            return residual + (output if bias is None else output + bias)
+        return self._drop_and_add(output, bias, residual, block)
 
     @not_compiled  # the masks are hashed in Python from the layer's index
-    def _drop_and_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
+    def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
         place = f"{self.layer_index}.{block}.hidden_dropout"
         shards = {"shard_dim": 0 if self.sequence_parallel else None, "tp_group": self.tp_group}
         return dropout_add(
-            output, residual, self.dropout_rate, self.dropout_rng, place, batch_dim=1, **shards
+            output, residual, self.dropout_rate, self.dropout_rng, place, bias=bias, batch_dim=1, **shards
         )
 
 
@@ -331,6 +333,11 @@ class ParallelSelfAttention(nn.Module):
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
 
+    @property
+    def skipped_bias(self) -> Tensor | None:
+        """What the output lacks: see `_matrix_settings`."""
+        return self.dense.skipped_bias
+
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], document_ids [batch, seq] or None -> [seq, batch, hidden]."""
         query, key, value = self._project(hidden)
@@ -383,6 +390,11 @@ class ParallelMLP(nn.Module):
             model.ffn_hidden_size, model.hidden_size, context.tp_group, **second
         )
 
+    @property
+    def skipped_bias(self) -> Tensor | None:
+        """What the output lacks: see `_matrix_settings`."""
+        return self.dense_4h_to_h.skipped_bias
+
     def forward(self, hidden: Tensor) -> Tensor:
         wide = self.dense_h_to_4h(hidden)
         if not self.gated:
@@ -393,7 +405,7 @@ class ParallelMLP(nn.Module):
 
 def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of the first matrix of attention and MLP, and of the second one, which ends in the residual
-    stream."""
+    stream. Its bias is added together with dropout and residual, except before a norm."""
     model = context.config.model
     both = {
         "lr_mult": model.matrix_lr_mult,
@@ -402,7 +414,11 @@ def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, A
         "deferred": context.deferred,
         "overlap_chunks": context.config.parallel.overlap_chunks,
     }
-    return {"init_std": model.matrix_init_std, **both}, {"init_std": model.output_init_std, **both}
+    skips = not LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
+    return (
+        {"init_std": model.matrix_init_std, **both},
+        {"init_std": model.output_init_std, "skip_bias_add": skips, **both},
+    )
 
 
 class LMHeadPipe(nn.Module):

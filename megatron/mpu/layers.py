@@ -133,6 +133,8 @@ class RowParallelLinear(nn.Module):
 
     lr_mult: multiplier of the weight's learning rate.
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
+    skip_bias_add: with several ranks the caller adds `skipped_bias`, together with what follows. One rank
+        adds the bias within the matrix product, which costs nothing.
     deferred: what the backward pass leaves the weight's gradient to.
     overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
@@ -146,6 +148,7 @@ class RowParallelLinear(nn.Module):
         init_std: float,
         lr_mult: float = 1.0,
         bias: bool = True,
+        skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         deferred: DeferredGradients | None = None,
         overlap_chunks: int = 1,
@@ -159,6 +162,12 @@ class RowParallelLinear(nn.Module):
             ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
         )
         self.bias = new_parameter(ParameterSpec((n_out,), weight_decay=False), tp_group) if bias else None
+        self.skip_bias_add = skip_bias_add and tp_group.size > 1
+
+    @property
+    def skipped_bias(self) -> torch.Tensor | None:
+        """The bias, if the caller has to add it to the output."""
+        return self.bias if self.skip_bias_add else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
@@ -169,7 +178,7 @@ class RowParallelLinear(nn.Module):
             y = linear(x, self.weight, None, self.deferred)
             y = _reduce_output(y, self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None or self.skip_bias_add else y + self.bias
 
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:

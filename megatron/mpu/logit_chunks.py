@@ -13,6 +13,7 @@ from megatron.kernels.cross_entropy import (
     write_logit_gradient_op,
 )
 from megatron.kernels.selection import uses_kernels
+from megatron.mpu import weight_gradient
 from megatron.mpu.layout import TPGroup
 
 MIB = 2**20
@@ -25,7 +26,7 @@ CHUNK_TOKENS = {4: 256, 2: 1024}
 # fp32 work space of a softmax: on a CPU it fits in a core's cache, on a GPU fewer and larger kernels are
 # faster.
 CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
-# Size of a part of the 16-bit product that is added to the weight's fp32 gradient.
+# Size of a part of the 16-bit product that is added to the weight's fp32 gradient by a kernel of its own.
 CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
 
 
@@ -85,9 +86,12 @@ class LogitChunks:
         )
         # The range of fp16 is too small for a large vocabulary: probabilities of 1e-6 are subnormal, and sums
         # over a chunk overflow. These scales keep both in range; powers of two are exact.
+        # Sums that the product adds in fp32 do not overflow.
         fp16 = hidden.dtype == torch.float16
+        self.adds_in_product = weight_gradient.device_adds(hidden)
         self.gradient_scale = 64.0 if fp16 else 1.0
-        self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if fp16 else 1.0
+        rounds_sums = fp16 and not self.adds_in_product
+        self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if rounds_sums else 1.0
         if self.in_kernel:
             self.kernel_target = self.target.squeeze(-1).masked_fill(~self.own_label, -1)
         else:
@@ -181,7 +185,10 @@ class LogitChunks:
         if total.dtype == hidden.dtype:
             total.addmm_(gradient.t(), hidden)
             return
-        # The product of 16-bit matrices is 16-bit: it is computed in parts, each added to the fp32 total.
+        if self.adds_in_product:
+            weight_gradient.add_product(total, gradient.t(), hidden)
+            return
+        # Rounded to 16 bits: the product is computed in parts, each added to the fp32 total.
         columns, width = total.shape
         per_part = self.sizes.product_rows
         if self.product is None:

@@ -85,7 +85,7 @@ def dropout(
     if p == 0.0:
         return x
     if part is None:
-        fused = _fused_dropout(x, None, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        fused = _fused_dropout(x, None, None, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
         if fused is not None:
             return fused
     mask = keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
@@ -99,15 +99,18 @@ def dropout_add(
     dropout_rng: DropoutRNG,
     salt: str,
     *,
+    bias: torch.Tensor | None = None,
     batch_dim: int,
     shard_dim: int | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """residual + dropout(x), with the arguments of `dropout`. On a GPU one kernel."""
+    """residual + dropout(x + bias), with the arguments of `dropout`; bias: of the last dimension. On a GPU
+    one kernel."""
     if 0.0 < p < 1.0:
-        fused = _fused_dropout(x, residual, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        fused = _fused_dropout(x, bias, residual, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
         if fused is not None:
             return fused
+    x = x if bias is None else x + bias
     return residual + dropout(
         x, p, dropout_rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, tp_group=tp_group
     )
@@ -115,6 +118,7 @@ def dropout_add(
 
 def _fused_dropout(
     x: torch.Tensor,
+    bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     p: float,
     dropout_rng: DropoutRNG,
@@ -123,7 +127,8 @@ def _fused_dropout(
     shard_dim: int | None,
     tp_group: TPGroup,
 ) -> torch.Tensor | None:
-    """dropout(x), plus the residual if there is one, in one kernel; None if PyTorch computes it."""
+    """dropout(x + bias) + residual, of which bias and residual may be None, in one kernel; None if PyTorch
+    computes it."""
     if not uses_kernels(x):
         return None
     batch_dim, shard_dim = batch_dim % x.dim(), None if shard_dim is None else shard_dim % x.dim()
@@ -131,7 +136,7 @@ def _fused_dropout(
     if place is None:
         return None
     keys = device_sample_keys(x, dropout_rng, salt, batch_dim)
-    return fused_dropout_add(x, None, residual, keys, p, place)
+    return fused_dropout_add(x, bias, residual, keys, p, place)
 
 
 def keep_mask(

@@ -3,7 +3,7 @@
 The gradient of W in y = x W^T is dy^T x, a product of 16-bit matrices. Autograd rounds it to 16 bits, and a
 second kernel adds it to the fp32 sum of all micro-batches, `main_grad`. Where the device can, one product
 adds to the fp32 sum: `aten::addmm.dtype_out`, which torch 2.13 has on CUDA and XPU. `adds_in_product`
-selects.
+selects; for the LM head, whose sum is that of the fused loss (`logit_chunks`), `device_adds`.
 
 Autograd then gets None for the weight. The hooks of the weight run all the same: buckets count gradients.
 """
@@ -31,14 +31,14 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def adds_in_product(weight: Tensor) -> bool:
-    """Whether products add the gradient of this weight to its `main_grad`: a 16-bit weight on a device with
-    kernels, whose sum is allocated at all times (`FlatGroup` marks it)."""
-    return (
-        getattr(weight, "keeps_main_grad", False)
-        and weight.dtype in _HALF
-        and uses_kernels(weight)
-        and _device_adds(weight.device, weight.dtype)
-    )
+    """Whether products add the gradient of this weight to its `main_grad`, which must be allocated at all
+    times (`FlatGroup` marks it)."""
+    return getattr(weight, "keeps_main_grad", False) and device_adds(weight)
+
+
+def device_adds(tensor: Tensor) -> bool:
+    """Whether `add_product` runs for matrices like this one: 16-bit, on a device with kernels."""
+    return tensor.dtype in _HALF and uses_kernels(tensor) and _device_adds(tensor.device, tensor.dtype)
 
 
 @lru_cache

@@ -97,7 +97,7 @@ class FlatGroup:
             self.local_gradients = torch.zeros_like(self.local_gradients)
             _free_storage(self.gradients)
         # Per parameter, the norm of this rank's gradients before they were reduced: for the diagnosis of a
-        # non-finite gradient.
+        # non-finite gradient. With `shards_gradients` the sum of the largest elements of the whole group.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host

@@ -234,6 +234,7 @@ class MixedPrecisionOptimizer:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
             flat.set_master_grad(factor)
+        self.unit_overlap.drop_ahead()
         wait_for_copies(self.flat)
         self.optimizer.step()
         for flat in self.flat:
@@ -312,7 +313,8 @@ class MixedPrecisionOptimizer:
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _norms_before_reduction(self) -> Tensor:
-        """The norm of this rank's gradient of each parameter, fp64."""
+        """The norm of this rank's gradient of each parameter, fp64. Of sharded gradients (ZeRO-2, ZeRO-3) it
+        only shows which groups are finite, see `FlatGroup.reduced_grad_norms`."""
         none = torch.zeros(0, dtype=torch.float64, device=self._device())
         return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
 
@@ -322,7 +324,12 @@ class MixedPrecisionOptimizer:
     def _diagnosis(self) -> str:
         """The ranks and parameters with a non-finite gradient, as one text for all ranks. Collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
-        bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
+        good_in_group = self._finite_in_bad_groups()
+        bad = [
+            self.names[p]
+            for p, is_finite in zip(self.parameters, finite, strict=True)
+            if not is_finite and self.names[p] not in good_in_group
+        ]
         report = f"{self.groups.description}: {first_few(bad, limit=1)}" if bad else None
         if report and self._loss is not None and not self._loss.isfinite():
             report += f", with a loss of {self._loss.item()}"
@@ -335,6 +342,17 @@ class MixedPrecisionOptimizer:
         more = f"; and on {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
         first = f"first non-finite parameter: {where}{more}"
         return f"the gradient is non-finite, the step was not taken; {first}"
+
+    def _finite_in_bad_groups(self) -> set[str]:
+        """Names of the parameters with sharded gradients (ZeRO-2, ZeRO-3) whose sums over the replicas are
+        finite. Collective."""
+        sharded = [(flat, p) for flat in self.flat if flat.shards_gradients for p in flat.parameters]
+        if not sharded:
+            return set()
+        bad = [self.names[p] for flat, p in sharded if not flat.owned_grad(p).isfinite().all()]
+        of_ranks: list[list[str]] = [[] for _ in range(self.groups.dp_size)]
+        dist.all_gather_object(of_ranks, bad, group=self.groups.data)
+        return {self.names[p] for _, p in sharded}.difference(*of_ranks)
 
     # --- moments ---
 

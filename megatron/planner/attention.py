@@ -32,10 +32,31 @@ def attention_of(config: Config) -> Implementation:
     return choose_attention(needs)[0]
 
 
-def adds_weight_gradients(config: Config) -> bool:
-    """Whether matrix products add the weights' gradients to their sums (`megatron.mpu.weight_gradient`).
-    Compiled ones do not: with --compile those of row-parallel layers, and with one TP rank all."""
+def adds_column_gradients(config: Config) -> bool:
+    """Whether matrix products add the gradients of column-parallel weights to their sums
+    (`megatron.mpu.weight_gradient`). With --compile those over several TP ranks, which are not compiled."""
+    is_compiled = _compiles_products(config) and config.parallel.tensor_model_parallel_size == 1
+    return _sums_are_added_to(config) and not is_compiled
+
+
+def adds_row_gradients(config: Config) -> bool:
+    """The same of row-parallel weights. With --compile only those of --tp-comm-overlap are not compiled."""
     parallel = config.parallel
-    compiled = config.training.compile and not parallel.schedule.splits_backward
-    has_sums = config.precision.name != "fp32" and not parallel.shards_gradients
-    return counts_kernels(config) and has_sums and not compiled
+    overlapped = parallel.tensor_model_parallel_size > 1 and parallel.overlap_chunks > 1
+    return _sums_are_added_to(config) and (overlapped or not _compiles_products(config))
+
+
+def _compiles_products(config: Config) -> bool:
+    return config.training.compile and not config.parallel.schedule.splits_backward
+
+
+def _sums_are_added_to(config: Config) -> bool:
+    """16-bit weights whose fp32 sums exist at all times, on a device with kernels."""
+    return counts_kernels(config) and config.precision.name != "fp32" and not config.parallel.shards_gradients
+
+
+def adds_head_gradient(config: Config) -> bool:
+    """Whether products add the gradient of the LM head's weight to the fp32 sum of the fused loss
+    (`megatron.mpu.logit_chunks`): also with --compile and ZeRO-2 or 3, which leave the loss as it is."""
+    fused = config.training.loss_implementation == "fused"
+    return fused and counts_kernels(config) and config.precision.name != "fp32"

@@ -41,7 +41,8 @@ class Resources:
 
 
 def variants() -> Iterator[Variant]:
-    """What a run launches, of every kernel."""
+    """What runs launch, of every kernel: each dtype, with and without the tensors that may be left out (of
+    attention only with all of them), aligned and unaligned lengths, padded and unpadded heads."""
     yield from _dropout_variants()
     yield from _norm_variants()
     yield from _embedding_variants()
@@ -126,14 +127,16 @@ def _cross_entropy_variants() -> Iterator[Variant]:
     numbers = {"columns": "i32", "used": "i32", "gradient_scale": "fp32", "z_loss_weight": "fp32"}
     unaligned = ("used", "gradient_scale", "z_loss_weight")
     for dtype, logits in _POINTERS.items():
-        yield Variant(
-            f"cross entropy {dtype}",
-            module.logit_statistics_kernel,
-            {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
-            {"WITH_GRADIENT": True, "BLOCK": module.BLOCK},
-            module.OPTIONS,
-            unaligned,
-        )
+        # Over several ranks the gradient is written later, when the numbers of all are known.
+        for with_gradient in (True, False):
+            yield Variant(
+                f"cross entropy{'' if with_gradient else ', no gradient'} {dtype}",
+                module.logit_statistics_kernel,
+                {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
+                {"WITH_GRADIENT": with_gradient, "BLOCK": module.BLOCK},
+                module.OPTIONS,
+                unaligned,
+            )
         yield Variant(
             f"cross entropy, gradient {dtype}",
             module.write_gradient_kernel,
@@ -152,11 +155,25 @@ _ATTENTION_TYPES = {
 }
 _ATTENTION_TENSORS = ("query", "key", "value", "out", "grad", "grad_query", "grad_key", "grad_value")
 _UNALIGNED = ("batch", "heads", "group", "first_head", "dropped_below", "scale", "keep_scale")
+# dtype, size of a head (80 and 96 are padded to 128), whether the sequence is a multiple of 16 tokens.
+_ATTENTION_SIZES = (
+    ("bf16", 128, True),
+    ("bf16", 128, False),
+    ("bf16", 96, True),
+    ("bf16", 80, True),
+    ("bf16", 64, True),
+    ("bf16", 64, False),
+    ("fp16", 128, True),
+    ("fp16", 64, True),
+    ("fp32", 128, True),
+    ("fp32", 64, True),
+)
 
 
 def _attention_variants() -> Iterator[Variant]:
     """With ALiBi, documents and dropout, which need most registers."""
     import torch
+    import triton
 
     from megatron.kernels import attention_launch as module
 
@@ -166,11 +183,12 @@ def _attention_variants() -> Iterator[Variant]:
         "query": module.attention_backward_query_kernel,
         "key": module.attention_backward_key_kernel,
     }
-    for dtype, head_dim in (("bf16", 128), ("bf16", 64), ("fp16", 128), ("fp32", 128), ("fp32", 64)):
+    for dtype, head_dim, aligned in _ATTENTION_SIZES:
         for name, kernel in kernels.items():
             tiles = module.tiles(name, dtypes[dtype], head_dim)
             flags = dict.fromkeys(("HAS_SLOPES", "HAS_RANGES", "HAS_DROPOUT"), True)
-            constants = {"HEAD_DIM": head_dim, "BLOCK_DIM": head_dim, **flags, **tiles.constants}
+            block_dim = triton.next_power_of_2(head_dim)
+            constants = {"HEAD_DIM": head_dim, "BLOCK_DIM": block_dim, **flags, **tiles.constants}
             types = {
                 argument: _POINTERS[dtype]
                 if argument in _ATTENTION_TENSORS
@@ -179,7 +197,9 @@ def _attention_variants() -> Iterator[Variant]:
                 if argument not in constants
             }
             label = f"attention {'forward' if name == 'forward' else f'backward, {name}'} {dtype} {head_dim}"
-            yield Variant(label, kernel, types, constants, tiles.options, _UNALIGNED)
+            label += "" if aligned else ", any length"
+            unaligned = _UNALIGNED if aligned else (*_UNALIGNED, "seq")
+            yield Variant(label, kernel, types, constants, tiles.options, unaligned)
 
 
 def compile_variant(variant: Variant, architecture: int) -> Resources:

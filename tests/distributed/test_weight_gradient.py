@@ -3,13 +3,17 @@ in fp32 stands for it, which a tensor core's is up to the order of summation."""
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.mpu import weight_gradient
-from megatron.testing.layouts import LOW_PRECISION_BOUND, Row, relative_errors, train_layout
+from megatron.planner.attention import adds_column_gradients, adds_row_gradients
+from megatron.testing.layouts import LOW_PRECISION_BOUND, Row, config_of, relative_errors, train_layout
 from megatron.testing.pool import run_world
 
 STEPS = 5
 CHUNKS = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
+# Of the LM head on a rank, by tensor-parallel ranks: 101 tokens and padding. No layer's matrix has as many.
+HEAD_ROWS = {1: 104, 2: 56}
 # Layout, other flags, transformer layers per rank.
 ROWS = [
     (Row(dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}, 4),
@@ -26,21 +30,23 @@ ROWS = [
 
 
 def train_adding(row, changes):
-    """The history, and how many gradients products added."""
-    added, original = [], (weight_gradient.adds_in_product, weight_gradient.add_product)
+    """The history, how many gradients of layers products added, and how many of the LM head, whose matrix is
+    not one of a layer."""
+    added, original = [], (weight_gradient.device_adds, weight_gradient.add_product)
 
-    def adds(weight):
-        return getattr(weight, "keeps_main_grad", False) and weight.dtype != torch.float32
+    def adds(tensor):
+        return tensor.dtype != torch.float32
 
     def add(total, a, b):
-        added.append(total)
+        added.append(total.shape[0] == HEAD_ROWS[row.tp])
         total.add_(a.float() @ b.float())
 
-    weight_gradient.adds_in_product, weight_gradient.add_product = adds, add
+    weight_gradient.device_adds, weight_gradient.add_product = adds, add
     try:
-        return train_layout(row, STEPS, **changes), len(added)
+        history = train_layout(row, STEPS, **changes)
     finally:
-        weight_gradient.adds_in_product, weight_gradient.add_product = original
+        weight_gradient.device_adds, weight_gradient.add_product = original
+    return history, added.count(False), added.count(True)
 
 
 @pytest.mark.gate(rows=1)
@@ -48,10 +54,53 @@ def train_adding(row, changes):
 def test_training_follows_the_fp32_loss(row, changes, layers):
     reference = run_world(1, train_layout, row.reference, STEPS)[0]
     micro_batches = 8 // (row.dp * row.micro_batch)
-    for history, added in run_world(row.world_size, train_adding, row, changes):
+    ranks = run_world(row.world_size, train_adding, row, changes)
+    for rank, (history, added, added_of_head) in enumerate(ranks):
         loss_error, norm_error = relative_errors(history, reference)
         assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
         assert added == 4 * layers * micro_batches * STEPS
+        last_stage = rank >= row.world_size - row.world_size // row.pp
+        assert added_of_head == micro_batches * STEPS * last_stage
+
+
+def weights_added_when_compiled(row, changes):
+    """The shapes of the weights whose gradients a compiled layer adds by products, in a step. dynamo decides
+    what is compiled, not its backend: that of inductor takes long."""
+    torch._dynamo.reset()
+    added, original = set(), nn.Module.compile
+
+    def add(total, a, b):
+        added.add(tuple(total.shape))
+        total.add_(a.float() @ b.float())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "compile", lambda self, **_: original(self, backend="eager", dynamic=False))
+        patch.setattr(weight_gradient, "device_adds", lambda tensor: tensor.dtype != torch.float32)
+        patch.setattr(weight_gradient, "add_product", add)
+        train_layout(row, 1, **changes)
+    return added
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(
+    "row, parallel",
+    [
+        (Row(tp=2, micro_batch=8, precision="bf16"), {}),
+        (Row(micro_batch=8, precision="bf16"), {}),
+        (Row(tp=2, micro_batch=8, precision="bf16"), CHUNKS["parallel"]),
+        (Row(pp=2, micro_batch=4, precision="bf16"), {"pipeline_schedule": "zero-bubble"}),
+    ],
+    ids=str,
+)
+def test_the_plan_knows_which_compiled_products_add(row, parallel):
+    changes = {"parallel": parallel, "training": {"compile": True}, "model": {"num_layers": 2}}
+    config, size = config_of(row, **changes), row.tp
+    columns, rows = {(96 // size, 32), (128 // size, 32)}, {(32, 32 // size), (32, 128 // size)}
+    planned = (columns if adds_column_gradients(config) else set()) | (
+        rows if adds_row_gradients(config) else set()
+    )
+    for added in run_world(row.world_size, weights_added_when_compiled, row, changes):
+        assert added - {(HEAD_ROWS[size], 32)} == planned
 
 
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):

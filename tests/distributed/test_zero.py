@@ -6,6 +6,7 @@ import math
 import weakref
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_every_rank_names_the_bad_gradient(zero):
     assert answers[0] == answers[1]
     message, unchanged = answers[0]
     assert unchanged and f"rank 1 (stage 0, TP rank 0, DP rank 1): {name}" in message
+
+
+def norms_per_reduction(row):
+    """Norms that are computed when the gradients of a layer are reduced, and its groups and parameters."""
+    engine = build_engine(config_of(row))
+    unit = engine.optimizer._units[0]
+    for flat in unit._flats:
+        flat.alloc_full_grads()
+    with mock.patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as norm:
+        unit.start_reduction()
+    unit.finish_reduction()
+    return norm.call_count, len(unit._flats), len(unit._parameters)
+
+
+def test_a_reduction_computes_one_norm_per_group():
+    for norms, groups, parameters in run_world(2, norms_per_reduction, Row(dp=2, zero=2)):
+        assert norms == groups < parameters
 
 
 @pytest.mark.gate(rows=1)
@@ -280,6 +298,33 @@ def test_overlap_changes_no_digit(row, layers_per_checkpoint):
     for (history, weights), (plain_history, plain_weights) in zip(found, expected, strict=True):
         assert history == plain_history
         assert all(torch.equal(weights[name], plain_weights[name]) for name in plain_weights)
+
+
+def step_with_a_layer_gathered_ahead(row):
+    """Layers that have full weights before a step that follows half a forward pass, and after it; whether the
+    weights that are gathered then are those of the step."""
+    engine = build_engine(config_of(row))
+    optimizer = engine.optimizer
+    train(engine, [0])
+    optimizer.unit_overlap.begin_micro_batch()
+    first, *_ = optimizer._units
+    optimizer.unit_overlap.gather(first)
+    first.free_weights()
+    flats = [flat for flat in optimizer.flat if flat.shards_weights]
+    ahead = {flat.unit for flat in flats if flat.has_full_params}
+    for flat in flats:
+        flat.local_gradients.fill_(1.0)
+    optimizer.step()
+    after = {flat.unit for flat in flats if flat.has_full_params}
+    with optimizer.gathered_params():
+        parts = [flat.weights[flat.start : flat.start + flat.size] for flat in flats]
+        same = [torch.equal(part, flat.master.bfloat16()) for part, flat in zip(parts, flats, strict=True)]
+    return ahead, after, all(same)
+
+
+def test_weights_gathered_ahead_are_not_kept_over_a_step():
+    row = Row(dp=2, zero=3, micro_batch=2, precision="bf16")
+    assert run_world(2, step_with_a_layer_gathered_ahead, row) == [({"4"}, set(), True)] * 2
 
 
 def engine_is_collected(row):

@@ -34,7 +34,7 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
-KERNELS = {"dropout": 8, "norms": 2, "embedding": 3, "attention": 15, "cross entropy": 6}
+KERNELS = {"dropout": 8, "norms": 2, "embedding": 3, "attention": 30, "cross entropy": 9}
 
 
 @pytest.mark.gate(rows=2)

@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.kernels.dropout import fused_dropout_add, mask_place
+from megatron.mpu import random
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout, keep_mask
 
@@ -49,6 +51,39 @@ def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
         )
         results.append([output.detach(), *(None if t is None else t.grad for t in inputs)])
     return results
+
+
+class Additions(TorchFunctionMode):
+    """Counts the additions of activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_addition = function is torch.Tensor.add and args[0].is_floating_point()
+        self.count += is_addition
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype):
+    """`mpu.random.dropout_add` with the kernel, and what it launches, against the same without."""
+    x, residual = torch.randn(2, 3, 2, 33).to(dtype)
+    bias, gradient = torch.randn(33).to(dtype), torch.randn(3, 2, 33).to(dtype)
+    results = []
+    for kernels in (False, True):
+        monkeypatch.setattr(random, "uses_kernels", lambda tensor, answer=kernels: answer)
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, residual, bias)]
+        rng = DropoutRNG(11, SAMPLES[:2])
+        with Additions() as additions:
+            output = random.dropout_add(
+                *inputs[:2], 0.3, rng, "4.mlp", bias=inputs[2], batch_dim=1, tp_group=TPGroup()
+            )
+        output.backward(gradient)
+        results.append([output.detach(), *(tensor.grad for tensor in inputs)])
+        assert additions.count == (0 if kernels else 2)
+    assert_equal_bits(results)
 
 
 def assert_equal_bits(results):

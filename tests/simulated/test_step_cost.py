@@ -43,7 +43,10 @@ def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     launches, verdict = rows["kernel launches per transformer layer, forward"]
     assert 10 < int(launches) <= 30 and verdict == "met"
     assert 10 < int(rows["the same without dropout"][0]) < int(launches)
-    assert rows["bytes moved per hidden dropout with residual, forward"] == ("6.0 per element", "met")
+    assert rows["bytes moved per hidden dropout with bias and residual, forward"] == (
+        "6.0 per element",
+        "met",
+    )
     kept = rows["attention memory kept beside q, k, v and output, per layer and micro-batch"]
     assert bytes_per_row(kept[0]) == pytest.approx(4, abs=2) and kept[1] == "met"
     assert rows["host synchronizations per micro-batch"] == ("0", "met")

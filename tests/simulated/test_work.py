@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.planner.timing.work import Work, layer_work, program_of
+from megatron.planner.timing.work import Work, head_work, layer_work, program_of
 from megatron.simulation.processes import run_in_processes
 from megatron.simulation.world import simulate_rank
 
@@ -24,6 +24,8 @@ ROWS = {
     "fused": (NO_DROPOUT, 0.02),
     "tensor-parallel": (f"{NO_DROPOUT} --world-size 2 --tensor-model-parallel-size 2", 0.03),
     "dropout": ("", 0.05),
+    "tensor-parallel-dropout": ("--world-size 2 --tensor-model-parallel-size 2", 0.03),
+    "tensor-parallel-llama": (f"{NO_DROPOUT} {LLAMA} --world-size 2 --tensor-model-parallel-size 2", 0.05),
     "dropout-without-kernels": ("--gpu v100-32gb", 0.05),
     "alibi-without-kernels": (f"{NO_DROPOUT} --gpu v100-32gb --position-embedding-type alibi", 0.05),
     "alibi": (f"{NO_DROPOUT} --position-embedding-type alibi", 0.05),
@@ -76,7 +78,34 @@ def test_planned_bytes_of_a_layer_are_those_of_the_step(name: str) -> None:
         assert work.launches == pytest.approx(launches, rel=0.1), kind
 
 
-def _work(record, kind: str) -> Work:
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{NO_DROPOUT} --world-size 2 --tensor-model-parallel-size 2",
+        f"{NO_DROPOUT} --micro-batch-size 8",
+        f"{NO_DROPOUT} --zero-stage 2 --world-size 2",
+        f"{NO_DROPOUT} --gpu v100-32gb",
+    ],
+)
+def test_planned_bytes_of_the_head_are_those_of_the_step(flags: str) -> None:
+    """Of the additional rows of a larger vocabulary: the rest of the step is the same. The embedding counts
+    as if it read its whole table; the simulated device also counts what `zeros_like` would read."""
+    small, large = (
+        parse_args([*BASE.split(), *flags.split(), "--num-layers", "1", "--vocab-size", str(rows)], {})
+        for rows in (4096, 8192)
+    )
+    records = run_in_processes(simulate_rank, [(small, 0), (large, 0)])
+    size = small.parallel.tensor_model_parallel_size
+    planned = [head_work(large, program_of(large), rows // size) for rows in (4096, 8192)]
+    for kind, fewer, more in zip(("ForwardPass", "BackwardPass"), *planned, strict=True):
+        one, two = (_work(record, kind, ("embedding", "add_rows", "index_add_")) for record in records)
+        assert more.flops - fewer.flops == two.flops - one.flops, kind
+        assert more.bytes - fewer.bytes == pytest.approx(two.bytes - one.bytes, rel=0.08), kind
+
+
+def _work(record, kind: str, left_out: tuple[str, ...] = ()) -> Work:
     (work,) = (work for instruction, work in record.rest.items() if instruction.kind == kind)
-    moved = sum(count.bytes_read + count.bytes_written for count in work.operations.values())
+    counts = [count for name, count in work.operations.items() if name not in left_out]
+    moved = sum(count.bytes_read + count.bytes_written for count in counts)
     return Work(work.flops, 0.0, moved, work.launched)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
-from megatron.planner.attention import adds_weight_gradients, attention_of, counts_kernels
+from megatron.planner.attention import adds_head_gradient, adds_row_gradients, attention_of, counts_kernels
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import micro_batches_per_step
@@ -81,8 +81,8 @@ def deferred_in_pass_bytes(config: Config, num_layers: int) -> float:
 
 
 def _matrix_gradient_elements(config: Config) -> float:
-    """Of the gradient of an MLP matrix, unless products add it to the fp32 sum."""
-    return 0.0 if adds_weight_gradients(config) else _mlp_matrix_elements(config)
+    """Of the gradient of the MLP's second matrix, unless the product adds it to the fp32 sum."""
+    return 0.0 if adds_row_gradients(config) else _mlp_matrix_elements(config)
 
 
 def _mlp_matrix_elements(config: Config) -> float:
@@ -166,8 +166,8 @@ def reducing_gradient_bytes(config: Config, layer_parameters: float) -> float:
 def head_loss_bytes(config: Config, padded_vocab: int) -> float:
     """The head and the loss at the end of the forward pass, with --loss-implementation fused
     (`mpu.logit_chunks.LogitChunks`): the head's input and its gradient, the fp32 gradient of the weight;
-    of one chunk of tokens the logits, their softmax in fp32, a part of the weight's gradient, the scaled
-    input.
+    of one chunk of tokens the logits, the scaled input, and without kernels their softmax in fp32 and a part
+    of the weight's gradient.
 
     plain: 16-bit and fp32 logits, and the fp32 logits of the micro-batches before (`stale_buffer_bytes`).
     """
@@ -183,7 +183,7 @@ def head_loss_bytes(config: Config, padded_vocab: int) -> float:
     if size == FP32:
         return 2 * hidden + rows * model.hidden_size * FP32 + chunk + scaled * FP32
     chunk += 0 if counts_kernels(config) else sizes.softmax_rows * rows * FP32
-    product = sizes.product_rows * model.hidden_size * size
+    product = 0 if adds_head_gradient(config) else sizes.product_rows * model.hidden_size * size
     # The scaled input is computed in fp32, twice its size; the buffer of the product stays after one chunk.
     has_more = sizes.tokens < tokens
     chunk += max(scaled * size + product, scaled * 2 * FP32 + (product if has_more else 0))

@@ -20,14 +20,22 @@ the fitted rows agree better than with one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
+from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.attention import adds_weight_gradients, attention_of, counts_kernels
+from megatron.planner.attention import (
+    adds_column_gradients,
+    adds_head_gradient,
+    adds_row_gradients,
+    attention_of,
+    counts_kernels,
+)
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
 from megatron.planner.timing.communication import overlap_chunks
@@ -62,8 +70,12 @@ class Program:
     """Whether a column-parallel layer computes its weight's gradient during the all-reduce of its input's."""
     all_reduces_gradients: bool = False
     """Whether ZeRO-1 all-reduces the gradients instead of reduce-scattering them."""
-    adds_weight_gradients: bool = False
-    """Whether the product of a weight's gradient adds to the sum of the micro-batches itself."""
+    adds_column_gradients: bool = False
+    """Whether the product of a column-parallel weight's gradient adds to the sum of the micro-batches."""
+    adds_row_gradients: bool = False
+    """The same of row-parallel weights."""
+    adds_head_gradient: bool = False
+    """Whether that of the LM head's weight adds to the sum of the fused loss."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +153,15 @@ def program_of(config: Config) -> Program:
     forward_norms, backward_norms = _qk_norm_traffic(config)
     chunks = overlap_chunks(config)
     fused_loss = config.training.loss_implementation == "fused"
+    # Over several ranks the biases of row-parallel layers are added alone, or by the kernel of the dropout.
+    ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
+    in_dropout = kernels and dropout and not ends_with_norm
+    biases_alone = 2 * (shards and biases and not in_dropout)
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
         # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
         forward=Traffic(
-            hidden=size * ((18 if shards else 14) - 2 * one_norm) + 2 * 79 * hashed,
+            hidden=size * (14 + 2 * biases_alone - 2 * one_norm) + 2 * 79 * hashed,
             attention=forward_norms.attention
             + size
             * (
@@ -158,7 +174,8 @@ def program_of(config: Config) -> Program:
             ),
             mlp=size * (8 if gated else 4),
             score=(12 * size + 2 + 79) * unfused,
-            launches=(12 if shards else 10)
+            launches=10
+            + biases_alone
             + gated
             + 2 * biased
             + (44 if hashed else 1) * 2 * dropout
@@ -194,14 +211,16 @@ def program_of(config: Config) -> Program:
             + 2 * repeats
             - one_norm
             + 2 * chunks * (chunks > 1)
-            - 4 * adds_weight_gradients(config)
+            - 2 * (adds_column_gradients(config) + adds_row_gradients(config))
             + backward_norms.launches,
         ),
         logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
         gradient_bytes=FP32,
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
-        adds_weight_gradients=adds_weight_gradients(config),
+        adds_column_gradients=adds_column_gradients(config),
+        adds_row_gradients=adds_row_gradients(config),
+        adds_head_gradient=adds_head_gradient(config),
     )
 
 
@@ -242,16 +261,34 @@ def stage_work(config: Config, plan: StagePlan, vocab_size: int, stage: int, pro
     if plan.bounds[stage] <= head < plan.bounds[stage + 1]:
         tp_size = config.parallel.tensor_model_parallel_size
         rows = padded_vocab_size(vocab_size, model, tp_size) // tp_size
-        weight = rows * model.hidden_size
         flops = head_flops(config, rows * tp_size) / 3
-        traffic = program.logit * tokens * rows
-        once = Work(flops, 0.0, size * weight + traffic / 2, 40)
-        twice = Work(2 * flops, 0.0, (3 * size + 2 * FP32) * weight + traffic / 2, 40)
-        add_gradient = Work(bytes=3 * FP32 * weight, launches=2)
-        forward += once + twice if program.fused_loss else once
-        backward += add_gradient if program.fused_loss else twice
+        head_forward, head_backward = head_work(config, program, rows)
+        forward += head_forward
+        backward += head_backward
         overlap += flops
     return StageWork(forward, backward, overlap, count * layer.product_flops, layer.weight.times(count))
+
+
+def head_work(config: Config, program: Program, rows: int) -> tuple[Work, Work]:
+    """(forward, backward) of the LM head with `rows` rows on this rank, and of the loss.
+
+    Each chunk of tokens of the fused loss (`mpu.logit_chunks`) reads the weight twice, and reads and writes
+    the fp32 sum of its gradient. The backward pass adds the sum to that of the micro-batches.
+    """
+    size, tokens, width = _element_bytes(config), _tokens(config), config.model.hidden_size
+    weight, traffic = rows * width, program.logit * tokens * rows
+    flops = head_flops(config, rows * config.parallel.tensor_model_parallel_size) / 3
+    if not program.fused_loss:
+        once = Work(flops, 0.0, size * weight + traffic / 2, 40)
+        return once, Work(2 * flops, 0.0, (3 * size + 2 * FP32) * weight + traffic / 2, 40)
+    sizes = chunk_sizes(tokens, rows, width, size, on_cpu=False)
+    chunks = math.ceil(tokens / sizes.tokens)
+    # A product that is rounded to 16 bits is written, read and added in parts.
+    apart = size != FP32 and not program.adds_head_gradient
+    additions = 2 * math.ceil(rows / sizes.product_rows) if apart else 1
+    of_weight = FP32 + chunks * (2 * size + 2 * FP32 + (2 * size if apart else 0))
+    forward = Work(3 * flops, 0.0, of_weight * weight + traffic, 20 + chunks * (13 + additions))
+    return forward, Work(bytes=3 * FP32 * weight, launches=7)
 
 
 def layer_work(config: Config, program: Program) -> StageWork:
@@ -261,7 +298,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
     width, key_width = model.query_width, model.key_width
     wide = (2 if model.glu_activation else 1) * model.ffn_hidden_size
     size = _element_bytes(config)
-    weights = ((2 * width + 2 * key_width + wide + model.ffn_hidden_size) * model.hidden_size) / tp_size
+    columns = (width + 2 * key_width + wide) * model.hidden_size / tp_size
+    rows = (width + model.ffn_hidden_size) * model.hidden_size / tp_size
+    weights = columns + rows
     scores = tokens * model.seq_length * model.num_attention_heads / tp_size
     attention = 4 * tokens * model.seq_length * width / tp_size
     flops = 2 * tokens * weights + attention
@@ -282,8 +321,9 @@ def layer_work(config: Config, program: Program) -> StageWork:
         activations(program.forward) + size * weights,
         program.forward.launches,
     )
-    rounded = 0 if program.adds_weight_gradients else 2 * size  # written by the product, then read
-    gradients = (rounded + 2 * program.gradient_bytes) * weights
+    # A gradient that is rounded is written by the product, then read.
+    rounded = (not program.adds_column_gradients) * columns + (not program.adds_row_gradients) * rows
+    gradients = 2 * size * rounded + 2 * program.gradient_bytes * weights
     if overlap_chunks(config) > 1:
         # Copies of the inputs of two products. That each chunk reads the weights again is a part of its
         # product.
@@ -306,7 +346,8 @@ def layer_work(config: Config, program: Program) -> StageWork:
     # Each of four matrices: a product, which reads input and gradient, and the addition to the main gradient,
     # which may be a part of the product.
     read = 4 * model.hidden_size + (2 * width + 2 * key_width + wide + model.ffn_hidden_size) / tp_size
-    weight = Work(products, 0.0, gradients + size * tokens * read, 4 if program.adds_weight_gradients else 8)
+    launches = 8 - 2 * (program.adds_column_gradients + program.adds_row_gradients)
+    weight = Work(products, 0.0, gradients + size * tokens * read, launches)
     return StageWork(forward, backward, overlap, products, weight)
 
 

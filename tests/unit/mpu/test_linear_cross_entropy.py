@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.mpu import logit_chunks
+from megatron.mpu import logit_chunks, weight_gradient
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
 from megatron.testing.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
@@ -129,6 +129,36 @@ def test_the_weights_gradient_goes_to_main_grad_in_fp32(dtype):
     assert relative_error(main_grad, expected) <= BOUNDS[dtype]
     if dtype != torch.float32:
         assert not torch.equal(main_grad, main_grad.to(dtype).float())
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("options", ["sum", "weights", "any"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options):
+    """One product per chunk instead of rounded parts. Both sums are those of the same gradients of logits,
+    which are rounded to 16 bits in both; the product in fp32 here stands for that of the device."""
+    errors, added = [], []
+
+    def add(total, a, b):
+        added.append(total)
+        total.add_(a.float() @ b.float())
+
+    monkeypatch.setattr(weight_gradient, "add_product", add)
+    hidden, weight, labels = make_inputs(dtype)
+    token_weights = torch.full((BATCH, SEQ), 0.125) if options == "weights" else None
+    for adds in (False, True):
+        monkeypatch.setattr(weight_gradient, "device_adds", lambda tensor, answer=adds: answer)
+        main_grad = torch.zeros(ROWS, HIDDEN)
+        losses = vocab_parallel_linear_cross_entropy(
+            hidden, weight, labels, ONE, ROWS, token_weights=token_weights, main_grad=main_grad
+        )
+        upstream = UPSTREAM["any" if options == "any" else "sum"]
+        losses.backward(upstream)
+        expected = reference(hidden, weight, labels, ROWS, upstream, token_weights, 0.0)[2]
+        errors.append(relative_error(main_grad, expected))
+    chunks = -(-BATCH * SEQ // 11)
+    assert len(added) == chunks * (2 if options == "any" else 1)
+    assert errors[1] < errors[0] <= BOUNDS[dtype]
 
 
 @pytest.mark.usefixtures("small_chunks")
