@@ -21,6 +21,7 @@ from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, res
 from tools import ds_to_universal
 
 
+@pytest.mark.full
 def test_an_interrupted_conversion_resumes(tmp_path):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     conversion = convert(open_source(source), target)

@@ -61,6 +61,7 @@ def single():
     return {positions: run_world(1, train, row, {})[0] for positions, row in rows.items()}
 
 
+@pytest.mark.full
 def test_tokens_are_those_that_were_read(single):
     _, _, lengths, state = single["absolute"]
     assert tuple(lengths) == LENGTHS

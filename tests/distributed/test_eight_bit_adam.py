@@ -86,7 +86,7 @@ def weights_after_steps(row):
     return weights_of(engine)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [1, 0])
 def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero):
     row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4)

@@ -96,6 +96,7 @@ def test_the_plain_loss_trains_as_the_fused_one_does(row):
         assert norm_error <= (FP32_BOUND if exact else 0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", [Row(tp=2, pp=2, dp=2, zero=1)], ids=str)
 def test_z_loss_does_not_depend_on_the_layout(row):
     z_loss = {"training": {"z_loss_weight": 0.1}}

@@ -164,7 +164,7 @@ def test_any_layout_opens_a_checkpoint_of_8_bits_with_either_adam(saver, saved):
         check_opened(OPENERS[opener], bits, folder, universal, ranks)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("universal", [False, True], ids=["native", "universal"])
 def test_8_bits_open_a_checkpoint_of_plain_adam(universal, saved):
     folder, ranks = saved("tp2 pp2", "32")

@@ -196,7 +196,7 @@ def is_equal(one, other):
     return one == other
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [GATED, BLOOM], ids=["gated", "bloom"])
 def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
     source = saved(tmp_path, Row(tp=2, pp=2, zero=1), changes)

@@ -417,6 +417,7 @@ def test_the_layer_files_hold_the_weights(precision, tmp_path):
     assert size < 2 * weights + 100_000, "a file holds its layer, not the buffer that the layer is a view of"
 
 
+@pytest.mark.full
 def test_8_bit_moments_of_stage_3_open_elsewhere(tmp_path):
     run_world(2, save_and_train_on, Row(dp=2, zero=3, micro_batch=2), tmp_path, EIGHT_BIT)
     saved = json.loads((tmp_path / "global_step3" / "run.json").read_text())["certificate"]

@@ -126,7 +126,7 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     assert losses[0] == pytest.approx(first_loss(flags, theirs), rel=1e-6)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(("axis", "processes"), [("tensor", 2), ("pipeline", 2)])
 def test_load_huggingface_starts_a_run_that_the_same_command_resumes(
     axis: str, processes: int, corpus: Path, data: list[str], tmp_path: Path

@@ -54,6 +54,7 @@ def test_killed_rank_is_the_last_line_without_slurm(data: list[str]) -> None:
     assert len(run.errors) == 1
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tmp_path: Path) -> None:
     flags = [*FLAGS, *data, "--save", str(tmp_path), "--load", str(tmp_path)]
     run = pretrain_typed(flags, processes=2, on_line=at_step(2, interrupt))
