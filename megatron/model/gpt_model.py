@@ -245,9 +245,9 @@ class ParallelTransformerLayerPipe(nn.Module):
         return hidden if document_ids is None else (hidden, document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
-        """residual + dropout(output of `block`, which is self_attention or mlp); adds the bias that the block
-        has left out."""
-        bias = self.self_attention.skipped_bias if block == "self_attention" else self.mlp.skipped_bias
+        """residual + dropout(output of `block`, self_attention or mlp, with the bias that it has left out)."""
+        matrix = self.self_attention.dense if block == "self_attention" else self.mlp.dense_4h_to_h
+        bias = matrix.skipped_bias
         if not self.training or self.dropout_rate == 0:
             return residual + (output if bias is None else output + bias)
         return self._drop_and_add(output, bias, residual, block)
@@ -333,11 +333,6 @@ class ParallelSelfAttention(nn.Module):
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
 
-    @property
-    def skipped_bias(self) -> Tensor | None:
-        """What the output lacks: see `_matrix_settings`."""
-        return self.dense.skipped_bias
-
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq, batch, hidden], document_ids [batch, seq] or None -> [seq, batch, hidden]."""
         query, key, value = self._project(hidden)
@@ -390,11 +385,6 @@ class ParallelMLP(nn.Module):
             model.ffn_hidden_size, model.hidden_size, context.tp_group, **second
         )
 
-    @property
-    def skipped_bias(self) -> Tensor | None:
-        """What the output lacks: see `_matrix_settings`."""
-        return self.dense_4h_to_h.skipped_bias
-
     def forward(self, hidden: Tensor) -> Tensor:
         wide = self.dense_h_to_4h(hidden)
         if not self.gated:
@@ -414,11 +404,8 @@ def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, A
         "deferred": context.deferred,
         "overlap_chunks": context.config.parallel.overlap_chunks,
     }
-    skips = not LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
-    return (
-        {"init_std": model.matrix_init_std, **both},
-        {"init_std": model.output_init_std, "skip_bias_add": skips, **both},
-    )
+    skips = {"skip_bias_add": not LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm}
+    return {"init_std": model.matrix_init_std, **both}, {"init_std": model.output_init_std, **skips, **both}
 
 
 class LMHeadPipe(nn.Module):

@@ -12,11 +12,12 @@ import pytest
 
 from tests.end_to_end.command import ROOT, environment
 
+# All ranks write to one pipe: a line is one write, which print does not promise.
 FIRST = """
 import os, sys, time
 from megatron.cluster.local.ranks import start_other_ranks
 with start_other_ranks(sys.argv[1], sys.argv[2:], 3):
-    print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), flush=True)
+    os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\n")
     time.sleep(float(sys.argv[2]))
     if sys.argv[2] == "0.1":
         raise RuntimeError("rank 0 fails")
@@ -24,7 +25,7 @@ print("RANK" in os.environ, flush=True)
 """
 OTHER = """
 import os, sys, time
-print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), flush=True)
+os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\n")
 if sys.argv[2] == "fails" and os.environ["RANK"] == "2":
     sys.exit(7)
 time.sleep(0 if sys.argv[2] == "ends" else 60)
@@ -70,8 +71,8 @@ def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
         monkeypatch.setenv(name, value)
     (tmp_path / "other.py").write_text(
         "import os\n"
-        "print([name for name in os.environ if name.startswith('SLURM')],"
-        " os.environ['TORCHELASTIC_USE_AGENT_STORE'])\n"
+        "names = [name for name in os.environ if name.startswith('SLURM')]\n"
+        "os.write(1, f'{names} {os.environ[\"TORCHELASTIC_USE_AGENT_STORE\"]}\\n'.encode())\n"
     )
     command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), "0", "ends"]
     env = os.environ | environment() | {"PYTHONPATH": str(ROOT)}
