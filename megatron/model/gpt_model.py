@@ -245,7 +245,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         return hidden if document_ids is None else (hidden, document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
-        """residual + dropout(output of `block`, self_attention or mlp, with the bias that it has left out)."""
+        """residual + dropout(output of `block`, self_attention or mlp, with the bias it has left out)."""
         matrix = self.self_attention.dense if block == "self_attention" else self.mlp.dense_4h_to_h
         bias = matrix.skipped_bias
         if not self.training or self.dropout_rate == 0:
