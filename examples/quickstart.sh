@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a trained GPT, on this machine, in about 5 minutes on 2 CPU cores. `make train` runs it.
+# From text to a trained GPT, on this machine, in 5 to 8 minutes on 2 CPU cores. `make train` runs it.
 #
 # Text (the sources of Python's standard library) -> tokenizer -> token files -> training with 2 processes (2 pipeline
 # stages), stopped half-way and resumed -> validation loss, a sample, a plot. Existing files are used again.
