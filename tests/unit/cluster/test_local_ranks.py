@@ -17,7 +17,7 @@ FIRST = """
 import os, sys, time
 from megatron.cluster.local.ranks import start_other_ranks
 with start_other_ranks(sys.argv[1], sys.argv[2:], 3):
-    os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\n")
+    os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\\n")
     time.sleep(float(sys.argv[2]))
     if sys.argv[2] == "0.1":
         raise RuntimeError("rank 0 fails")
@@ -25,7 +25,7 @@ print("RANK" in os.environ, flush=True)
 """
 OTHER = """
 import os, sys, time
-os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\n")
+os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\\n")
 if sys.argv[2] == "fails" and os.environ["RANK"] == "2":
     sys.exit(7)
 time.sleep(0 if sys.argv[2] == "ends" else 60)
