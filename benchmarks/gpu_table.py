@@ -54,7 +54,7 @@ def kernels(logs: dict[str, list[str]]) -> list[str]:
 def losses(logs: dict[str, list[str]]) -> list[str]:
     """A line per run of the trainer: its steps, first and last loss, and the difference to `nccl`."""
     runs = {part: _losses_of(logs[part]) for part in _RUNS if part in logs}
-    # `resumed` goes on where `nccl` has stopped.
+    # `resumed` continues where `nccl` has stopped.
     expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}
     found = []
     for part, steps in runs.items():

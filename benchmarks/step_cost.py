@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.config import Config, ConfigError  # noqa: E402
 from megatron.config.cli import parse_args  # noqa: E402
-from megatron.config.registries import LAYER_ARRANGEMENTS  # noqa: E402
 from megatron.mpu.layout import ParallelLayout  # noqa: E402
 from megatron.pipeline.schedule import simulate_schedule  # noqa: E402
+from megatron.planner.implementations import skips_bias_add  # noqa: E402
 from megatron.planner.stages import StagePlan  # noqa: E402
 from megatron.planner.timing.hardware import find_gpu  # noqa: E402
 from megatron.planner.timing.step_time import find_cluster, planned_step, predict_step  # noqa: E402
@@ -146,12 +146,10 @@ def layer_rows(simulated: Simulated) -> list[Row]:
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     elements = batch.micro_batch_size * model.seq_length * model.hidden_size / shards
     size = 4 if config.precision.name == "fp32" else 2
-    # A layer has two; without dropout each residual addition moves three elements, and each bias that is not
-    # added by a matrix product two.
-    ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
-    adds_bias = parallel.tensor_model_parallel_size > 1 and not model.disable_bias_linear
-    without = size * (5 if adds_bias and not ends_with_norm else 3)
-    hidden = (costs["dropout"].bytes - costs["no hidden dropout"].bytes) / 2 / elements + without
+    # A layer has two; without dropout each residual addition moves three elements, and each bias that the
+    # row-parallel layer leaves out two.
+    additions = size * (5 if skips_bias_add(config) else 3)
+    hidden = (costs["dropout"].bytes - costs["no hidden dropout"].bytes) / 2 / elements + additions
     heads = model.num_attention_heads / parallel.tensor_model_parallel_size
     rows = batch.micro_batch_size * heads * model.seq_length
     more = costs["dropout"].kept_bytes - costs["no attention dropout"].kept_bytes

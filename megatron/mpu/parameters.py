@@ -43,6 +43,13 @@ class ParameterSpec:
     weight_decay: bool = True
     lr_mult: float = 1.0
 
+    @property
+    def valid_shape(self) -> tuple[int, ...]:
+        """global_shape without the rows of padding."""
+        if self.num_valid_rows is None:
+            return tuple(self.global_shape)
+        return (self.num_valid_rows, *self.global_shape[1:])
+
 
 InitialValues = Callable[[ParameterSpec, int, str, TPGroup], torch.Tensor]
 """(spec, seed, name, TP group) -> the initial values of this rank's shard, fp32, on the CPU."""

@@ -127,8 +127,8 @@ def _fused_dropout(
     shard_dim: int | None,
     tp_group: TPGroup,
 ) -> torch.Tensor | None:
-    """dropout(x + bias) + residual, of which bias and residual may be None, in one kernel; None if PyTorch
-    computes it."""
+    """dropout(x + bias) + residual in one kernel; None if PyTorch computes it. bias, residual: None for no
+    addition."""
     if not uses_kernels(x):
         return None
     batch_dim, shard_dim = batch_dim % x.dim(), None if shard_dim is None else shard_dim % x.dim()

@@ -37,11 +37,11 @@ from megatron.optimizer.flat_group import FlatGroup, is_host_memory, wait_for_co
 from megatron.optimizer.gradient_norm import gradient_norms
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
+from megatron.optimizer.non_finite import finite_after_reduction, where_not_finite
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
 from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit, UnitOverlap
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
-from megatron.text_table import first_few
 
 # Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
 # for this TP rank's shard: master weights (flat, fp32), moments by name (flat, fp32; may be read lazily), and
@@ -324,35 +324,14 @@ class MixedPrecisionOptimizer:
     def _diagnosis(self) -> str:
         """The ranks and parameters with a non-finite gradient, as one text for all ranks. Collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
-        good_in_group = self._finite_in_bad_groups()
+        good_in_group = finite_after_reduction(self.flat, self.names, self.groups)
         bad = [
             self.names[p]
             for p, is_finite in zip(self.parameters, finite, strict=True)
             if not is_finite and self.names[p] not in good_in_group
         ]
-        report = f"{self.groups.description}: {first_few(bad, limit=1)}" if bad else None
-        if report and self._loss is not None and not self._loss.isfinite():
-            report += f", with a loss of {self._loss.item()}"
-        reports = [report]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            reports = [None] * dist.get_world_size()
-            dist.all_gather_object(reports, report)
-        culprits = [r for r in reports if r]
-        where = "; ".join(culprits[:4]) or "in the sum over ranks only, which overflowed fp32"
-        more = f"; and on {len(culprits) - 4} more ranks" if len(culprits) > 4 else ""
-        first = f"first non-finite parameter: {where}{more}"
-        return f"the gradient is non-finite, the step was not taken; {first}"
-
-    def _finite_in_bad_groups(self) -> set[str]:
-        """Names of the parameters with sharded gradients (ZeRO-2, ZeRO-3) whose sums over the replicas are
-        finite. Collective."""
-        sharded = [(flat, p) for flat in self.flat if flat.shards_gradients for p in flat.parameters]
-        if not sharded:
-            return set()
-        bad = [self.names[p] for flat, p in sharded if not flat.owned_grad(p).isfinite().all()]
-        of_ranks: list[list[str]] = [[] for _ in range(self.groups.dp_size)]
-        dist.all_gather_object(of_ranks, bad, group=self.groups.data)
-        return {self.names[p] for _, p in sharded}.difference(*of_ranks)
+        where = where_not_finite(bad, self.groups, self._loss)
+        return "the gradient is non-finite, the step was not taken; first non-finite parameter: " + where
 
     # --- moments ---
 

@@ -17,7 +17,7 @@ from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.attention import attention_of
+from megatron.planner.implementations import attention_of
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.fit import fits
 from megatron.planner.memory.stage_memory import StageMemory, plan_memory

@@ -36,7 +36,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.planner.attention import counts_kernels
+from megatron.planner.implementations import counts_kernels
 from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
 from megatron.planner.timing.layer_times import needs_profiling, read_layer_times
@@ -85,7 +85,7 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
 
 def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
     """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`), with the
-    Triton kernels if `planner.attention.counts_kernels`."""
+    Triton kernels if `planner.implementations.counts_kernels`."""
     vocab, plan = plan_of(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config, layout.pipeline_stage)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron.mpu import weight_gradient
-from megatron.planner.attention import adds_column_gradients, adds_row_gradients
+from megatron.planner.implementations import adds_column_gradients, adds_row_gradients
 from megatron.testing.layouts import LOW_PRECISION_BOUND, Row, config_of, relative_errors, train_layout
 from megatron.testing.pool import run_world
 

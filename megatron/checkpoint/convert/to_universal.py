@@ -165,11 +165,7 @@ def write_parameter(
     state: fp32 values on the CPU, moments by the optimizer's names, and the 'step' if there is one.
     """
     values, moments, others = state
-    shape = (
-        tuple(spec.global_shape)
-        if spec.num_valid_rows is None
-        else (spec.num_valid_rows, *spec.global_shape[1:])
-    )
+    shape = spec.valid_shape
     plan = MergePlan(name, rule_of(name, spec_record(spec)), shape, shape[0])
     blocks = {key: [tensor.contiguous().numpy()] for key, tensor in {VALUES: values, **moments}.items()}
     step = others.get("step")

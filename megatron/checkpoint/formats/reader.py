@@ -319,14 +319,13 @@ def check_shape(
 ) -> None:
     """ConfigError unless a global tensor has the spec's shape; a vocabulary may have any padding, or none.
     source: where the tensor is stored, in words. cause: what probably happened."""
-    rows, *others = spec.global_shape
+    expected = spec.valid_shape
     if spec.num_valid_rows is None:
-        matches = shape == tuple(spec.global_shape)
+        matches = shape == expected
     else:
-        rows = spec.num_valid_rows
-        matches = shape[1:] == tuple(others) and shape[0] >= rows
+        matches = shape[1:] == expected[1:] and shape[0] >= expected[0]
     if not matches:
-        raise ConfigError(f"{source} a tensor of shape {shape}, expected {(rows, *others)}: {cause}")
+        raise ConfigError(f"{source} a tensor of shape {shape}, expected {expected}: {cause}")
 
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:

@@ -14,9 +14,9 @@ elements in the run's precision. Without Triton kernels --hidden-dropout adds 2 
 --sequence-parallel all terms are divided by t (equation 4 of the paper).
 
 Attention: PyTorch's fused kernel and the Triton kernel store no scores. With --attention-dropout and
-without Triton kernels (`planner.attention`) attention is not fused. For a heads it then keeps a s^2 b / t
-scores: each as softmax output in fp32, as dropout output in the run's precision, and one byte of mask.
---recompute-granularity selective recomputes them instead.
+without Triton kernels (`planner.implementations`) attention is not fused. For a heads it then keeps
+a s^2 b / t scores: each as softmax output in fp32, as dropout output in the run's precision, and one byte of
+mask. --recompute-granularity selective recomputes them instead.
 
 With --checkpoint-activations a layer keeps only its input: 1 / t of it with --partition-activations, nothing
 on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is not counted.
@@ -28,7 +28,7 @@ from megatron.config import Config
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS, LayerArrangement
 from megatron.model.attention_choice import Implementation
 from megatron.model.position import PositionScheme
-from megatron.planner.attention import attention_of, counts_kernels
+from megatron.planner.implementations import attention_of, counts_kernels
 
 FP32 = 4
 # Bytes per element of a moment with --use-bnb-optimizer: one byte, and an fp32 scale per 256 elements.

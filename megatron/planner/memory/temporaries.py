@@ -9,7 +9,12 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
-from megatron.planner.attention import adds_head_gradient, adds_row_gradients, attention_of, counts_kernels
+from megatron.planner.implementations import (
+    adds_head_gradient,
+    adds_row_gradients,
+    attention_of,
+    counts_kernels,
+)
 from megatron.planner.memory import layer_memory
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import micro_batches_per_step

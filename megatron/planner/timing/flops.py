@@ -13,7 +13,7 @@ from __future__ import annotations
 from megatron.config import Config, ModelConfig
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.model.attention_choice import Implementation
-from megatron.planner.attention import attention_of
+from megatron.planner.implementations import attention_of
 
 _FORWARD_AND_BACKWARD = 3
 _RECOMPUTED_FORWARD = 1

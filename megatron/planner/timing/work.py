@@ -29,12 +29,13 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.model.attention_choice import Implementation
 from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.attention import (
+from megatron.planner.implementations import (
     adds_column_gradients,
     adds_head_gradient,
     adds_row_gradients,
     attention_of,
     counts_kernels,
+    skips_bias_add,
 )
 from megatron.planner.memory.layer_memory import FP32
 from megatron.planner.stages import StagePlan
@@ -154,24 +155,15 @@ def program_of(config: Config) -> Program:
     chunks = overlap_chunks(config)
     fused_loss = config.training.loss_implementation == "fused"
     # Over several ranks the biases of row-parallel layers are added alone, or by the kernel of the dropout.
-    ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
-    in_dropout = kernels and dropout and not ends_with_norm
-    biases_alone = 2 * (shards and biases and not in_dropout)
+    biases_alone = 2 * (shards and biases and not (skips_bias_add(config) and kernels and dropout))
+    units = 6 if unfused else 14 if biased else 8
     return Program(
         # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
         # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
         forward=Traffic(
             hidden=size * (14 + 2 * biases_alone - 2 * one_norm) + 2 * 79 * hashed,
             attention=forward_norms.attention
-            + size
-            * (
-                (6 if unfused else 14 if biased else 8)
-                - 2 * (1 - keys)
-                + rotary
-                + joins
-                + copies
-                + 2 * splits
-            ),
+            + size * (units - 2 * (1 - keys) + rotary + joins + copies + 2 * splits),
             mlp=size * (8 if gated else 4),
             score=(12 * size + 2 + 79) * unfused,
             launches=10

@@ -72,11 +72,7 @@ def write_hugging_face(
 
 def _size_bytes(reader: StateReader, precision: str) -> int:
     """Of the weights in the output."""
-    shapes = [
-        spec.global_shape if spec.num_valid_rows is None else (spec.num_valid_rows, *spec.global_shape[1:])
-        for spec in reader.specs.values()
-    ]
-    return PARAMETER_DTYPES[precision].itemsize * sum(map(prod, shapes))
+    return PARAMETER_DTYPES[precision].itemsize * sum(prod(s.valid_shape) for s in reader.specs.values())
 
 
 def write_settings(config: Config, vocab_size: int, eod: int | None, precision: str, folder: Path) -> None:

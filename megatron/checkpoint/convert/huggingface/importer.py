@@ -366,9 +366,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
 
 def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
     return {
-        name: spec
-        if spec.num_valid_rows is None
-        else replace(spec, global_shape=(spec.num_valid_rows, *spec.global_shape[1:]))
+        name: replace(spec, global_shape=spec.valid_shape)
         for name, spec in model_specs(config, vocab_size, eod).items()
     }
 

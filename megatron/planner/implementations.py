@@ -1,11 +1,11 @@
-"""How a run computes attention and dropout in training, as the plan and the simulation count it."""
+"""How a run computes attention, dropout, biases and weight gradients, as plan and simulation count it."""
 
 from __future__ import annotations
 
 import os
 
 from megatron.config import Config
-from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.model.attention_choice import AttentionNeeds, Implementation, choose_attention
 
 
@@ -30,6 +30,14 @@ def attention_of(config: Config) -> Implementation:
         window=model.attention_window,
     )
     return choose_attention(needs)[0]
+
+
+def skips_bias_add(config: Config) -> bool:
+    """Whether row-parallel layers leave their biases to what follows (`mpu.layers.RowParallelLinear`): over
+    several ranks, except before a norm."""
+    ends_with_norm = LAYER_ARRANGEMENTS[config.model.layer_arrangement].ends_with_norm
+    has_biases = not config.model.disable_bias_linear
+    return config.parallel.tensor_model_parallel_size > 1 and has_biases and not ends_with_norm
 
 
 def adds_column_gradients(config: Config) -> bool:
