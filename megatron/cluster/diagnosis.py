@@ -25,6 +25,7 @@ from megatron.cluster.exit_status import (
     INTERRUPTED_EXIT_CODE,
     REQUEUE_EXIT_CODE,
     ExitStatus,
+    is_caused_here,
 )
 from megatron.cluster.rank_reports import read_reports
 from megatron.text_table import rank_list
@@ -135,14 +136,18 @@ def _slurm_end(slurm: SlurmJob) -> str:
 
 def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
     """A failure inside the job. A rank that could not report its own end (hang, SIGKILL) is the cause of the
-    errors that the other ranks report, so it is looked for first."""
+    errors of communication that the others report, so it is looked for before them. After any other error the
+    launcher and srun end the remaining ranks, also those that have only begun and leave no end either."""
     hung = [report for report in reports if report.get("end") == ExitStatus.HANG]
     if hung:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_hang(hung, reports))
     silent = [report for report in reports if "end" not in report and "signal" not in report]
-    if silent:
+    crashed = [report for report in silent if "Fatal Python error" in report["stacks"]]
+    caused_here = [] if crashed else [report for report in reports if is_caused_here(report.get("text", ""))]
+    found = _first_with_end(caused_here, ExitStatus.FAILED)
+    if silent and not found:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_killed(silent, reports))
-    if found := _first_with_end(reports, ExitStatus.FAILED):
+    if found := found or _first_with_end(reports, ExitStatus.FAILED):
         trace, _, error = found["text"].rpartition("\n")
         error = re.sub(r"^error: rank \d+ on [^:]*: ", "", error)
         text = f"{trace}\nerror: {_describe_rank(found)}{_progress([found])}: {error}".lstrip("\n")

@@ -15,6 +15,9 @@ from megatron.config.errors import CONFIG_ERROR_EXIT_CODE as CONFIG_ERROR_EXIT_C
 _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL.*(remote|abort)"
 )
+# Errors that a rank may also see after another was killed: of torch.distributed, its backends and its store,
+# and of CUDA, whose kernels read the memory of other GPUs.
+_COMMUNICATION = re.compile(r"\bDist\w*Error|NCCL|[Gg]loo|[Tt]imed? ?out|CUDA error")
 
 FAILURE_EXIT_CODE = 1
 # EX_TEMPFAIL of sysexits.h: the run has saved, and the same command resumes it. Under torch's launcher the
@@ -48,3 +51,9 @@ class ExitStatus(str, Enum):
 def is_lost_connection(error: str) -> bool:
     """Whether an error is the consequence of the end of another process."""
     return _LOST_CONNECTION.search(error) is not None
+
+
+def is_caused_here(error: str) -> bool:
+    """Whether an error, by its last line, cannot be the consequence of the end of another process."""
+    sentence = error.rpartition("\n")[2]
+    return bool(sentence) and not is_lost_connection(sentence) and not _COMMUNICATION.search(sentence)

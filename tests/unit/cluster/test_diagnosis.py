@@ -66,12 +66,32 @@ def test_first_failure_is_the_cause_with_its_traceback() -> None:
     assert "rank 3 on n2" in last_line(*all_but(earliest, end=ExitStatus.FAILED, text="error: lost"))
 
 
-def test_killed_rank_is_the_cause_of_other_errors() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [/torch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:17893",
+        "RuntimeError: [/torch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv",
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or network error",
+        "DistNetworkError: failed to recv, got 0 bytes",
+        "AcceleratorError: CUDA error: unspecified launch failure",
+    ],
+)
+def test_killed_rank_is_the_cause_of_other_errors(error: str) -> None:
     killed = report(1)
     expected = "error: rank 1 on n1, stage 0 (pid 101), after iteration 7: killed (SIGKILL)"
-    assert last_line(*all_but(killed, end=ExitStatus.FAILED, first=True)).startswith(expected)
+    text = f"Traceback ...\nerror: rank 0 on n1: {error}"
+    assert last_line(*all_but(killed, end=ExitStatus.FAILED, first=True, text=text)).startswith(expected)
     # The launcher or srun has ended the others with SIGTERM.
     assert last_line(*all_but(killed, end=None, signal="SIGTERM")).startswith(expected)
+
+
+def test_rank_that_was_killed_because_another_failed_is_not_the_cause() -> None:
+    """srun kills the ranks of the other nodes, also those that cannot leave a report yet."""
+    text = "Traceback: gloo/NCCL ...\nerror: rank 0 on n1: ValueError: broken"
+    failed = report(0, ExitStatus.FAILED, text=text)
+    assert last_line(failed, report(1), report(2), report(3, signal="SIGTERM")).endswith("ValueError: broken")
+    crashed = report(1, stacks="Fatal Python error: Segmentation fault\n")
+    assert last_line(failed, crashed).endswith("crashed: Segmentation fault")
 
 
 def test_native_crash_prints_its_stack() -> None:
