@@ -13,9 +13,6 @@ from megatron.checkpoint.convert.to_universal import check_space
 from megatron.checkpoint.integrity.names import one_line
 from megatron.config import ConfigError
 
-# What the libraries raise for a full disk: safetensors, torch's files, and all others.
-_WRITE_ERRORS = (SafetensorError, RuntimeError, OSError)
-
 
 @contextmanager
 def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[Path]:
@@ -37,8 +34,13 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
         yield temporary
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, _WRITE_ERRORS):
+        if _is_write_error(error):
             raise ConfigError(
                 f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
             ) from error
         raise
+
+
+def _is_write_error(error: BaseException) -> bool:
+    """Whether a library raises it for a full disk: safetensors, torch.save, or any other."""
+    return isinstance(error, SafetensorError | OSError) or "PytorchStreamWriter" in str(error)
