@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 2
 # What setup.py's extras install beside the package; eval: the tasks of tools/evaluate.py and their tests.
 EXTRAS ?= dev,bitsandbytes
 VENV := .venv
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.installed-$(EXTRAS)
 # Files are started in the order of their names, slow ones first. The tests start hundreds of Python processes: bytecode
 # is written once, also where the environment forbids it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

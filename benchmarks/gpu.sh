@@ -82,6 +82,8 @@ part 6.7B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 6.7B-slice
 memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1) || true
 if [ -n "${DRY_RUN:-}" ] || [ "${memory_mib:-0}" -gt 120000 ]; then
     part 6.7B 240 "$PYTHON" benchmarks/throughput.py --preset 6.7B
+elif [[ " $PARTS " == *" 6.7B "* ]]; then
+    echo "6.7B left out: it needs more than 120,000 MiB of GPU memory, this device has ${memory_mib:-0}"
 fi
 part 13B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 13B-slice
 part last-stage 180 "$PYTHON" benchmarks/throughput.py --preset 250k-last-stage

@@ -268,7 +268,8 @@ class Evaluation:
             raise no_harness("--tasks", str(error)) from error
         arguments = self.arguments
         tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
-        return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer)
+        length = arguments.seq_length or self.checkpoint.config.model.seq_length
+        return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer, length)
 
     def run(self, model: LanguageModel, batch_size: int) -> None:
         """Prints a line for each data set, and one for each task. batch_size: of a call of the model."""
@@ -285,8 +286,7 @@ class Evaluation:
                 flush=True,
             )
         if self.tasks is not None:
-            length = self.arguments.seq_length or checkpoint.config.model.seq_length
-            for task, metrics in self.tasks.run(model, length, batch_size).items():
+            for task, metrics in self.tasks.run(model, batch_size).items():
                 values = " | ".join(f"{name}: {value:.6G}" for name, value in metrics.items())
                 print(f"{task} | {values}", flush=True)
 

@@ -142,15 +142,14 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
     if hung:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_hang(hung, reports))
     silent = [report for report in reports if "end" not in report and "signal" not in report]
-    crashed = [report for report in silent if "Fatal Python error" in report["stacks"]]
-    caused_here = [] if crashed else [report for report in reports if is_caused_here(report.get("text", ""))]
+    caused_here = [report for report in reports if is_caused_here(_sentence(report))]
     found = _first_with_end(caused_here, ExitStatus.FAILED)
-    if silent and not found:
+    if any(_has_crashed(report) for report in silent) or (silent and not found):
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_killed(silent, reports))
     if found := found or _first_with_end(reports, ExitStatus.FAILED):
-        trace, _, error = found["text"].rpartition("\n")
-        error = re.sub(r"^error: rank \d+ on [^:]*: ", "", error)
-        text = f"{trace}\nerror: {_describe_rank(found)}{_progress([found])}: {error}".lstrip("\n")
+        trace = found["text"].rpartition("\n")[0]
+        error = f"error: {_describe_rank(found)}{_progress([found])}: {_sentence(found)}"
+        text = f"{trace}\n{error}".lstrip("\n")
         return Diagnosis(FAILURE_EXIT_CODE, text, found)
     missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
     if len(reports) < processes and missing:
@@ -200,17 +199,34 @@ def _stacks_of(report: Report) -> list[str]:
 
 
 def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str:
-    crashes = [report for report in silent if "Fatal Python error" in report["stacks"]]
+    crashes = [report for report in silent if _has_crashed(report)]
+    if not crashes and all(_crash(report) for report in silent):
+        crashes = list(silent)
     if crashes:
-        stacks = crashes[0]["stacks"].strip()
-        name = stacks.partition("Fatal Python error: ")[2].splitlines()[0]
-        return f"{stacks}\nerror: {_describe_rank(crashes[0])}{_progress(reports)}: crashed: {name}"
+        where = f"{_describe_rank(crashes[0])}{_progress(reports)}"
+        return f"{crashes[0]['stacks'].strip()}\nerror: {where}: crashed: {_crash(crashes[0])}"
+    silent = [report for report in silent if not _crash(report)]
     host = silent[0]["host"]
     on_host = [report for report in reports if report["host"] == host]
     cause = "killed (SIGKILL), as by a kernel that is out of memory"
     if len(silent) == len(on_host) > 1 and len(on_host) < len(reports):
         cause = "all processes of the node ended at once: killed, or the node is lost"
     return f"error: {_describe_ranks(silent)}{_progress(reports)}: {cause}"
+
+
+def _sentence(report: Report) -> str:
+    """The error of a report in one line, without the rank."""
+    return re.sub(r"^error: (rank \d+ on [^:]*: )?", "", report.get("text", "").rpartition("\n")[2])
+
+
+def _crash(report: Report) -> str:
+    """How Python names a crash in native code, as "Segmentation fault"; empty without one."""
+    return report["stacks"].partition("Fatal Python error: ")[2].partition("\n")[0]
+
+
+def _has_crashed(report: Report) -> bool:
+    """Whether the rank itself has crashed. torch's NCCL watchdog aborts a rank that has lost another."""
+    return _crash(report) not in ("", "Aborted")
 
 
 def _first_with_end(reports: Sequence[Report], end: ExitStatus) -> Report | None:

@@ -16,6 +16,7 @@ from megatron.cluster.exit_status import (
     REQUEUE_EXIT_CODE,
     ExitStatus,
     is_lost_connection,
+    sentence_of,
 )
 from megatron.cluster.launch import has_torch_launcher, node_name
 from megatron.cluster.local.diagnosis import conclude
@@ -79,7 +80,7 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         end, text, code = ExitStatus.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE
     except Exception as error:
         where = f"rank {report.rank} on {node_name(os.environ)}"
-        text = f"{traceback.format_exc()}error: {where}: {type(error).__name__}: {error}"
+        text = f"{traceback.format_exc()}error: {where}: {sentence_of(error)}"
         end, code = ExitStatus.FAILED, FAILURE_EXIT_CODE
     else:
         return

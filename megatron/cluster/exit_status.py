@@ -48,12 +48,18 @@ class ExitStatus(str, Enum):
     """Ended because another rank of the node failed or was killed."""
 
 
+def sentence_of(error: BaseException) -> str:
+    """Class and message in one line, all of it: NCCL and CUDA write several lines, and no single one tells
+    enough."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def is_lost_connection(error: str) -> bool:
     """Whether an error is the consequence of the end of another process."""
     return _LOST_CONNECTION.search(error) is not None
 
 
-def is_caused_here(error: str) -> bool:
-    """Whether an error, by its last line, cannot be the consequence of the end of another process."""
-    sentence = error.rpartition("\n")[2]
+def is_caused_here(sentence: str) -> bool:
+    """Whether an error, by `sentence_of`, cannot be the consequence of the end of another process."""
     return bool(sentence) and not is_lost_connection(sentence) and not _COMMUNICATION.search(sentence)

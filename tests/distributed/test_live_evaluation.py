@@ -15,7 +15,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitReason
 from megatron.model.scoring import LanguageModel
-from megatron.testing.layouts import VOCAB, Row, config_of
+from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
 from megatron.testing.pool import run_world
 from megatron.testing.trainers import make_trainer
 
@@ -35,11 +35,11 @@ class Tasks:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.losses = error, []
 
-    def run(self, model: LanguageModel, max_length: int, batch_size: int) -> dict[str, dict[str, float]]:
+    def run(self, model: LanguageModel, batch_size: int) -> dict[str, dict[str, float]]:
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        rows: Tensor = torch.randint(VOCAB, (batch_size + 1, max_length))
+        rows: Tensor = torch.randint(VOCAB, (batch_size + 1, SEQ))
         if self.error is not None:
             raise self.error
         self.losses.append(-model.score(rows[:, :-1], rows[:, 1:]).log_probs.mean().item())

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
 from megatron.testing.pool import run_world
-from megatron.training.harness.model import HarnessModel
+from megatron.training.harness.model import HarnessModel, _load
 from megatron.training.loaded_model import config_of_layout, load_distributed_model
 from tests.end_to_end.command import ROOT, environment, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
@@ -143,14 +143,45 @@ def test_log_likelihoods_are_those_of_the_exported_model(folders):
         model.generate_until([Instance("generate_until", {}, ("import", {"max_gen_toks": 12}), 0)])
 
 
-def test_the_tool_runs_a_local_task(folders, tmp_path, capsys):
-    ours, _ = folders
+@pytest.fixture
+def local_tasks(tmp_path):
+    """A folder with the tasks `local` and `answers`, and the group `mine` of one task."""
     data = tmp_path / "local.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    (tasks / "local.yaml").write_text(TASK.format(data=data))
-    command = ["--load", str(ours), "--tasks-path", str(tasks), "--seq-length", str(LENGTH), "--tasks"]
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "local.yaml").write_text(TASK.format(data=data))
+    generated = TASK.replace("multiple_choice", "generate_until").replace("task: local", "task: answers")
+    (folder / "answers.yaml").write_text(
+        generated.replace("metric: acc", "metric: exact_match").format(data=data)
+    )
+    (folder / "mine.yaml").write_text("group: mine\ntask: [local]\n")
+    return folder
+
+
+def test_a_task_whose_answers_are_too_long_is_refused_before_the_weights_are_read(
+    folders, local_tasks, capsys, monkeypatch
+):
+    monkeypatch.setattr("megatron.checkpoint.reading.load_model", None)
+    command = ["--load", str(folders[0]), "--tasks-path", str(local_tasks), "--tasks", "local", "answers"]
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([*command, "--seq-length", "256"])
+    assert caught.value.code == CONFIG_ERROR_EXIT_CODE
+    assert "a task generates up to 256 tokens, expected fewer than" in capsys.readouterr().err
+
+
+@pytest.mark.full  # the harness reads all of its tasks
+def test_the_harness_s_own_tasks_are_known_to_a_group_only(local_tasks):
+    """A group may have members that are the harness's own."""
+    for name, expected in (("local", False), ("mine", True)):
+        manager, loaded = _load([name], [str(local_tasks)])
+        assert ("hellaswag" in manager.all_tasks) is expected
+        assert list(loaded["tasks"]) == ["local"]
+
+
+def test_the_tool_runs_a_local_task(folders, local_tasks, capsys):
+    ours, _ = folders
+    command = ["--load", str(ours), "--tasks-path", str(local_tasks), "--seq-length", str(LENGTH), "--tasks"]
     evaluate.main([*command, "local"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("local | acc: "))
     assert float(line.split("acc: ")[1].split(" |")[0]) in [pytest.approx(n / 3, abs=1e-4) for n in range(4)]

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 
+from megatron.cluster.exit_status import CONFIG_ERROR_EXIT_CODE, is_caused_here, sentence_of
 from megatron.cluster.launch import temporary_environment
 from megatron.cluster.processes import free_port
 
@@ -20,6 +22,8 @@ from megatron.cluster.processes import free_port
 _GRACE_S = 30.0
 # Seconds in which rank 0 itself prints why another rank has failed.
 _REASON_S = 5.0
+# Seconds in which the end of a rank is seen after rank 0 has lost the connection to it.
+_LOST_RANK_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _LIBC = ctypes.CDLL(None)
@@ -63,7 +67,9 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
             thread.start()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if not is_caused_here(sentence_of(error)):
+                time.sleep(_LOST_RANK_S)  # `_follow` names the rank that is lost, and ends this process
             ended.set()
             _end(others)
             raise
@@ -78,10 +84,10 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
 def _follow(
     rank: int, process: subprocess.Popen[bytes], ended: threading.Event, others: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Ends all processes if one fails: rank 0 would wait for it. Before they have connected the rank sends
-    its reason to rank 0, which prints it and ends by itself."""
+    """Ends all processes if one fails: rank 0 would wait for it. A mistake that a rank has found before all
+    have connected is sent to rank 0, which prints it and ends by itself."""
     code = process.wait()
-    if code == 0 or ended.wait(_REASON_S):
+    if code == 0 or ended.wait(_REASON_S if code == CONFIG_ERROR_EXIT_CODE else 0.0):
         return
     ended.set()
     print(f"error: rank {rank} has ended with exit code {code}", file=sys.stderr, flush=True)

@@ -398,8 +398,9 @@ class ModelConfig(Section):
         at_least=0,
         below=1,
         group="regularization",
-        help="dropout probability of the attention weights. Above 0, memory on CPUs grows with the square of "
-        "the sequence length (--recompute-granularity selective avoids that)",
+        help="dropout probability of the attention weights. Above 0, memory grows with the square of the "
+        "sequence length without the Triton kernels: on CPUs, and on GPUs before compute capability 8.0 "
+        "(--recompute-granularity selective avoids that)",
         changes_layer_time=True,
         megatron_arg=False,
     )

@@ -39,6 +39,7 @@ def load_tasks(config: Config) -> Tasks | None:
         training.eval_harness_tasks_path,
         training.eval_harness_limit,
         build_tokenizer(config.data),
+        config.model.seq_length,
     )
 
 
@@ -85,10 +86,9 @@ class LiveEvaluation:
 
     def _run_on_rank_0(self, print_fn: Callable[[str], object]) -> Results:
         assert self._tasks is not None, "rank 0 has loaded the tasks"
-        length = self._engine.run_config.model.seq_length
         results: Results = {}
         try:
-            results = self._tasks.run(self._model, length, self._model.batch_size)
+            results = self._tasks.run(self._model, self._model.batch_size)
         # A metric of a task may fail in any way. It must not end a training run.
         except Exception as error:
             if self._model.is_answering:

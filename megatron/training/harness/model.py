@@ -94,25 +94,17 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy continuations up to the first of the task's end texts. A context loses its beginning if it
-        leaves no room for the continuation. ConfigError for a task that samples, and for continuations that
-        are longer than the model's input."""
+        leaves no room for the continuation. Errors as `generated_tokens`."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
-        check_greedy(settings)
+        count = generated_tokens(settings, self.max_length)
         until = settings.get("until") or []
         ends = [until] if isinstance(until, str) else list(until)
-        count = next((settings[name] for name in _LENGTHS if name in settings), MAX_GENERATED_TOKENS)
-        room = self.max_length - count
-        if room < 1:
-            raise ConfigError(
-                f"a task generates up to {count} tokens, expected fewer than the model's input of "
-                f"{self.max_length}: raise --seq-length, or remove the task"
-            )
         tokens: list[int] = []
         for token in generate(
             self.model,
-            self.tok_encode(context)[-room:],
+            self.tok_encode(context)[count - self.max_length :],
             count,
             Sampling(temperature=0),
             window=self.max_length,
@@ -136,11 +128,17 @@ class Tasks:
     """Tasks of the harness, loaded once and run any number of times."""
 
     def __init__(
-        self, names: Sequence[str], folder: str | None, limit: int | None, tokenizer: Tokenizer
+        self,
+        names: Sequence[str],
+        folder: str | None,
+        limit: int | None,
+        tokenizer: Tokenizer,
+        max_length: int,
     ) -> None:
         """folder: of tasks beside the harness's own. limit: use the first documents of each task only.
-        ConfigError for an unknown task, one whose data cannot be loaded, and one that samples its answers."""
-        self._limit, self._tokenizer = limit, tokenizer
+        max_length: tokens of the model's input. ConfigError for an unknown task, one whose data cannot be
+        loaded, one that samples its answers, and one whose answers are too long."""
+        self._limit, self._tokenizer, self._max_length = limit, tokenizer, max_length
         self._manager, loaded = _load(
             list(names), [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
         )
@@ -152,7 +150,7 @@ class Tasks:
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"task {name} runs generated code or reads images: remove it")
             if task.OUTPUT_TYPE == "generate_until":
-                check_greedy(task.config.generation_kwargs or {})
+                generated_tokens(task.config.generation_kwargs or {}, self._max_length)
         groups = loaded["groups"].values()
         inner = {group.name for outer in groups for group in outer.get_all_groups()}
         in_group = {task.task_name for group in groups for task in group.get_all_tasks()}
@@ -161,12 +159,12 @@ class Tasks:
             *(task for name, task in loaded["tasks"].items() if name not in in_group),
         ]
 
-    def run(self, model: LanguageModel, max_length: int, batch_size: int) -> Results:
-        """max_length, batch_size: see `HarnessModel`."""
+    def run(self, model: LanguageModel, batch_size: int) -> Results:
+        """batch_size: see `HarnessModel`."""
         # A bootstrap must not fork a process that holds a GPU and process groups.
         with temporary_environment({"DISABLE_MULTIPROC": "1"}):
             evaluated = simple_evaluate(
-                model=HarnessModel(model, self._tokenizer, max_length, batch_size),
+                model=HarnessModel(model, self._tokenizer, self._max_length, batch_size),
                 tasks=self._tasks,
                 task_manager=self._manager,
                 limit=self._limit,
@@ -185,10 +183,11 @@ class Tasks:
 
 def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, Any]]:
     """The tasks and groups of these names. The harness's own tasks are searched only if that is needed: their
-    thousands of files take 20 s."""
+    thousands of files take 20 s. A group or a tag needs it: without them, members that are the harness's own
+    would be left out without an error."""
     manager = TaskManager(include_path=folders, include_defaults=False)
-    if set(names) <= set(manager.all_tasks):
-        # A task or group may refer to tasks of the harness.
+    if set(names) <= set(manager.all_subtasks):
+        # A task may refer to files of the harness.
         with suppress(Exception):
             return manager, manager.load(names)
     manager = TaskManager(include_path=folders)
@@ -206,7 +205,15 @@ def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, 
         ) from error
 
 
-def check_greedy(settings: dict[str, Any]) -> None:
-    """ConfigError for a task that samples its answers."""
+def generated_tokens(settings: dict[str, Any], max_length: int) -> int:
+    """The most tokens that a task generates. ConfigError for a task that samples its answers, and for answers
+    that leave no room for a prompt in an input of `max_length` tokens."""
     if settings.get("do_sample", settings.get("temperature", 0) not in (0, None)):
         raise ConfigError(f"a task samples its answers ({settings}): only greedy ones are computed")
+    count = next((settings[name] for name in _LENGTHS if name in settings), MAX_GENERATED_TOKENS)
+    if count >= max_length:
+        raise ConfigError(
+            f"a task generates up to {count} tokens, expected fewer than the model's input of {max_length}: "
+            "raise --seq-length, or remove the task"
+        )
+    return int(count)

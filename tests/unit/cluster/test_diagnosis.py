@@ -70,8 +70,11 @@ def test_first_failure_is_the_cause_with_its_traceback() -> None:
     "error",
     [
         "RuntimeError: [/torch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:17893",
-        "RuntimeError: [/torch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv",
-        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or network error",
+        # Over InfiniBand the last of NCCL's lines does not tell what has happened.
+        "DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network "
+        "error, NCCL version 2.27.5 ncclRemoteError: A call failed possibly due to a network error or a "
+        "remote process exiting prematurely. Last error: NET/IB : Got completion from peer "
+        "10.0.0.5<47221> with status=12 opcode=0 len=0 vendor err 129",
         "DistNetworkError: failed to recv, got 0 bytes",
         "AcceleratorError: CUDA error: unspecified launch failure",
     ],
@@ -90,8 +93,22 @@ def test_rank_that_was_killed_because_another_failed_is_not_the_cause() -> None:
     text = "Traceback: gloo/NCCL ...\nerror: rank 0 on n1: ValueError: broken"
     failed = report(0, ExitStatus.FAILED, text=text)
     assert last_line(failed, report(1), report(2), report(3, signal="SIGTERM")).endswith("ValueError: broken")
+    # torch's NCCL watchdog aborts a rank that has lost another.
+    aborted = report(1, stacks="Fatal Python error: Aborted\n\nCurrent thread\n  File x")
+    assert last_line(failed, aborted, report(2)).endswith("ValueError: broken")
     crashed = report(1, stacks="Fatal Python error: Segmentation fault\n")
     assert last_line(failed, crashed).endswith("crashed: Segmentation fault")
+
+
+def test_rank_that_was_aborted_because_it_lost_another_is_not_the_cause() -> None:
+    aborted = {"stacks": "Fatal Python error: Aborted\n\nCurrent thread\n  File x"}
+    lost = "Traceback ...\nerror: rank 0 on n1: RuntimeError: gloo: Connection closed by peer"
+    assert "rank 2 on n2" in last_line(*all_but(report(2), end=None, **aborted))
+    assert last_line(*all_but(report(3, **aborted), end=ExitStatus.FAILED, text=lost)) == (
+        "error: rank 3 on n2, stage 1 (pid 103), after iteration 7: crashed: Aborted"
+    )
+    crashed = report(1, stacks="Fatal Python error: Bus error\n")
+    assert last_line(*all_but(crashed, end=None, **aborted)).endswith("crashed: Bus error")
 
 
 def test_native_crash_prints_its_stack() -> None:

@@ -38,6 +38,14 @@ def test_unexpected_error_prints_traceback_and_rank_on_the_last_line(capsys) -> 
     assert text.endswith(": ValueError: x\n")
 
 
+def test_an_error_of_several_lines_is_one_line_after_its_traceback(capsys) -> None:
+    """As of CUDA, whose last line is empty."""
+    end(RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`.\n"))
+    assert capsys.readouterr().err.endswith(
+        ": RuntimeError: CUDA error: device-side assert triggered Compile with `TORCH_USE_CUDA_DSA`.\n"
+    )
+
+
 def test_block_without_error_returns() -> None:
     with exit_on_error(RankReport(None, "0")):
         pass

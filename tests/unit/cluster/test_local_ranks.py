@@ -21,13 +21,21 @@ with start_other_ranks(sys.argv[1], sys.argv[2:], 3):
     time.sleep(float(sys.argv[2]))
     if sys.argv[2] == "0.1":
         raise RuntimeError("rank 0 fails")
+    if "is killed" in sys.argv[3]:
+        while not os.path.exists(sys.argv[1] + ".dies"):
+            time.sleep(0.01)
+        raise RuntimeError("gloo: Connection closed by peer")
 print("RANK" in os.environ, flush=True)
 """
 OTHER = """
-import os, sys, time
+import os, signal, sys, time
 os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\\n")
 if sys.argv[2] == "fails" and os.environ["RANK"] == "2":
     sys.exit(7)
+if sys.argv[2].startswith("is killed") and os.environ["RANK"] == "2":
+    open(__file__ + ".dies", "w").close()
+    time.sleep(0.5 if sys.argv[2] == "is killed later" else 0)
+    os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(0 if sys.argv[2] == "ends" else 60)
 """
 
@@ -57,6 +65,14 @@ def test_rank_0_ends_with_the_exit_code_of_a_rank_that_fails(tmp_path: Path) -> 
     first = start(tmp_path, "60", "fails")
     error = first.communicate(timeout=60)[1]
     assert first.returncode == 7 and error.count("rank 2 has ended with exit code 7") == 1
+
+
+@pytest.mark.parametrize("what", ["is killed", "is killed later"])
+def test_a_rank_that_was_killed_is_named_though_rank_0_fails_too(what: str, tmp_path: Path) -> None:
+    first = start(tmp_path, "0", what)
+    error = first.communicate(timeout=60)[1]
+    assert first.returncode == 128 + signal.SIGKILL
+    assert error == "error: rank 2 has ended with exit code -9\n"
 
 
 def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(

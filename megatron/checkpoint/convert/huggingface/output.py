@@ -34,13 +34,15 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
         yield temporary
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if _is_write_error(error):
+        if _is_write_error(error, temporary):
             raise ConfigError(
                 f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
             ) from error
         raise
 
 
-def _is_write_error(error: BaseException) -> bool:
-    """Whether a library raises it for a full disk: safetensors, torch.save, or any other."""
-    return isinstance(error, SafetensorError | OSError) or "PytorchStreamWriter" in str(error)
+def _is_write_error(error: BaseException, folder: Path) -> bool:
+    """Whether it may be that of a write in the folder, as on a full disk; an error of another file is not."""
+    if isinstance(error, OSError):
+        return error.filename is None or Path(error.filename).is_relative_to(folder)
+    return isinstance(error, SafetensorError)
