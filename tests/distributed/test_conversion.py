@@ -115,6 +115,7 @@ def integrity_record_of(folder):
     return json.loads((folder / "run.json").read_text())["certificate"]
 
 
+@pytest.mark.full
 def test_only_digests_of_averaged_parameters_are_dropped(tmp_path):
     source = saved(tmp_path, Row(tp=2), {})
     converted(source, tmp_path / "equal", allow_replica_mismatch=True)

@@ -112,6 +112,7 @@ def start_with_other_documents(load, save):
     return "\n".join(log)
 
 
+@pytest.mark.full
 def test_finetuning_may_treat_documents_in_another_way(tmp_path):
     """The canary's loss is then another one."""
     (log,) = run_world(1, start_with_other_documents, base("8 bits") / "native", tmp_path)

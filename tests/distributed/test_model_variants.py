@@ -93,7 +93,7 @@ PLAIN_CASES = {
 }
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
@@ -179,7 +179,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, changes = LAYOUTS[name]

@@ -117,6 +117,7 @@ def fused_with_kernels(cases):
         return fused_cases(cases)
 
 
+@pytest.mark.full
 def test_with_kernels_the_fused_loss_of_sharded_and_padded_rows_is_the_same():
     """The last of four ranks has padding only. The gradient that differs per token is computed again."""
     pytest.importorskip("triton")

@@ -9,15 +9,19 @@ from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, sa
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("saver", SHAPES)
-def test_a_checkpoint_opens_on_every_layout(saver, tmp_path):
+@pytest.mark.parametrize(
+    ("saver", "resumers"),
+    [("tp2 pp2", ("1 process", "tp4 dp2")), *((saver, tuple(SHAPES)) for saver in SHAPES)],
+    ids=["two others", *SHAPES],
+)
+def test_a_checkpoint_opens_on_every_layout(saver, resumers, tmp_path):
     """The vocabulary of 101 is padded to 104, 112 and 128 rows on 1, 2 and 4 TP ranks."""
     changes = {
         "model": {"hidden_dropout": 0.1, "glu_activation": "swiglu", "make_vocab_size_divisible_by": 8}
     }
     expected = uninterrupted(changes)
     run_world(SHAPES[saver].world_size, save_before, SHAPES[saver], tmp_path, changes)
-    for row in SHAPES.values():
+    for row in (SHAPES[name] for name in resumers):
         for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
             assert state == state_after(STEPS_BEFORE)
             loss_error, norm_error = relative_errors(history, expected)

@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_one_process_in_other_models(changes):
     assert max(relative_errors(ranks[0], reference)) <= FP32_BOUND
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("residual", [False, True])
 def test_bf16_follows_fp32(residual):
     row = Row(tp=2, pp=2, micro_batch=2, precision="bf16")
@@ -79,6 +79,7 @@ def test_bf16_follows_fp32(residual):
     assert relative_errors(ranks[0], reference)[0] <= LOW_PRECISION_BOUND
 
 
+@pytest.mark.full
 def test_dualpipev_with_a_sharded_sequence():
     row = Row(tp=2, pp=2, micro_batch=2)
     changes = {"parallel": {"pipeline_schedule": "dualpipev", **SEQUENCE_PARALLEL}}

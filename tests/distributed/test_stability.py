@@ -83,6 +83,7 @@ def test_a_spikes_update_is_dropped_as_if_its_data_had_been_left_out(row):
     assert_same_steps(steps, on(LAYOUTS[0], skip(f"{BAD}-{BAD}"))[0])
 
 
+@pytest.mark.full
 def test_a_warning_changes_nothing():
     row, parallel = Row(pp=2, micro_batch=2), DUALPIPEV
     steps, lines, _ = on(row, {"spike_policy": "warn", **SPIKE}, (BAD,), parallel=parallel)
@@ -212,6 +213,7 @@ def test_copies_on_tensor_ranks_are_averaged_after_each_step(zero):
     assert not torch.equal(apart[0][1], apart[1][1])
 
 
+@pytest.mark.full
 def test_averaging_equal_copies_changes_no_bit():
     row = Row(tp=2, pp=2, zero=1, micro_batch=4)
     assert on(row, {"sync_tp_duplicated_parameters": True}) == on(row, {})

@@ -108,7 +108,7 @@ def test_stages_of_any_content_train_as_one_process_does(stages, zero):
     )
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("stages", ["embedding alone, head alone", "empty stages beside the ends"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
@@ -140,7 +140,7 @@ def test_all_ranks_partition_by_the_same_measured_times(schedule):
     assert all(first < last for first, last in pairwise(bounds))
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "stages", ["embedding alone, head alone", "an empty stage in the middle", "final norm alone"]
