@@ -362,11 +362,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2, a rank that never came prints
     one and exits with code 1."""
     from megatron.cluster.exit_codes import RunStopped
+    from megatron.config.errors import exit_with_error
 
     with exit_on_config_error():
         try:
             run(sys.argv[1:] if argv is None else argv)
         except RunStopped as error:
+            if error.on_all_ranks:
+                exit_with_error(str(error), error.exit_code)
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 
 CONFIG_ERROR_EXIT_CODE = 2
+# Seconds in which rank 0 prints an error that another rank has found first.
+_RANK_0_PRINTS_S = 5.0
 
 
 class ConfigError(Exception):
@@ -19,13 +23,19 @@ class ConfigError(Exception):
 
 @contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """End the program with exit code 2 on a ConfigError.
-
-    Every rank exits; only global rank 0 (environment variable RANK, 0 if unset or empty) prints the message.
-    """
+    """End the program with exit code 2 on a ConfigError. Every rank exits, see `exit_with_error`."""
     try:
         yield
     except ConfigError as error:
-        if (env.get("RANK") or "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(CONFIG_ERROR_EXIT_CODE)
+        exit_with_error(str(error), CONFIG_ERROR_EXIT_CODE, env)
+
+
+def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:
+    """Ends this rank with an error that rank 0 has too, or is sent. Only global rank 0 (environment variable
+    RANK, 0 if unset or empty) prints the sentence."""
+    if (env.get("RANK") or "0") == "0":
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    else:
+        # The launcher ends rank 0 as soon as this rank has ended, and all others as soon as rank 0 has.
+        time.sleep(_RANK_0_PRINTS_S)
+    sys.exit(code)

@@ -9,11 +9,17 @@ from megatron.config import ConfigError, exit_on_config_error
 
 @pytest.mark.parametrize(("env", "printed"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])
 def test_a_config_error_ends_with_code_2_and_one_line(
-    env: dict[str, str], printed: bool, capsys: pytest.CaptureFixture[str]
+    env: dict[str, str],
+    printed: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The other ranks let rank 0 end first: a launcher ends it with them."""
+    waited: list[float] = []
+    monkeypatch.setattr("megatron.config.errors.time.sleep", waited.append)
     with pytest.raises(SystemExit) as caught, exit_on_config_error(env):
         raise ConfigError("--lr is 0: expected more")
-    assert caught.value.code == 2
+    assert caught.value.code == 2 and bool(waited) is not printed
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == ("error: --lr is 0: expected more\n" if printed else "")
