@@ -234,7 +234,7 @@ class MixedPrecisionOptimizer:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
             flat.set_master_grad(factor)
-        self.unit_overlap.drop_ahead()
+        self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.optimizer.step()
         for flat in self.flat:
@@ -464,7 +464,7 @@ class MixedPrecisionOptimizer:
         Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
         self.wait_for_params()
-        self.unit_overlap.drop_ahead()
+        self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.optimizer.state.clear()
         self._first_others: dict[tuple[int, str], Any] = {}
