@@ -199,7 +199,7 @@ class ShardedUnit:
         """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
         for flat in self._flats:
             # Of the whole group: only a diagnosis reads it, which then looks for the parameter.
-            flat.reduced_grad_norms += torch.linalg.vector_norm(flat.gradients, torch.inf)
+            flat.add_grad_norms(torch.linalg.vector_norm(flat.gradients, torch.inf))
         self._reducing = [flat.reduce_scatter_grads(self._dp_group) for flat in self._flats]
         self._pending_params = set(self._parameters)
         self._in_backward = False

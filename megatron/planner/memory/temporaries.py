@@ -1,7 +1,7 @@
 """Memory that exists for a part of an instruction only, in bytes, at the moments at which a step may peak.
 
-The activations that are kept between a forward and its backward pass are in `layer_memory`. Each function names the
-code that it describes; `tests/simulated` compares the sums with the simulated step.
+The activations that are kept between a forward and its backward pass are in `layer_memory`. Each function
+names the code that it describes; `tests/simulated` compares the sums with the simulated step.
 """
 
 from __future__ import annotations
