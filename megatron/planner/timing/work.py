@@ -151,7 +151,8 @@ def program_of(config: Config) -> Program:
 
 @dataclass(frozen=True)
 class _LayerChoices:
-    """What both passes of a transformer layer depend on. The properties count elements moved, per query."""
+    """What the traffic of both passes of a transformer layer depends on. `rotary`, `joins`, `copies`: elements
+    that are moved, per element of the queries."""
 
     size: int
     """Bytes per element."""
@@ -164,8 +165,8 @@ class _LayerChoices:
     keys: float
     """Of keys, or of values, in units of the queries."""
     rotates: bool
-    partial: bool
-    """Whether a part of each head is rotated."""
+    rotary_percent: float
+    """The share of each head that is rotated."""
     repeats: bool
     """Whether keys and values are copied for each head of their group."""
     one_norm: bool
@@ -178,18 +179,24 @@ class _LayerChoices:
         return self.dropout and not self.kernels
 
     @property
+    def partial(self) -> bool:
+        """Whether only a part of each head is rotated. The parts are joined then."""
+        return self.rotary_percent < 1
+
+    @property
+    def rotary(self) -> float:
+        """By the rotation: 10 bytes per rotated byte in either pass."""
+        return (1 + self.keys) * self.rotates * (10 * self.rotary_percent)
+
+    @property
     def joins(self) -> float:
-        """By joining the rotated part of each head with the rest."""
+        """By joining the parts of heads."""
         return (1 + self.keys) * self.rotates * (2 * self.partial)
 
     @property
     def copies(self) -> float:
         """By copying keys and values."""
         return 2 * (1 + self.keys) * self.repeats
-
-    def rotary(self, percent: float) -> float:
-        """By the rotation: 10 bytes per rotated byte in either pass. percent: the rotated share of a head."""
-        return (1 + self.keys) * self.rotates * (10 * percent)
 
 
 def _layer_choices(config: Config) -> _LayerChoices:
@@ -204,7 +211,7 @@ def _layer_choices(config: Config) -> _LayerChoices:
         biases=not model.disable_bias_linear,
         keys=model.key_width / model.query_width,
         rotates=model.position_embedding_type == "rotary",
-        partial=model.rotary_percent < 1,
+        rotary_percent=model.rotary_percent,
         repeats=shares and attention != Implementation.TRITON,
         one_norm=len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1,
         chunks=overlap_chunks(config),
@@ -223,7 +230,7 @@ def _forward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
     in_dropout = skips_bias_add(config) and layer.kernels and layer.dropout
     biases_alone = 2 * (tp_size > 1 and layer.biases and not in_dropout)
     units = 6 if unfused else 14 if biased else 8
-    units_of_heads = units - 2 * (1 - layer.keys) + layer.rotary(model.rotary_percent)
+    units_of_heads = units - 2 * (1 - layer.keys) + layer.rotary
     norms, _ = _qk_norm_traffic(config)
     return Traffic(
         hidden=size * (14 + 2 * biases_alone - 2 * layer.one_norm) + 2 * 79 * layer.hashed,
@@ -253,10 +260,7 @@ def _backward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
     in_kernel = layer.attention == Implementation.TRITON
     units = 21 if unfused else 27 if biased else 29 if in_kernel else 25
     units_of_heads = (
-        units
-        - (10 if model.qkv_bias else 8) * (1 - layer.keys)
-        - (0 if model.qkv_bias else 3)
-        + layer.rotary(model.rotary_percent)
+        units - (10 if model.qkv_bias else 8) * (1 - layer.keys) - (0 if model.qkv_bias else 3) + layer.rotary
     )
     _, norms = _qk_norm_traffic(config)
     return Traffic(
