@@ -151,8 +151,8 @@ def program_of(config: Config) -> Program:
 
 @dataclass(frozen=True)
 class _LayerChoices:
-    """What the traffic of both passes of a transformer layer depends on. `rotary`, `joins`, `copies`: elements
-    that are moved, per element of the queries."""
+    """What the traffic of both passes of a transformer layer depends on. `rotary`, `joins` and `copies` are
+    numbers of elements moved, per element of the queries."""
 
     size: int
     """Bytes per element."""
@@ -185,17 +185,17 @@ class _LayerChoices:
 
     @property
     def rotary(self) -> float:
-        """By the rotation: 10 bytes per rotated byte in either pass."""
+        """The rotation moves 10 bytes per rotated byte in either pass."""
         return (1 + self.keys) * self.rotates * (10 * self.rotary_percent)
 
     @property
     def joins(self) -> float:
-        """By joining the parts of heads."""
+        """One copy of queries and keys, read and written."""
         return (1 + self.keys) * self.rotates * (2 * self.partial)
 
     @property
     def copies(self) -> float:
-        """By copying keys and values."""
+        """Of keys and values for the heads of their group."""
         return 2 * (1 + self.keys) * self.repeats
 
 
