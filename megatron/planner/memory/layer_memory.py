@@ -19,8 +19,7 @@ a s^2 b / t scores: each as softmax output in fp32, as dropout output in the run
 mask. --recompute-granularity selective recomputes them instead.
 
 With --checkpoint-activations a layer keeps only its input: 1 / t of it with --partition-activations, nothing
-on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is in
-`temporaries`.
+on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is in `temporaries`.
 """
 
 from __future__ import annotations
