@@ -1,4 +1,4 @@
-"""What only rank 0 looks at, files and the owner of --save, and what all ranks do when it finds trouble."""
+"""What only rank 0 looks at, files and the owner of --save, and what all ranks do when it finds an error."""
 
 import re
 from dataclasses import replace

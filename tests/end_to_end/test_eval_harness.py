@@ -192,7 +192,7 @@ def test_an_unknown_task_is_refused(folders, capsys):
     with pytest.raises(SystemExit) as caught:
         evaluate.main(["--load", str(folders[0]), "--tasks", "toy", "no_such_task"])
     assert caught.value.code == CONFIG_ERROR_EXIT_CODE
-    assert "task no_such_task: the harness has no such task" in capsys.readouterr().err
+    assert "unknown task no_such_task" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--z
 
 @pytest.fixture(scope="module")
 def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
-    """Five starts of one run: it leaves at an interval, is killed, leaves by the kill switch, leaves as one
+    """Five starts of one run: it stops at an interval, is killed, stops by the kill switch, stops when one
     of its processes gets a signal, and ends."""
     folder = tmp_path_factory.mktemp("interrupted")
     checkpoints, switch = folder / "checkpoints", folder / "stop"

@@ -207,7 +207,7 @@ def test_job_ended_by_slurm() -> None:
 
 def test_lost_node_is_named() -> None:
     line = last_line(*all_but(report(1), end=ExitStatus.FAILED), slurm=SlurmJob("RUNNING", ("n2",)))
-    assert line == "error: lost the node n2, which does not answer Slurm, after iteration 7"
+    assert line == "error: node n2 is down or not responding to Slurm, after iteration 7"
 
 
 def test_command_prints_to_stderr_and_sets_the_exit_code(tmp_path: Path) -> None:
