@@ -87,7 +87,7 @@ def lose_the_folder():
 
     class Owner:
         @property
-        def loss(self):
+        def lost_reason(self):
             return "the folder was taken over" if len(steps) >= 2 else None
 
     owner = Owner() if trainer.engine.global_rank == 0 else None
