@@ -261,7 +261,8 @@ def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
         if idle_timer.has_expired():
             raise RunStopped(
                 f"{who} did not connect to {address} within --start-timeout "
-                f"({_missing(store, address.world_size)}): start {address.world_size} processes, or correct WORLD_SIZE"
+                f"({_missing(store, address.world_size)}): start {address.world_size} processes, or correct "
+                "WORLD_SIZE"
             )
         if now - last >= _REPORT_INTERVAL_S:
             _print(f"waiting for {who} to connect to {address} ({_missing(store, address.world_size)})")
