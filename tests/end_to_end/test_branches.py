@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -193,3 +194,14 @@ def test_a_branch_point_that_is_not_there_is_one_sentence(tmp_path: Path) -> Non
     (sentence,) = run.errors
     assert "--branch-at 8: --load" in sentence and "holds no global_step8" in sentence
     assert run.rank_exit_codes == {2} and not (tmp_path / "b").exists()
+
+
+@pytest.mark.full
+def test_the_schedule_of_the_page_is_the_one_that_its_command_prints() -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    command, line = re.findall(r"^```\w+\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
+    words = command.replace("\\\n", " ").split()
+    printed = subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert line in printed.stdout
