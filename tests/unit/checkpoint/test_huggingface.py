@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from megatron.model.single_process import GPTModel
 from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 from tools import convert_huggingface
 
@@ -246,15 +245,6 @@ def test_a_missing_tensor_rank_is_named(tmp_path):
     (checkpoint.folder / "layer_05-model_01-model_states.pt").unlink()
     with pytest.raises(ConfigError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
         megatron_logits(checkpoint)
-
-
-def flip_a_byte(path):
-    """In the largest member of the file: its zip's directory and its pickle are as they were."""
-    with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda info: info.file_size)
-    content = bytearray(path.read_bytes())
-    content[largest.header_offset + 200] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("precision", [None, "fp32"])
