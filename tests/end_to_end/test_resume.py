@@ -42,7 +42,7 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
         if (parse_log_line(line) or {}).get("iteration") == 14:
             os.kill(pids[-1], signal.SIGUSR2)
 
-    left = pretrain([*flags, "--exit-interval", "3"], processes=2)
+    stopped = pretrain([*flags, "--exit-interval", "3"], processes=2)
     killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
     # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
     newest = checkpoints / (checkpoints / "latest").read_text()
@@ -52,7 +52,7 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     )
     signalled = pretrain(flags, processes=2, on_line=signal_one_process_after_step_14)
     finished = pretrain(flags, processes=2)
-    return [left, killed, switched, signalled, finished], checkpoints
+    return [stopped, killed, switched, signalled, finished], checkpoints
 
 
 def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
