@@ -72,13 +72,13 @@ def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
 def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     interrupted: tuple[list[Run], Path],
 ) -> None:
-    (left, killed, switched, signalled, finished), checkpoints = interrupted
+    (stopped, killed, switched, signalled, finished), checkpoints = interrupted
     nothing_there = f"initializing from scratch (--load {checkpoints} holds no checkpoint)"
-    assert nothing_there in left.stdout
-    assert [step["iteration"] for step in left.steps] == [1, 2, 3]
-    assert f"saved {checkpoints / 'global_step3'}" in left.stdout
-    assert left.evaluations == []  # the run is not over: its end says what the end's losses are
-    assert left.exit_code == 0 and "exiting program at iteration 3" in left.stdout
+    assert nothing_there in stopped.stdout
+    assert [step["iteration"] for step in stopped.steps] == [1, 2, 3]
+    assert f"saved {checkpoints / 'global_step3'}" in stopped.stdout
+    assert stopped.evaluations == []  # the run is not over: its end says what the end's losses are
+    assert stopped.exit_code == 0 and "exiting program at iteration 3" in left.stdout
 
     assert f"starting from {checkpoints / 'global_step3'}, iteration 3" in killed.stdout
     assert killed.exit_code == -signal.SIGKILL
