@@ -78,7 +78,7 @@ def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     assert [step["iteration"] for step in stopped.steps] == [1, 2, 3]
     assert f"saved {checkpoints / 'global_step3'}" in stopped.stdout
     assert stopped.evaluations == []  # the run is not over: its end says what the end's losses are
-    assert stopped.exit_code == 0 and "exiting program at iteration 3" in left.stdout
+    assert stopped.exit_code == 0 and "exiting program at iteration 3" in stopped.stdout
 
     assert f"starting from {checkpoints / 'global_step3'}, iteration 3" in killed.stdout
     assert killed.exit_code == -signal.SIGKILL
