@@ -14,8 +14,8 @@ from megatron.config import ConfigError
 
 PROGRAM = "pretrain_gpt.py"
 _TIMEOUT_S = 60
-# Set by Slurm or read by the example scripts: the command does not depend on the shell it is asked for in.
-_JOB_VARIABLES = ("SLURM_", "MASTER_", "NNODES", "GPUS_PER_NODE", "RUN_DIR")
+# Of a job that this program may run in. The sizes that the example scripts read, as NNODES, are the user's.
+_JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 
 @dataclass(frozen=True)
