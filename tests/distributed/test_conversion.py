@@ -157,6 +157,7 @@ def test_an_external_source_with_changed_files_is_another_source(tmp_path):
     assert identity(open_source(source)) != before
 
 
+@pytest.mark.full
 def test_a_conversion_that_was_killed_before_latest_universal_is_finished(tmp_path, monkeypatch):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     (tmp_path / "latest_universal").write_text("an older one")

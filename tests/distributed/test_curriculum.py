@@ -78,7 +78,7 @@ def test_short_steps_are_those_of_a_run_with_short_sequences(single):
     assert history[2] != single["absolute"][0][2]
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_numbers_of_one_process(name, single):
     row, changes = LAYOUTS[name]

@@ -84,7 +84,7 @@ def save(folder: Path, precision: str, zero: int) -> dict[str, dict[str, torch.T
     }
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "replicas, precision, zero",
     [(2, "bf16", 1), (2, "fp32", 1), (1, "bf16", 1), (3, "bf16", 2), (1, "fp32", 2)],

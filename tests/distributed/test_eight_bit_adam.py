@@ -44,6 +44,7 @@ def one_process(eight_bit, is_qwen3=False):
     return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {}, model)[0]
 
 
+@pytest.mark.full
 def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
     expected, history = one_process(eight_bit=False), one_process(eight_bit=True)
     assert history[-1][0] < history[0][0] - 0.5
@@ -71,6 +72,7 @@ def test_every_layout_trains_a_qwen3_like_model_as_one_process_does(layout):
         assert relative_errors(history, one_process(False, is_qwen3=True))[0] < 0.01
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(dp=2, micro_batch=2), Row(pp=2, dp=2, micro_batch=2)], ids=str)
 def test_both_zero_stages_take_the_same_steps(row):
     """The partitions' boundaries are boundaries of blocks."""
@@ -122,6 +124,7 @@ def moments_of_one_process():
     return run_world(1, moments_and_table, Row(micro_batch=4))[0]
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row",
     [

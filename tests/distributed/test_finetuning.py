@@ -87,7 +87,7 @@ def start(row, load, save, steps, flag, **optimizer):
     return state, history, "\n".join(log)
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("saver", ["bf16 pp2 dp2", "fp16 tp2"])
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("kind", ["native", "universal"])

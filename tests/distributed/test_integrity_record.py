@@ -83,6 +83,7 @@ def change(folder, what):
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize(
     "what, named",
     [

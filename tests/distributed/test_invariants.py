@@ -82,6 +82,7 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_a_mismatched_replica_is_named_on_every_rank(name):
     row, changes, precision, part = MISMATCHES[name]

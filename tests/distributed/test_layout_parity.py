@@ -84,7 +84,7 @@ def loss_rows():
     ]
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("row", loss_rows(), ids=str)
 def test_the_plain_loss_trains_as_the_fused_one_does(row):
     plain = {"training": {"loss_implementation": "plain"}}

@@ -199,7 +199,7 @@ SAVERS = {
 RESUMERS = (Row(pp=2, dp=2, zero=1), Row(tp=4, dp=2, zero=1, micro_batch=2), Row(tp=2, pp=2))
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("model", [LLAMA, OLMO2, FALCON], ids=["llama", "olmo2", "falcon"])
 def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):

@@ -150,7 +150,7 @@ def clipped_sgd_history(row):
     return train_layout(row, 5, optimizer={"optimizer": "sgd", "clip_grad": 0.3}, schedule={"lr": 1.0})
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
     """Adam forgives a wrong factor on all gradients, SGD does not."""
@@ -430,7 +430,7 @@ def check_same_steps(expected, found):
         assert [norm for _, norm in one] == pytest.approx([norm for _, norm in other], rel=1e-7)
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("overlap", OVERLAP)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_both_zero_stages_take_the_same_steps(precision, overlap):

@@ -104,7 +104,7 @@ def history_and_parts(row, changes):
     return sizes, history + train(engine, range(1, STEPS))
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "flags", "changes"),
     [

@@ -44,7 +44,7 @@ def test_interleaved_stages_open_on_other_layouts_and_open_theirs(other, back, t
         assert max(relative_errors(history, uninterrupted({}))) <= FP32_BOUND
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
 def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(pipeline, tmp_path):
     """BigScience saw 1.9439 on 12 stages and 2.0429 on 72, for one checkpoint."""
@@ -64,6 +64,7 @@ def test_a_resume_may_change_the_precision(before, after, tmp_path):
     assert relative_errors(history, uninterrupted({}))[0] <= 2e-3
 
 
+@pytest.mark.full
 def test_another_kind_of_optimizer_loads_the_weights_and_starts_with_new_moments(tmp_path):
     run_world(1, save_before, Row(), tmp_path, {})
     sgd = {"optimizer": {"optimizer": "sgd", "clip_grad": 1.0}}

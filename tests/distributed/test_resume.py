@@ -149,7 +149,7 @@ def resume_with(row, parallel, folder):
     return train(engine, range(3, 6))
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("zero, precision", [(0, "fp32"), (1, "fp32"), (1, "bf16"), (0, "fp16")])
 @pytest.mark.parametrize("stages", OTHER_STAGES)
 @pytest.mark.parametrize("back", [False, True])
@@ -320,6 +320,7 @@ def flip_a_byte(path):
     path.write_bytes(content)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("pattern", ["layer_05-*", "mp_rank_01_*", "zero_pp_rank_1_mp_rank_00_*"])
 def test_a_flipped_byte_is_named_and_the_previous_checkpoint_resumed(pattern, tmp_path):
     row = Row(pp=2, dp=2, zero=1)
@@ -334,6 +335,7 @@ def test_a_flipped_byte_is_named_and_the_previous_checkpoint_resumed(pattern, tm
         assert "global_step2" in sentence and "global_step1:" in sentence and "is damaged" in sentence
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("keep_last, kept", [(None, {"global_step1", "global_step2"}), (1, {"global_step2"})])
 def test_keep_last_keeps_that_many_checkpoints(keep_last, kept, tmp_path):
     (tmp_path / "saving-global_step1").mkdir()

@@ -161,6 +161,7 @@ def save_good_then_unequal(folder):
     return back.folder.name, save(checkpoints, 5)
 
 
+@pytest.mark.full
 def test_keep_last_keeps_the_newest_checkpoint_with_equal_replicas(tmp_path):
     """4 replaced 3, and 2, the last with equal copies, stayed; a rollback takes it."""
     assert run_world(2, save_good_then_unequal, tmp_path) == [("global_step2", None)] * 2

@@ -54,7 +54,7 @@ def test_the_numbers_are_those_of_one_process(row, dropout):
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -101,6 +101,7 @@ def shapes_and_weights(row):
     return seen, weights_of(engine)
 
 
+@pytest.mark.full
 def test_between_layers_a_rank_holds_its_part_and_replicated_weights_stay_equal():
     ranks = run_world(4, shapes_and_weights, Row(tp=4, micro_batch=2))
     for seen, _ in ranks:

@@ -167,6 +167,7 @@ def test_steps_that_are_not_finite_are_skipped_up_to_k_in_a_row(precision):
         ]
 
 
+@pytest.mark.full
 def test_the_kth_in_a_row_stops_the_run():
     row = Row(dp=2, micro_batch=4)
     for precision in ({"bf16": True}, {"fp16": True}):
@@ -198,6 +199,7 @@ def mismatched_and_stepped(row, stability):
     return before, norm.detach().clone(), trainer.metrics.steps
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_copies_on_tensor_ranks_are_averaged_after_each_step(zero):
     row = Row(tp=2, dp=2, zero=zero, micro_batch=4)

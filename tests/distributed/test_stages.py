@@ -126,6 +126,7 @@ def times_and_bounds(row, parallel, changes):
     return times, plan_stages(config, VOCAB, times).bounds
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_all_ranks_partition_by_the_same_measured_times(schedule):
     """With what travels beside the hidden states, recomputation and attention spelt out."""
@@ -168,7 +169,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("row", COMBINED, ids=str)
 def test_dualpipev_with_all_that_goes_with_a_pipeline(row):
     check(row, {"pipeline_schedule": "dualpipev"})
@@ -192,7 +193,7 @@ def test_interleaved_trains_as_one_process_does(stages, zero):
     check(row, interleaved(per_rank, method), dropout=0.1)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("row", [*COMBINED, Row(tp=2, pp=4)], ids=str)
 def test_interleaved_with_all_that_goes_with_a_pipeline(row):
     method = "type:transformer" if row.pp == 2 else "layout:E|t||t|t||t|L"

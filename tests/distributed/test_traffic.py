@@ -65,7 +65,7 @@ def sent_per_layer(row: Row) -> float:
     return (sum(many.values()) - sum(few.values())) / 2
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -81,6 +81,7 @@ def test_bytes_per_layer(row: Row, expected: float) -> None:
     assert sent_per_layer(row) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.full
 def test_bytes_between_stages_do_not_depend_on_the_number_of_layers() -> None:
     row = Row(pp=3, precision="bf16")
     for layers in (3, 6):

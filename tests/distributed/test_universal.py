@@ -137,6 +137,7 @@ def start_with_new_moments(row, folder, trained_before):
     return train(engine, range(3))
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(), Row(dp=2, zero=1, precision="bf16")])
 def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
     """Its step too: after training on something else, the losses are those of a new optimizer."""
@@ -243,6 +244,7 @@ def test_deepspeeds_own_loader_reads_it(tmp_path):
         assert run_world(1, load_as_deepspeed, tmp_path / "universal", tp_rank) == [[]]
 
 
+@pytest.mark.full
 def test_a_native_checkpoint_of_another_program_is_converted(tmp_path):
     """One that Megatron-DeepSpeed writes has no run.json, and patterns without anchors."""
     source = saved(tmp_path, Row(tp=2, pp=2, zero=1), GATED)
@@ -379,6 +381,7 @@ def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes
         find(blooms, model={**BLOOM["model"], **changes})
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
 def test_an_incomplete_copy_is_refused_by_name(file, blooms):
     (blooms / "global_step5_universal" / "zero" / "8.bias" / file).unlink()

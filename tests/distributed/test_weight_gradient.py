@@ -81,7 +81,7 @@ def weights_added_when_compiled(row, changes):
     return added
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "row, parallel",
     [

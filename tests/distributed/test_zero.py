@@ -85,7 +85,7 @@ def reference(row):
     return run_world(1, train_layout, row, STEPS)[0]
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
@@ -153,7 +153,7 @@ def test_a_reduction_computes_one_norm_per_group():
         assert norms == groups < parameters
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [2, 3])
 def test_8_bit_moments_train_as_with_zero_1(zero):
     row = Row(tp=2, dp=2, micro_batch=4)
@@ -166,7 +166,7 @@ def test_8_bit_moments_train_as_with_zero_1(zero):
 # --- the host's memory ---
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row",
     [
@@ -183,6 +183,7 @@ def test_the_step_on_the_host_gives_the_same_numbers(row):
     assert run_world(row.world_size, train_layout, row, 5, **OFFLOAD) == expected, "nothing to move"
 
 
+@pytest.mark.full
 def test_8_bit_moments_can_be_on_the_host():
     changes = {**EIGHT_BIT, **OFFLOAD}
     row = Row(dp=2, zero=2, micro_batch=2)
@@ -237,6 +238,7 @@ def what_is_there(row, changes):
 NO_OVERLAP = {"parallel": {"no_overlap_grad_reduce": True, "no_overlap_param_gather": True}}
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
@@ -281,7 +283,7 @@ def train_and_evaluate(row, changes):
     return history + train(engine, [1, 2]), weights_of(engine).shards
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row, layers_per_checkpoint",
     [
@@ -385,7 +387,7 @@ def open_midway(row, folder, changes):
     return make_integrity_record(engine, VOCAB), train(engine, range(3, 6))
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
     row = SAVERS[saver]
@@ -399,6 +401,7 @@ def test_a_checkpoint_of_any_stage_opens_with_any_other(saver, tmp_path):
             assert max(relative_errors(history, ranks[0][1])) <= FP32_BOUND
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_layer_files_hold_the_weights(precision, tmp_path):
     row = Row(tp=2, dp=2, zero=3, micro_batch=2, precision=precision)

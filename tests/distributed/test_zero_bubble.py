@@ -66,7 +66,7 @@ def trained(row, schedule, changes):
     return history, gradients, weights_of(engine).shards
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", ROWS)
 def test_it_trains_as_1f1b_to_the_last_bit(name):
     row, changes = ROWS[name]

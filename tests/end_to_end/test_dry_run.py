@@ -51,6 +51,7 @@ def test_a_plan_for_176b_parameters_has_blooms_numbers() -> None:
     assert all(row[1] == before[2] + 1 for before, row in zip(rows, rows[1:], strict=False))
 
 
+@pytest.mark.full
 def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
     run = plan([*GPT_104B, "--vocab-size", "50257"], 128 * 2)
     hidden, padded = 11600, 50688  # 50257 up to a multiple of 128 x 4
@@ -64,6 +65,7 @@ def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
     assert {row[3] for row in rows[1:31]} == {2 * per_rank}
 
 
+@pytest.mark.full
 def test_a_plan_reports_the_data_if_it_is_there(data: list[str]) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--max-epochs-per-dataset", "1e-9"]
     printed = plan(flags, 1).stdout

@@ -66,6 +66,7 @@ def test_ctrl_c_saves_and_names_the_iteration_to_resume_from(data: list[str], tm
     assert run.errors == []
 
 
+@pytest.mark.full
 def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", str(tmp_path), "--log-interval", "2"]
     run = pretrain_typed(flags, on_line=at_step(2, interrupt))
@@ -104,6 +105,7 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
     assert validation_points(tmp_path / "parts") == validation_points(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[str]) -> None:
     run = pretrain([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
     (line,) = run.errors

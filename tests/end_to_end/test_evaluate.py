@@ -146,7 +146,7 @@ def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
     assert float(loss) == pytest.approx(expected, rel=tolerance)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [0, 2], ids=["own ranks", "launcher"])
 def test_a_rank_without_a_device_is_named_once(processes: int, trained: Trained, data: list[str]) -> None:
     flags = ["--data-path", data[1], *FIRST_BATCH, "--load", str(trained.folder)]

@@ -61,6 +61,7 @@ def test_next_token_logits_equal_the_last_position_of_the_full_logits(trained: T
     assert torch.allclose(model.next_token_logits(tokens[0]), full, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,7 +84,7 @@ def test_both_launchers_print_the_run_of_one_process(launcher: str, data: list[s
     assert_same_run(run, single)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("processes", "options"),
     [

@@ -110,6 +110,7 @@ def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_
     assert run.steps == []
 
 
+@pytest.mark.full
 def test_processes_that_were_started_with_different_flags_end_with_one_sentence(data: list[str]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rates = {"0": "1e-3", "1": "5e-3"}
@@ -137,6 +138,7 @@ def test_processes_that_were_started_with_different_flags_end_with_one_sentence(
     assert "--lr is 0.001 on rank 0 and 0.005 on rank 1" in error
 
 
+@pytest.mark.full
 def test_a_rank_outside_the_world_says_so_itself(data: list[str]) -> None:
     env = {**os.environ, "RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     run = subprocess.run(

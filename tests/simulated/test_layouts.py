@@ -52,6 +52,7 @@ def allowed_per_step(name):
     return allowed
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.gate(rows=GATE_ROWS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_host_waits_at_most_once_per_step(name):
@@ -153,7 +154,7 @@ def test_apex_is_refused_by_name():
         simulate_stages(config_of("--use-apex"))
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["all-three", "all-three-sequence"])
 def test_other_ranks_of_a_stage_make_the_same_calls(name):
     """`all_calls` takes the calls of the first tensor and data rank for all: the last ones are simulated.

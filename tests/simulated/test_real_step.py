@@ -73,7 +73,7 @@ def simulate_without_kernels(*arguments: Any) -> StepRecord:
     return simulate_rank(*arguments)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_simulated_step_is_the_real_one(row):
     count = GLOBAL_BATCH // (row.micro_batch * row.dp)

@@ -16,7 +16,7 @@ ZERO_3 = f"--world-size {DATA} --num-layers 24 --micro-batch-size 1 --bf16 --zer
 OFFLOADED = f"{ZERO_3} --cpu-offload"
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("flags", [ZERO_3, OFFLOADED])
 def test_zero_3_starts_with_its_shard_and_one_layer(flags):
     config = config_of(flags)

@@ -78,7 +78,7 @@ def test_planned_bytes_of_a_layer_are_those_of_the_step(name: str) -> None:
         assert work.launches == pytest.approx(launches, rel=0.1), kind
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [

@@ -288,6 +288,7 @@ def probe(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_job_that_may_not_requeue_exits_with_75(submit: Submit, probe: Path) -> None:
     job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, REPO=probe, REQUEUE="no", **TINY)
     job.wait_for(": restart 0", times=4)

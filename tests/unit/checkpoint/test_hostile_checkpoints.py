@@ -242,6 +242,7 @@ def test_hostile_json_is_refused_however_deep(text: str, tmp_path: Path) -> None
     assert "nested more than 64 levels" in refusal(lambda: read_json(tmp_path / "f.json"), HostileFileError)
 
 
+@pytest.mark.full
 def test_hostile_json_of_nothing_but_lists_takes_bounded_memory(tmp_path: Path) -> None:
     (tmp_path / "f.json").write_bytes(b"[" + b"[]," * 2_790_000 + b"[]]")
     with bounds():

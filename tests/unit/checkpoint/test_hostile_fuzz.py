@@ -126,6 +126,7 @@ def test_hostile_mutations_of_the_record_that_gives_a_command_its_flags(
     fuzz(examples, read, files.change, victim)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", MUTATIONS)
 def test_hostile_mutations_of_the_source_of_a_conversion(examples: int, victim: Path, tmp_path: Path) -> None:
     folder = write_native(
@@ -149,6 +150,7 @@ def universal(tmp_path: Path) -> Path:
     return target
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", MUTATIONS)
 def test_hostile_mutations_of_a_universal_checkpoint(examples: int, victim: Path, tmp_path: Path) -> None:
     folder = universal(tmp_path)

@@ -82,6 +82,7 @@ BOMBS = {
 HARMLESS = {"a million sets", "memo index", "large memo index of text", "frame", "attribute names"}
 
 
+@pytest.mark.gate(rows=10)
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_hostile_pickle_is_refused_within_bounds(kind: str, tmp_path: Path) -> None:
     path = file_of(tmp_path / "f.pt", BOMBS[kind])

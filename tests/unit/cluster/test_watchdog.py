@@ -64,6 +64,7 @@ def test_hang_is_reported_with_its_stack(tmp_path: Path) -> None:
     assert "<module>" in report["place"] and 'File "<string>", line 21 in <module>' in report["stacks"]
 
 
+@pytest.mark.full
 def test_hang_without_reports_is_printed_to_stderr() -> None:
     process = start(PROGRAM.format(WATCH))
     _, stderr = process.communicate(timeout=30)

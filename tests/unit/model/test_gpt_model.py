@@ -113,6 +113,7 @@ def train_with_fp32_residual(row):
     return train_layout(row, 5, precision={"fp32_residual_connection": True})
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_an_fp32_residual_crosses_stages_and_trains(precision):
     row = Row(pp=2, micro_batch=2, precision=precision)
@@ -179,6 +180,7 @@ def losses_with_masks(row, masked=True):
     return history
 
 
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "row",
     [Row(micro_batch=2), Row(micro_batch=8), Row(dp=2, micro_batch=2, zero=1), Row(pp=2, micro_batch=4)],

@@ -33,6 +33,7 @@ def test_at_its_base_width_nothing_changes():
     assert relative_errors(run_world(1, train_model, Row(), at_base)[0], standard) == (0.0, 0.0)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("factor", ["input", "output", "attn"])
 def test_each_multiplier_acts(factor):
     one, ten = ({"mup": True, "init_method_std": 1.0, f"mup_{factor}_mult": value} for value in (1.0, 10.0))
@@ -66,6 +67,7 @@ def growth_of_logits(width, mup):
     return (logits() - before).square().mean().sqrt().item()
 
 
+@pytest.mark.full
 def test_a_wide_model_moves_as_far_as_a_narrow_one():
     growth = {
         mup: [run_world(1, growth_of_logits, width, mup)[0] for width in (32, 128, 512)]
