@@ -57,15 +57,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default: 0)")
     arguments = parser.parse_args()
     print(describe_machine())
-    lot = random.Random(arguments.seed)
+    rng = random.Random(arguments.seed)
     drills: list[Drill] = []
-    with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as place:
+    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder)) as cluster:
         try:
             for round in range(arguments.each):
                 for fault in arguments.faults:
-                    drills.append(drill(place, fault, lot, drills[-1] if drills else None))
+                    drills.append(drill(cluster, fault, rng, drills[-1] if drills else None))
                     print(f"round {round + 1}: {drills[-1].describe()}", flush=True)
-            start(place, drills[-1]).end("scancel", place)
+            start(cluster, drills[-1]).end("scancel", cluster)
         except KeyboardInterrupt:
             drills = drills[:-1]  # the next job was not observed
     print(f"\nfault    drills  ended in {LIMIT_S:.0f} s  median  most  cause named  resumed  most steps lost")
@@ -121,7 +121,7 @@ def row(fault: str, drills: list[Drill]) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class Cluster:
     """Where jobs run: the folder, and the environment of a shell that uses the cluster."""
 
     folder: Path
@@ -133,7 +133,7 @@ class Place:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Place]:
+def running_cluster(folder: Path) -> Iterator[Cluster]:
     """A new cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
@@ -146,16 +146,16 @@ def cluster(folder: Path) -> Iterator[Place]:
             "REQUEUE": "no",
         },
     }
-    place = Place(folder, {**env, "SLURM_CONF": str(folder / "cluster" / "slurm.conf")})
+    cluster = Cluster(folder, {**env, "SLURM_CONF": str(folder / "cluster" / "slurm.conf")})
     (folder / "job.slurm").write_text(JOB)
     write_data(folder / "bytes")
     (folder / "disk").mkdir()
     mounted = os.geteuid() == 0 and mount(folder / "disk")
     try:
-        subprocess.run([CLUSTER, "start"], env=place.env, check=True)
-        yield place
+        subprocess.run([CLUSTER, "start"], env=cluster.env, check=True)
+        yield cluster
     finally:
-        subprocess.run([CLUSTER, "stop"], env=place.env, check=True)
+        subprocess.run([CLUSTER, "stop"], env=cluster.env, check=True)
         if mounted:
             subprocess.run(["umount", str(folder / "disk")], check=True)
 
@@ -185,80 +185,80 @@ class Job:
     number: str
     log: Path
 
-    def processes(self, place: Place) -> dict[int, Mapping[str, str]]:
+    def processes(self, cluster: Cluster) -> dict[int, Mapping[str, str]]:
         """Process id -> environment, of the job's processes that are alive."""
-        wanted = {"SLURM_JOB_ID": self.number, "SLURM_CONF": place.env["SLURM_CONF"]}
+        wanted = {"SLURM_JOB_ID": self.number, "SLURM_CONF": cluster.env["SLURM_CONF"]}
         found = {int(path.parent.name): environment(path) for path in Path("/proc").glob("[0-9]*/environ")}
         return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
 
-    def rank(self, place: Place, rank: int) -> int:
+    def rank(self, cluster: Cluster, rank: int) -> int:
         """The process id of a rank."""
         return next(
             pid
-            for pid, env in self.processes(place).items()
+            for pid, env in self.processes(cluster).items()
             if env.get("RANK") == str(rank) and Path(f"/proc/{pid}/comm").read_text().startswith("python")
         )
 
-    def end(self, fault: str, place: Place, victim: int = 0) -> str:
+    def end(self, fault: str, cluster: Cluster, victim: int = 0) -> str:
         """Injects the fault; returns a pattern for the last line of the log."""
         if fault == "scancel":
-            place.call("scancel", self.number)
+            cluster.call("scancel", self.number)
             return "Slurm ended the job"
         if fault == "kill":
-            os.kill(self.rank(place, victim), signal.SIGKILL)
+            os.kill(self.rank(cluster, victim), signal.SIGKILL)
             return rf"rank {victim} on .*killed \(SIGKILL\)"
         if fault == "stop":
-            os.kill(self.rank(place, victim), signal.SIGSTOP)
+            os.kill(self.rank(cluster, victim), signal.SIGSTOP)
             return rf"hang: rank {victim} on .*stopped by a signal"
         if fault == "node":
             node = f"n{1 + victim // 2}"
-            pid = (place.folder / "cluster" / "pid" / f"slurmd-{node}").read_text()
+            pid = (cluster.folder / "cluster" / "pid" / f"slurmd-{node}").read_text()
             os.kill(int(pid), signal.SIGKILL)
             return f"node {node} is down or not responding"
-        fill(place.folder / "disk" / "filler")
+        fill(cluster.folder / "disk" / "filler")
         return r"cannot be written .* 0\.\d MB are free there"
 
-    def wait_for_end(self, place: Place, limit_s: float = 180.0) -> None:
+    def wait_for_end(self, cluster: Cluster, limit_s: float = 180.0) -> None:
         """Waits until Slurm has no such job and none of its processes is alive."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             over = not re.search(
-                r"RUNNING|COMPLETING|PENDING", place.call("scontrol", "show", "job", self.number)
+                r"RUNNING|COMPLETING|PENDING", cluster.call("scontrol", "show", "job", self.number)
             )
-            if over and not self.processes(place):
+            if over and not self.processes(cluster):
                 return
             time.sleep(0.5)
 
 
-def drill(place: Place, fault: str, lot: random.Random, before: Drill | None) -> Drill:
-    """Starts a job, which resumes from the drill before, and injects a fault."""
-    job = start(place, before)
-    time.sleep(lot.uniform(0.0, 6.0))
-    victim = lot.randrange(4)
+def drill(cluster: Cluster, fault: str, rng: random.Random, previous: Drill | None) -> Drill:
+    """Starts a job, which resumes from the previous drill, and injects a fault."""
+    job = start(cluster, previous)
+    time.sleep(rng.uniform(0.0, 6.0))
+    victim = rng.randrange(4)
     began = time.monotonic()
-    expected = job.end(fault, place, victim)
-    job.wait_for_end(place)
+    expected = job.end(fault, cluster, victim)
+    job.wait_for_end(cluster)
     seconds = time.monotonic() - began
     # The fault is repaired.
-    (place.folder / "disk" / "filler").unlink(missing_ok=True)
-    subprocess.run([CLUSTER, "start"], env=place.env, check=True)
+    (cluster.folder / "disk" / "filler").unlink(missing_ok=True)
+    subprocess.run([CLUSTER, "start"], env=cluster.env, check=True)
     lines = job.log.read_text().splitlines()
     reached = max(steps(job.log))
     return Drill(fault, seconds, expected, lines[-1], reached)
 
 
-def start(place: Place, before: Drill | None) -> Job:
-    """Starts a job and waits for its first step; records in `before` the step it resumed from."""
-    number = place.call("sbatch", "--parsable", "job.slurm").strip()
-    job = Job(number, place.folder / f"drill-{number}.out")
+def start(cluster: Cluster, previous: Drill | None) -> Job:
+    """Starts a job and waits for its first step; records in `previous` the step it resumed from."""
+    number = cluster.call("sbatch", "--parsable", "job.slurm").strip()
+    job = Job(number, cluster.folder / f"drill-{number}.out")
     deadline = time.monotonic() + 240
     while not (job.log.exists() and steps(job.log)):
         if time.monotonic() > deadline:
             sys.exit(f"job {number} does not start:\n{job.log.read_text() if job.log.exists() else ''}")
         time.sleep(0.2)
     resumed = re.search(r"^starting from .*iteration (\d+)", job.log.read_text(), re.MULTILINE)
-    if before is not None and resumed is not None:
-        before.resumed_at = int(resumed[1])
+    if previous is not None and resumed is not None:
+        previous.resumed_at = int(resumed[1])
     return job
 
 

@@ -87,7 +87,7 @@ def exact(weights: Weights) -> list[Fraction]:
 def profile(weights: Sequence[Fraction], bounds: Sequence[int]) -> list[Fraction]:
     """Weights of the stages, the heaviest first."""
     if bounds[0] != 0 or bounds[-1] != len(weights) or any(a > b for a, b in pairwise(bounds)):
-        raise SystemExit(f"{list(bounds)} are no bounds of {len(weights)} layers")
+        raise SystemExit(f"{list(bounds)} are not valid bounds for {len(weights)} layers")
     return sorted((sum(weights[a:b], Fraction(0)) for a, b in pairwise(bounds)), reverse=True)
 
 

@@ -35,8 +35,8 @@ LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 10, 256, 8, 256, 7168
 MICRO_BATCH, MICRO_BATCHES, STAGES = 1, 8, 4
 TOKENS = MICRO_BATCH * MICRO_BATCHES * SEQ
 WARM_UP = 2
-OLD = ("type:transformer", "type:embed|transformer", "parameters")
-NEW = ("type:embed:2|transformer:1", "memory", "time", "profile")
+DEEPSPEED_METHODS = ("type:transformer", "type:embed|transformer", "parameters")
+ADDED_METHODS = ("type:embed:2|transformer:1", "memory", "time", "profile")
 TARGET_ERROR = 0.10
 # glibc keeps freed memory, as the allocator of a GPU does. Otherwise it may return the head's buffers to the
 # kernel after every micro-batch, depending on the heap, and the same head takes 31 or 24 ms.
@@ -102,16 +102,16 @@ def print_rows(rows: list[Row]) -> None:
             f"{row.method:26}  {partition:{wide}}  {stages:{wider}}  {max(row.measured) * 1e3:7.1f}  "
             f"{max(row.predicted) * 1e3:9.1f}  {row.error:+5.0%}  {row.allowed:16.0f}  {row.speed:4.0f}"
         )
-    fastest_old, fastest_new = (
+    deepspeed, added = (
         max((row for row in rows if row.method in methods), key=lambda row: row.allowed)
-        for methods in (OLD, NEW)
+        for methods in (DEEPSPEED_METHODS, ADDED_METHODS)
     )
     print(
-        f"best of the old methods: {fastest_old.method}, {fastest_old.allowed:.0f} tokens/s allowed, "
-        f"{fastest_old.speed:.0f} here\n"
-        f"best of the new methods: {fastest_new.method}, {fastest_new.allowed:.0f} ("
-        f"{fastest_new.allowed / fastest_old.allowed:.2f} times), {fastest_new.speed:.0f} here ("
-        f"{fastest_new.speed / fastest_old.speed:.2f} times)"
+        f"best of DeepSpeed's methods: {deepspeed.method}, {deepspeed.allowed:.0f} tokens/s allowed, "
+        f"{deepspeed.speed:.0f} here\n"
+        f"best of the added methods: {added.method}, {added.allowed:.0f} ("
+        f"{added.allowed / deepspeed.allowed:.2f} times), {added.speed:.0f} here ("
+        f"{added.speed / deepspeed.speed:.2f} times)"
     )
     profile = next(row for row in rows if row.method == "profile")
     print(
@@ -138,7 +138,7 @@ def measure(rounds: int, profile: str) -> list[Row]:
     seconds = read_layer_times(make_config("profile", STAGES, profile), VOCAB)
     plans = {
         method: plan_stages(make_config(method, STAGES), VOCAB, seconds if method == "profile" else None)
-        for method in OLD + NEW
+        for method in DEEPSPEED_METHODS + ADDED_METHODS
     }
     partitions = sorted({tuple(plan.bounds) for plan in plans.values()})
     stages = sorted({stage for partition in partitions for stage in pairwise(partition)})

@@ -74,7 +74,6 @@ class Row:
     out_of_memory: bool
     seconds: float | None
     memory_gb: float | None
-    tflops: float | None
     is_bf16: bool
 
     @property
@@ -155,7 +154,6 @@ def _row(values: dict[str, str]) -> Row:
         values["out_of_memory"] == "1",
         _number(values["seconds_per_iteration"]),
         _number(values["memory_gb_max_stage"]),
-        _number(values["tflops_per_gpu"]),
         is_bf16,
     )
 

@@ -146,7 +146,7 @@ def main() -> None:
 
 def print_fits(card: str) -> None:
     """A line per preset for a GPU, by the plan of its memory."""
-    from megatron.planner.memory.fit import verdict
+    from megatron.planner.memory.fit import fit_summary
     from megatron.planner.memory.stage_memory import plan_memory
     from megatron.planner.stages import plan_stages
 
@@ -155,7 +155,7 @@ def print_fits(card: str) -> None:
         config = make_config(preset, row, False, 0.0)
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, gpu=card))
         memory = plan_memory(config, preset.vocab, plan_stages(config, preset.vocab))
-        print(f"{name} {verdict(config, preset.vocab, memory)[1]}")
+        print(f"{name} {fit_summary(config, preset.vocab, memory)[1]}")
 
 
 def rows_of(name: str) -> list[Row]:

@@ -353,7 +353,7 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
         try:
             evaluation.run(model, model.batch_size)
         finally:
-            if not model.is_answering:
+            if not model.is_responding:
                 model.stop()
     dist.destroy_process_group()
 

@@ -343,7 +343,7 @@ def _take_loss_scale(
         if before != value:
             notes.append(
                 f"the DeepSpeed config sets the loss scale: {_loss_scale_words(name, value)} from the file "
-                f"wins over {_loss_scale_words(name, before)} from --{name.replace('_', '-')}"
+                f"overrides {_loss_scale_words(name, before)} from --{name.replace('_', '-')}"
             )
     return dataclasses.replace(precision, **changes)
 

@@ -27,7 +27,7 @@ Spec = tuple[torch.Size, torch.dtype]
 
 
 class MultiStageEngine(PatchedPipelineEngine):
-    """Trains a model whose ranks hold one or several stages, the 'phases' of a rank.
+    """Trains a model whose ranks hold one or several stages. A phase is a stage's index on its rank.
 
     A subclass sets the first two attributes before `__init__`.
     """
@@ -56,7 +56,7 @@ class MultiStageEngine(PatchedPipelineEngine):
     # --- places ---
 
     def _is_at(self, stage: int) -> bool:
-        """During a pass whether it is a pass through this stage, else whether this rank holds it."""
+        """During a pass: whether the pass runs this stage. Otherwise: whether this rank holds it."""
         if self._phase is None:
             return self.rank_of_stage[stage] == self.stage_id
         return self._stages[self._phase] == stage

@@ -27,7 +27,7 @@ tests/distributed/test_optimizer.py unless another file is named.
 9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
    receives fp32 and sends bf16 (--fp32-residual-connection, the head on a stage by itself) would read wrong
    values. tests/distributed/test_workarounds.py
-10. Not used any more.
+10. Removed 2026-11-22: of DeepSpeed's `DualPipeVEngine`, which `engine.multi_stage` replaced.
 11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
    (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`

@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 @torch.library.custom_op("megatron::logit_statistics", mutates_args=())
-def logit_statistics_op(logits: Tensor, targets: Tensor, used: int) -> Tensor:
+def logit_statistics_op(logits: Tensor, targets: Tensor, num_valid_columns: int) -> Tensor:
     """fp32 [3, rows]: the largest logit of each row, sum(exp(logit - largest)), and the logit of the target.
 
-    logits: [rows, columns], contiguous, fp32, bf16 or fp16; columns from `used` on do not count.
+    logits: [rows, columns], contiguous, fp32, bf16 or fp16; only the first `num_valid_columns` count.
     targets: int64 [rows]; of a row whose target is on another rank -1, and its target's logit is 0.
     """
-    return _statistics(logits, targets, used, 0.0, 0.0, with_gradient=False)
+    return _statistics(logits, targets, num_valid_columns, 0.0, 0.0, with_gradient=False)
 
 
 @logit_statistics_op.register_fake
@@ -30,10 +30,10 @@ def _(logits: Tensor, *_others: Any) -> Tensor:
 
 @torch.library.custom_op("megatron::logit_statistics_and_gradient", mutates_args=("logits",))
 def logit_statistics_and_gradient_op(
-    logits: Tensor, targets: Tensor, used: int, gradient_scale: float, z_loss_weight: float
+    logits: Tensor, targets: Tensor, num_valid_columns: int, gradient_scale: float, z_loss_weight: float
 ) -> Tensor:
     """`logit_statistics_op`, then `write_logit_gradient_op` with these statistics, in one launch."""
-    return _statistics(logits, targets, used, gradient_scale, z_loss_weight, with_gradient=True)
+    return _statistics(logits, targets, num_valid_columns, gradient_scale, z_loss_weight, with_gradient=True)
 
 
 @logit_statistics_and_gradient_op.register_fake
@@ -44,7 +44,7 @@ def _(logits: Tensor, *_others: Any) -> Tensor:
 def _statistics(
     logits: Tensor,
     targets: Tensor,
-    used: int,
+    num_valid_columns: int,
     gradient_scale: float,
     z_loss_weight: float,
     with_gradient: bool,
@@ -52,7 +52,7 @@ def _statistics(
     from megatron.kernels.cross_entropy_triton import launch_statistics  # triton is optional
 
     found = _per_row(logits)
-    launch_statistics(logits, targets, found, used, gradient_scale, z_loss_weight, with_gradient)
+    launch_statistics(logits, targets, found, num_valid_columns, gradient_scale, z_loss_weight, with_gradient)
     return found
 
 
@@ -66,18 +66,19 @@ def write_logit_gradient_op(
     targets: Tensor,
     largest: Tensor,
     exp_sums: Tensor,
-    used: int,
+    num_valid_columns: int,
     gradient_scale: float,
     z_loss_weight: float,
 ) -> None:
-    """logits = gradient_scale * (softmax * (1 + 2 * z_loss_weight * log(Z)) - [target]), zero from `used` on.
+    """logits = gradient_scale * (softmax * (1 + 2 * z_loss_weight * log(Z)) - [target]); zero in the columns
+    from `num_valid_columns` on.
 
     largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Others: see
     `logit_statistics_op`.
     """
     from megatron.kernels.cross_entropy_triton import launch_gradient  # triton is optional
 
-    launch_gradient(logits, targets, largest, exp_sums, used, gradient_scale, z_loss_weight)
+    launch_gradient(logits, targets, largest, exp_sums, num_valid_columns, gradient_scale, z_loss_weight)
 
 
 @write_logit_gradient_op.register_fake

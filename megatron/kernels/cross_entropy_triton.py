@@ -17,7 +17,7 @@ def logit_statistics_kernel(
     found,
     rows,
     columns,
-    used,
+    num_valid_columns,
     gradient_scale,
     z_loss_weight,
     WITH_GRADIENT: tl.constexpr,
@@ -29,9 +29,9 @@ def logit_statistics_kernel(
     # Each lane has its own largest value and sum; they are combined at the end. Finite: no lane gives NaN.
     largest = tl.full([BLOCK], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, used, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + place, mask=place < used, other=-float("inf")).to(tl.float32)
+    for start in range(0, num_valid_columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < num_valid_columns, other=-float("inf")).to(tl.float32)
         new_largest = tl.maximum(largest, x)
         total = total * tl.exp(largest - new_largest) + tl.exp(x - new_largest)
         largest = new_largest
@@ -44,7 +44,15 @@ def logit_statistics_kernel(
     tl.store(found + 2 * rows + row, target_logit)
     if WITH_GRADIENT:
         _write_gradient(
-            logits, target, row_largest, exp_sum, columns, used, gradient_scale, z_loss_weight, BLOCK
+            logits,
+            target,
+            row_largest,
+            exp_sum,
+            columns,
+            num_valid_columns,
+            gradient_scale,
+            z_loss_weight,
+            BLOCK,
         )
 
 
@@ -55,7 +63,7 @@ def write_gradient_kernel(
     largest,
     exp_sums,
     columns,
-    used,
+    num_valid_columns,
     gradient_scale,
     z_loss_weight,
     BLOCK: tl.constexpr,
@@ -68,7 +76,7 @@ def write_gradient_kernel(
         tl.load(largest + row),
         tl.load(exp_sums + row),
         columns,
-        used,
+        num_valid_columns,
         gradient_scale,
         z_loss_weight,
         BLOCK,
@@ -77,23 +85,31 @@ def write_gradient_kernel(
 
 @triton.jit
 def _write_gradient(
-    logits, target, largest, exp_sum, columns, used, gradient_scale, z_loss_weight, BLOCK: tl.constexpr
+    logits,
+    target,
+    largest,
+    exp_sum,
+    columns,
+    num_valid_columns,
+    gradient_scale,
+    z_loss_weight,
+    BLOCK: tl.constexpr,
 ):
     factor = gradient_scale / exp_sum * (1.0 + 2.0 * z_loss_weight * (largest + tl.log(exp_sum)))
     # No thread may overwrite the target's logit before all have read it.
     tl.debug_barrier()
     for start in range(0, columns, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + place, mask=place < used, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(x - largest) * factor - tl.where(place == target, gradient_scale, 0.0)
-        tl.store(logits + place, gradient.to(logits.dtype.element_ty), mask=place < columns)
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + column, mask=column < num_valid_columns, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(x - largest) * factor - tl.where(column == target, gradient_scale, 0.0)
+        tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < columns)
 
 
 def launch_statistics(
     logits: torch.Tensor,
     targets: torch.Tensor,
     found: torch.Tensor,
-    used: int,
+    num_valid_columns: int,
     gradient_scale: float,
     z_loss_weight: float,
     with_gradient: bool,
@@ -107,7 +123,7 @@ def launch_statistics(
             found,
             rows,
             columns,
-            used,
+            num_valid_columns,
             gradient_scale,
             z_loss_weight,
             WITH_GRADIENT=with_gradient,
@@ -121,7 +137,7 @@ def launch_gradient(
     targets: torch.Tensor,
     largest: torch.Tensor,
     exp_sums: torch.Tensor,
-    used: int,
+    num_valid_columns: int,
     gradient_scale: float,
     z_loss_weight: float,
 ) -> None:
@@ -134,7 +150,7 @@ def launch_gradient(
             largest,
             exp_sums,
             columns,
-            used,
+            num_valid_columns,
             gradient_scale,
             z_loss_weight,
             BLOCK=BLOCK,

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class MaskPlace:
+class ShardOffsets:
     """Where this rank's shard lies in the mask of the full activation.
 
     The activation is read as [outer, batch, inner, columns]. Row (o, b, i) of the shard is row
@@ -29,21 +29,21 @@ class MaskPlace:
     first_column: int
 
 
-def mask_place(
+def shard_offsets(
     shape: torch.Size, batch_dim: int, shard_dim: int | None, rank: int, size: int
-) -> MaskPlace | None:
-    """The place of the shard of TP rank `rank` of `size`. None for a shard that the kernel does not support:
-    its dimension comes after another one on the same side of the batch, the last dimension excepted."""
+) -> ShardOffsets | None:
+    """The offsets of the shard of TP rank `rank` of `size`. None for a shard that the kernel does not
+    support: its dimension comes after another one on the same side of the batch, the last one excepted."""
     outer, inner = math.prod(shape[:batch_dim]), math.prod(shape[batch_dim + 1 : -1])
-    place = MaskPlace(shape[batch_dim], inner, inner, 0, 0)
+    offsets = ShardOffsets(shape[batch_dim], inner, inner, 0, 0)
     if shard_dim is None or size == 1:
-        return place
+        return offsets
     if shard_dim == len(shape) - 1:
-        return MaskPlace(shape[batch_dim], inner, inner, 0, rank * shape[-1])
+        return ShardOffsets(shape[batch_dim], inner, inner, 0, rank * shape[-1])
     if shard_dim == batch_dim + 1:
-        return MaskPlace(shape[batch_dim], inner, inner * size, rank * inner, 0)
+        return ShardOffsets(shape[batch_dim], inner, inner * size, rank * inner, 0)
     if shard_dim == 0 and batch_dim > 0:
-        return MaskPlace(shape[batch_dim], inner, inner, rank * outer * inner, 0)
+        return ShardOffsets(shape[batch_dim], inner, inner, rank * outer * inner, 0)
     return None
 
 
@@ -58,14 +58,14 @@ def fused_dropout_add(
     residual: torch.Tensor | None,
     sample_keys: torch.Tensor,
     p: float,
-    place: MaskPlace,
+    offsets: ShardOffsets,
 ) -> torch.Tensor:
     """residual + dropout(x + bias), in one launch; without `bias` or `residual` that addition is left out.
 
     x, residual: [outer..., batch, inner..., columns] of one shape; bias: [columns]. sample_keys: int64
     [batch], see `DropoutRNG.sample_keys`. Each addition and product is rounded as its PyTorch twin rounds.
     """
-    return _DropoutAdd.apply(x, bias, residual, sample_keys, p, place)
+    return _DropoutAdd.apply(x, bias, residual, sample_keys, p, offsets)
 
 
 @torch.library.custom_op("megatron::dropout_add", mutates_args=())
@@ -75,14 +75,14 @@ def dropout_add_op(
     residual: torch.Tensor | None,
     sample_keys: torch.Tensor,
     p: float,
-    place: list[int],
+    offsets: list[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The kernel's launch. dtype: of the output; without a residual also of the product, else x's is."""
     from megatron.kernels.dropout_triton import launch  # triton is optional
 
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    launch(x, bias, residual, sample_keys, out, MaskPlace(*place), drop_threshold(p), 1.0 / (1.0 - p))
+    launch(x, bias, residual, sample_keys, out, ShardOffsets(*offsets), drop_threshold(p), 1.0 / (1.0 - p))
     return out
 
 
@@ -93,7 +93,7 @@ def _(
     residual: torch.Tensor | None,
     sample_keys: torch.Tensor,
     p: float,
-    place: list[int],
+    offsets: list[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -108,10 +108,10 @@ class _DropoutAdd(torch.autograd.Function):
         residual: torch.Tensor | None,
         sample_keys: torch.Tensor,
         p: float,
-        place: MaskPlace,
+        offsets: ShardOffsets,
     ) -> torch.Tensor:
         ctx.save_for_backward(sample_keys)
-        ctx.p, ctx.place, ctx.x_dtype = p, list(astuple(place)), x.dtype
+        ctx.p, ctx.offsets, ctx.x_dtype = p, list(astuple(offsets)), x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -121,7 +121,7 @@ class _DropoutAdd(torch.autograd.Function):
             None if residual is None else residual.contiguous(),
             sample_keys,
             p,
-            ctx.place,
+            ctx.offsets,
             dtype,
         )
 
@@ -131,7 +131,9 @@ class _DropoutAdd(torch.autograd.Function):
         (sample_keys,) = ctx.saved_tensors
         grad_x = grad_bias = grad_residual = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            grad_x = dropout_add_op(grad.contiguous(), None, None, sample_keys, ctx.p, ctx.place, ctx.x_dtype)
+            grad_x = dropout_add_op(
+                grad.contiguous(), None, None, sample_keys, ctx.p, ctx.offsets, ctx.x_dtype
+            )
         if ctx.needs_input_grad[1]:
             assert grad_x is not None
             grad_bias = grad_x.reshape(-1, grad_x.shape[-1]).sum(0).to(ctx.bias_dtype)

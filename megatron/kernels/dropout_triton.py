@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.kernels.dropout import MaskPlace
+from megatron.kernels.dropout import ShardOffsets
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
 # Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
@@ -89,7 +89,7 @@ def launch(
     residual: torch.Tensor | None,
     sample_keys: torch.Tensor,
     out: torch.Tensor,
-    place: MaskPlace,
+    offsets: ShardOffsets,
     dropped_below: int,
     scale: float,
 ) -> None:
@@ -107,11 +107,11 @@ def launch(
         sample_keys,
         rows,
         columns,
-        place.batch,
-        place.inner,
-        place.outer_stride,
-        place.first_row,
-        place.first_column,
+        offsets.batch,
+        offsets.inner,
+        offsets.outer_stride,
+        offsets.first_row,
+        offsets.first_column,
         dropped_below,
         scale,
         HAS_BIAS=bias is not None,

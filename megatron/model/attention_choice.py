@@ -15,7 +15,7 @@ from megatron.kernels.selection import reason_against_kernels, uses_kernels
 from megatron.model.position import AttentionMasks
 
 _LOG = logging.getLogger(__name__)
-LONGEST_DENSE = 2048
+MAX_UNFUSED_SEQ_LENGTH = 2048
 """Tokens of the longest sequence for which a tensor [seq, seq] is made on a GPU."""
 
 
@@ -32,11 +32,11 @@ class Implementation(Enum):
 
 
 @dataclass(frozen=True)
-class AttentionNeeds:
-    """What decides.
+class AttentionRequirements:
+    """The properties that select the implementation.
 
     dropout: its rate, 0 outside of training. window: tokens that a token attends to, if that is not all.
-    kernels: None if Triton kernels compute with such tensors, else the reason why they do not.
+    kernels_unsupported_reason: why Triton kernels do not support such tensors; None if they do.
     """
 
     dropout: float
@@ -45,19 +45,19 @@ class AttentionNeeds:
     seq_length: int
     head_dim: int
     on_cpu: bool
-    kernels: str | None
+    kernels_unsupported_reason: str | None
     window: int | None = None
 
     @property
     def features(self) -> list[str]:
-        """What plain causal attention does not have."""
+        """Features beyond plain causal attention."""
         found = [f"dropout {self.dropout:g}"] if self.dropout else []
         found += ["ALiBi"] if self.alibi else []
         found += ["document boundaries"] if self.documents else []
         return found + ([f"a window of {self.window} tokens"] if self.window else [])
 
 
-def choose_attention(needs: AttentionNeeds) -> tuple[Implementation, str]:
+def choose_attention(required: AttentionRequirements) -> tuple[Implementation, str]:
     """The implementation, and the reason in words.
 
     Plain causal attention is PyTorch's fused kernel, which is faster than ours. Dropout, ALiBi, documents
@@ -65,18 +65,18 @@ def choose_attention(needs: AttentionNeeds) -> tuple[Implementation, str]:
     tensors [seq, seq], and documents only as lengths that the host must know. Without kernels small sequences
     are dense.
     """
-    features = ", ".join(needs.features)
+    features = ", ".join(required.features)
     if not features:
         return Implementation.SDPA, "flash, plain causal by scaled_dot_product_attention"
-    against = needs.kernels
-    if against is None and needs.head_dim > MAX_HEAD_DIM:
-        against = f"heads of {needs.head_dim} are larger than {MAX_HEAD_DIM}"
+    against = required.kernels_unsupported_reason
+    if against is None and required.head_dim > MAX_HEAD_DIM:
+        against = f"heads of {required.head_dim} are larger than {MAX_HEAD_DIM}"
     if against is None:
         return Implementation.TRITON, f"flash, {features} by the triton kernel"
-    if not needs.on_cpu and needs.seq_length > LONGEST_DENSE:
-        sizes = f"{needs.seq_length} tokens are more than {LONGEST_DENSE}"
+    if not required.on_cpu and required.seq_length > MAX_UNFUSED_SEQ_LENGTH:
+        sizes = f"{required.seq_length} tokens are more than {MAX_UNFUSED_SEQ_LENGTH}"
         return Implementation.BLOCKS, f"PyTorch by blocks of queries, since {against}; {features}; {sizes}"
-    if needs.dropout:
+    if required.dropout:
         return Implementation.UNFUSED, f"PyTorch, all scores are stored, since {against}; {features}"
     return (
         Implementation.BIASED_SDPA,
@@ -92,7 +92,7 @@ def implementation_for(query: Tensor, dropout: float, masks: AttentionMasks) -> 
     if (dropout or alibi or documents or window) and not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     choice, reason = choose_attention(
-        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, against, window)
+        AttentionRequirements(dropout, alibi, documents, seq, head_dim, on_cpu, against, window)
     )
     if not torch.compiler.is_compiling():
         _log_once(reason)

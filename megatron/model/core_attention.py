@@ -32,7 +32,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.scale = context.config.model.attention_scale
         self.dropout_rate = context.config.model.attention_dropout
-        self.dropout_place = f"{layer_index}.self_attention.attention_dropout"
+        self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
         self.recompute = context.config.training.recomputes_attention
         self.masks = context.masks
         self.tp_group = context.tp_group
@@ -70,7 +70,7 @@ class CoreAttention(nn.Module):
             self.masks.slopes_on(query.device),
             first_keys,
             end_queries,
-            device_sample_keys(query, self.dropout_rng, self.dropout_place, batch_dim=1) if rate else None,
+            device_sample_keys(query, self.dropout_rng, self.dropout_salt, batch_dim=1) if rate else None,
             rate,
             first_head=self.tp_group.rank * query.shape[2],
         )
@@ -137,7 +137,7 @@ class CoreAttention(nn.Module):
             weights,
             self.dropout_rate,
             self.dropout_rng,
-            self.dropout_place,
+            self.dropout_salt,
             batch_dim=0,
             shard_dim=1,
             part=None if rows is None else (2, *rows),

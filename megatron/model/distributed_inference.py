@@ -1,10 +1,10 @@
 """Scores texts with a model that is distributed over ranks, outside the schedule of training.
 
-Rank 0 asks (`score`, `next_token_logits`), and the other ranks answer (`serve`) until rank 0 calls `stop`. So
-only rank 0 runs what decides which texts are scored. Each question is a broadcast of the tokens; the
-answer is a sum over all ranks, to which the last stage alone adds other values than zeros.
+Rank 0 sends requests (`score`, `next_token_logits`), and the other ranks take part in them (`serve`) until
+rank 0 calls `stop`. So only rank 0 runs the code that chooses the texts. Each request is a broadcast of the
+tokens; the result is a sum over all ranks, where all but the last stage add zeros.
 
-The rows of a question are divided over the data-parallel replicas, and those of a replica into micro-batches,
+The rows of a request are divided over the data-parallel replicas, and those of a replica into micro-batches,
 which follow each other through the stages. Every rank takes (micro-batch, stage) in the same order, so no
 message can wait for a later one, whatever the schedule of training is.
 """
@@ -28,7 +28,7 @@ MICRO_BATCHES_PER_STAGE = 4
 """Of forward passes without training: the pipeline is idle for a fifth of the time."""
 
 
-class _Question(IntEnum):
+class _Request(IntEnum):
     SCORE = 0
     NEXT_TOKEN = 1
     STOP = 2
@@ -50,13 +50,13 @@ class DistributedGPT:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """stop_requested: asked at each question; collective, the same on all ranks. heartbeat: called for
+        """stop_requested: called at each request; collective, the same on all ranks. heartbeat: called for
         every micro-batch."""
         self.module, self.layout, self.tp_group = module, layout, tp_group
         self.micro_batch_size = micro_batch_size
         self.vocab_size = module.cross_entropy.vocab_size
-        self.is_answering = False
-        """Whether a question is being answered: an exception then is one of the collectives."""
+        self.is_responding = False
+        """Whether a request is being computed: an exception then may be one of the collectives."""
         self._stop_requested, self._heartbeat = stop_requested, heartbeat
         parallel = module.config.parallel
         self._rank_of_stage = parallel.rank_of_stage
@@ -67,58 +67,58 @@ class DistributedGPT:
 
     @property
     def batch_size(self) -> int:
-        """The number of rows of a question that keeps all ranks busy."""
+        """The number of rows of a request that keeps all ranks busy."""
         stages = len(self._rank_of_stage)
         micro_batches = 1 if stages == 1 else MICRO_BATCHES_PER_STAGE * stages
         return self.micro_batch_size * self.layout.dp_size * micro_batches
 
     def score(self, tokens: Tensor, targets: Tensor) -> Scores:
         """See `LanguageModel`. On rank 0."""
-        log_probs, is_greedy = self._ask(_Question.SCORE, torch.stack((tokens, targets)))
+        log_probs, is_greedy = self._send_request(_Request.SCORE, torch.stack((tokens, targets)))
         return Scores(log_probs, is_greedy > 0)
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """See `LanguageModel`. On rank 0."""
-        return self._ask(_Question.NEXT_TOKEN, tokens.reshape(1, 1, -1))
+        return self._send_request(_Request.NEXT_TOKEN, tokens.reshape(1, 1, -1))
 
     def stop(self) -> None:
         """Ends `serve` of the other ranks. On rank 0."""
-        dist.broadcast(self._header(_Question.STOP), 0)
+        dist.broadcast(self._header(_Request.STOP), 0)
 
     def serve(self) -> None:
-        """Answers the questions of rank 0, on another rank."""
+        """Takes part in the requests of rank 0, on another rank."""
         while True:
-            header = self._header(_Question.STOP)
+            header = self._header(_Request.STOP)
             dist.broadcast(header, 0)
-            question, *shape = header.tolist()
-            if question == _Question.STOP:
+            request, *shape = header.tolist()
+            if request == _Request.STOP:
                 return
             content = torch.empty(shape, dtype=torch.int64, device=self._device)
             dist.broadcast(content, 0)
-            self._answer(_Question(question), content)
+            self._respond(_Request(request), content)
 
-    def _header(self, question: _Question, shape: tuple[int, ...] = (0, 0, 0)) -> Tensor:
-        return torch.tensor([question, *shape], device=self._device)
+    def _header(self, request: _Request, shape: tuple[int, ...] = (0, 0, 0)) -> Tensor:
+        return torch.tensor([request, *shape], device=self._device)
 
-    def _ask(self, question: _Question, content: Tensor) -> Tensor:
+    def _send_request(self, request: _Request, content: Tensor) -> Tensor:
         """content: [tensors, rows, length]."""
-        self.is_answering = True
+        self.is_responding = True
         content = content.to(self._device)
-        dist.broadcast(self._header(question, tuple(content.shape)), 0)
+        dist.broadcast(self._header(request, tuple(content.shape)), 0)
         dist.broadcast(content, 0)
-        answer = self._answer(question, content)
-        self.is_answering = False
-        return answer
+        result = self._respond(request, content)
+        self.is_responding = False
+        return result
 
     @torch.no_grad()
-    def _answer(self, question: _Question, content: Tensor) -> Tensor:
+    def _respond(self, request: _Request, content: Tensor) -> Tensor:
         """[2, rows, length] for SCORE, [vocab_size] for NEXT_TOKEN; the same on all ranks."""
         if self._stop_requested():
             raise InferenceStopped
-        answer = self._next_token(content) if question is _Question.NEXT_TOKEN else self._scores(*content)
+        result = self._next_token(content) if request is _Request.NEXT_TOKEN else self._scores(*content)
         if self.layout.world_size > 1:
-            dist.all_reduce(answer)
-        return answer
+            dist.all_reduce(result)
+        return result
 
     def _scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """[2, rows, length]: this rank's part, zeros elsewhere."""
@@ -137,22 +137,22 @@ class DistributedGPT:
                     self._head, hidden[:, :length], targets[index[part]], self.tp_group, self.vocab_size
                 )
                 own[:, part] = torch.stack((scores.log_probs, scores.is_greedy.float()))
-        answer = torch.zeros(2, rows, length, device=self._device)
+        result = torch.zeros(2, rows, length, device=self._device)
         if self.tp_group.rank == 0:
-            answer[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
-        return answer
+            result[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
+        return result
 
     def _next_token(self, content: Tensor) -> Tensor:
         """[vocab_size] logits after content [1, 1, length]: this rank's columns, zeros elsewhere."""
-        answer = torch.zeros(self.vocab_size, device=self._device)
+        result = torch.zeros(self.vocab_size, device=self._device)
         hidden = self._run_stages(content[0])
         if hidden is not None:
             length = content.shape[2]
             logits = self._head(hidden[:, length - 1 : length])[0, 0]
             first = self.tp_group.rank * len(logits)
             if self.layout.dp_rank == 0:
-                answer[first : first + len(logits)] = logits[: max(self.vocab_size - first, 0)]
-        return answer
+                result[first : first + len(logits)] = logits[: max(self.vocab_size - first, 0)]
+        return result
 
     def _head(self, hidden: Tensor) -> Tensor:
         """This rank's logits. From the final norm on, each position is computed independently."""

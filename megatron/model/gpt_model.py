@@ -174,8 +174,8 @@ class EmbeddingPipe(nn.Module):
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
             dims = {"batch_dim": 1, "shard_dim": 0} if self.sequence_parallel else {"batch_dim": 0}
-            rng, place = self.dropout_rng, "embedding.dropout"
-            hidden = dropout(hidden, self.dropout_rate, rng, place, **dims, tp_group=self.tp_group)
+            rng, salt = self.dropout_rng, "embedding.dropout"
+            hidden = dropout(hidden, self.dropout_rate, rng, salt, **dims, tp_group=self.tp_group)
         return (hidden, document_ids) if self.passes_document_ids else hidden
 
     @property
@@ -245,7 +245,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         return hidden if document_ids is None else (hidden, document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
-        """residual + dropout(output of `block`, self_attention or mlp, with the bias it has left out)."""
+        """residual + dropout(output of `block`, self_attention or mlp, plus its skipped bias, if any)."""
         matrix = self.self_attention.dense if block == "self_attention" else self.mlp.dense_4h_to_h
         bias = matrix.skipped_bias
         if not self.training or self.dropout_rate == 0:
@@ -254,10 +254,10 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     @not_compiled  # the masks are hashed in Python from the layer's index
     def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
-        place = f"{self.layer_index}.{block}.hidden_dropout"
+        salt = f"{self.layer_index}.{block}.hidden_dropout"
         shards = {"shard_dim": 0 if self.sequence_parallel else None, "tp_group": self.tp_group}
         return dropout_add(
-            output, residual, self.dropout_rate, self.dropout_rng, place, bias=bias, batch_dim=1, **shards
+            output, residual, self.dropout_rate, self.dropout_rng, salt, bias=bias, batch_dim=1, **shards
         )
 
 
@@ -394,8 +394,8 @@ class ParallelMLP(nn.Module):
 
 
 def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the first matrix of attention and MLP, and of the second one, which ends in the residual
-    stream. Its bias is added together with dropout and residual, except before a norm."""
+    """Keyword arguments of the column-parallel and of the row-parallel layer of attention and MLP. The bias
+    of the latter is added together with dropout and residual, except before a norm."""
     model = context.config.model
     both = {
         "lr_mult": model.matrix_lr_mult,

@@ -24,7 +24,7 @@ def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
 @dataclass(frozen=True)
 class LayerContext:
     """What all layers of a stage share: the configuration, the TP group and the dropout RNG, and with
-    --pipeline-schedule zero-bubble what backward passes leave the gradients of matrices to."""
+    --pipeline-schedule zero-bubble the queue of weight gradients to compute later."""
 
     config: Config
     tp_group: TPGroup

@@ -112,29 +112,29 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _local_probabilities(
-    logits: torch.Tensor, used: int, overwrite: bool
+    logits: torch.Tensor, num_valid_columns: int, overwrite: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax over this rank's first `used` columns, all results fp32.
+    """Softmax over this rank's first `num_valid_columns` columns, all results fp32.
 
-    Returns the probabilities [..., columns] (zero from `used` on), the largest logit [...], and
+    Returns the probabilities [..., columns] (zero from `num_valid_columns` on), the largest logit [...], and
     sum(exp(logit - largest)) [...].
     """
     columns = logits.shape[-1]
-    if used <= 0:
+    if num_valid_columns <= 0:
         largest = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)
         return torch.zeros_like(logits, dtype=torch.float32), largest, torch.zeros_like(largest)
-    largest = logits[..., :used].amax(-1).float()
+    largest = logits[..., :num_valid_columns].amax(-1).float()
     if logits.dtype != torch.float32:
         probabilities = logits.to(torch.float32, memory_format=torch.contiguous_format)
     elif overwrite and logits.is_contiguous():
         probabilities = logits
-    elif used == columns:
+    elif num_valid_columns == columns:
         probabilities = torch.empty_like(logits, memory_format=torch.contiguous_format)
         torch.softmax(logits, -1, out=probabilities)
         return probabilities, largest, probabilities.amax(-1).reciprocal_()
     else:
         probabilities = logits.clone(memory_format=torch.contiguous_format)
-    probabilities[..., used:] = -torch.inf
+    probabilities[..., num_valid_columns:] = -torch.inf
     torch.softmax(probabilities, -1, out=probabilities)
     # The largest probability is exp(0) / sum >= 1 / columns, so its reciprocal is an accurate sum.
     return probabilities, largest, probabilities.amax(-1).reciprocal_()
@@ -152,14 +152,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         columns = logits.shape[-1]
         first = tp_group.rank * columns
-        used = min(max(vocab_size - first, 0), columns)
+        num_valid_columns = min(max(vocab_size - first, 0), columns)
         # Detached: autograd would reject the in-place overwrite of its input.
         logits = logits.detach()
 
-        own_label = (labels >= first) & (labels < first + used)
+        own_label = (labels >= first) & (labels < first + num_valid_columns)
         target = (labels - first).masked_fill_(~own_label, 0).unsqueeze(-1)
         target_logit = logits.gather(-1, target).squeeze(-1).float().masked_fill_(~own_label, 0.0)
-        probabilities, largest, exp_sum = _local_probabilities(logits, used, overwrite_logits)
+        probabilities, largest, exp_sum = _local_probabilities(logits, num_valid_columns, overwrite_logits)
 
         # From local to global softmax: exp(logit - global max) / global sum = local probability * scale.
         if tp_group.size == 1:

@@ -26,7 +26,7 @@ Deferred = list[tuple[Tensor, Gradient]]
 
 
 class DeferredGradients:
-    """Collects what a backward pass leaves for later."""
+    """A queue of the weight gradients that a backward pass has not computed."""
 
     def __init__(self) -> None:
         self._deferred: Deferred = []
@@ -51,8 +51,7 @@ def accumulate(deferred: Deferred) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
-    """`weight_gradient.linear`; the backward pass leaves the weight's gradient to `deferred`, if that is
-    given."""
+    """`weight_gradient.linear`; with `deferred` the backward pass queues the weight's gradient there."""
     if deferred is None or not torch.is_grad_enabled():
         return weight_gradient.linear(x, weight, bias)
     return _deferring_linear(x, weight, bias, deferred)
@@ -64,9 +63,9 @@ def _deferring_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: 
 
 
 def with_gradient(x: Tensor) -> Tensor:
-    """`x` as an input of a function that defers the gradient of its weight, which gets the weight detached:
-    autograd would call the weight's hooks in the backward pass, even without a gradient. So it is `x` that
-    makes the backward pass arrive."""
+    """`x` as an input of a function that defers the gradient of its weight. The weight is passed detached:
+    autograd would call its hooks in the backward pass, even without a gradient. So `x` must require a
+    gradient, or no backward pass runs."""
     return x if x.requires_grad else x.detach().requires_grad_()
 
 

@@ -79,7 +79,7 @@ class ColumnParallelLinear(nn.Module):
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
-    deferred: what the backward pass leaves the weight's gradient to.
+    deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
     overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
 
@@ -135,7 +135,7 @@ class RowParallelLinear(nn.Module):
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
     skip_bias_add: with several ranks the caller adds `skipped_bias`, together with what follows. One rank
         adds the bias within the matrix product, which costs nothing.
-    deferred: what the backward pass leaves the weight's gradient to.
+    deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
     overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`tp_overlap`).
     """
 

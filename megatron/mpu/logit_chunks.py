@@ -72,8 +72,8 @@ class LogitChunks:
         tokens, columns = hidden.shape[0], weight.shape[0]
         self.hidden, self.weight, self.tp_group, self.z_loss_weight = hidden, weight, tp_group, z_loss_weight
         first = tp_group.rank * columns
-        self.used = min(max(vocab_size - first, 0), columns)
-        self.own_label = (labels >= first) & (labels < first + self.used)
+        self.num_valid_columns = min(max(vocab_size - first, 0), columns)
+        self.own_label = (labels >= first) & (labels < first + self.num_valid_columns)
         self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
         size = hidden.element_size()
         self.sizes = chunk_sizes(tokens, columns, hidden.shape[1], size, on_cpu=hidden.device.type == "cpu")
@@ -147,8 +147,10 @@ class LogitChunks:
         targets = self.kernel_target[chunk]
         if self.tp_group.size == 1 and with_gradient:
             scale, z_loss_weight = self.gradient_scale, self.z_loss_weight
-            return logit_statistics_and_gradient_op(logits, targets, self.used, scale, z_loss_weight).unbind()
-        largest, exp_sum, target_logit = logit_statistics_op(logits, targets, self.used).unbind()
+            return logit_statistics_and_gradient_op(
+                logits, targets, self.num_valid_columns, scale, z_loss_weight
+            ).unbind()
+        largest, exp_sum, target_logit = logit_statistics_op(logits, targets, self.num_valid_columns).unbind()
         if self.tp_group.size > 1:
             largest, exp_sum, target_logit = self._over_ranks(largest, exp_sum, target_logit)
             if with_gradient:
@@ -159,7 +161,9 @@ class LogitChunks:
         self, logits: torch.Tensor, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor
     ) -> None:
         targets, scale = self.kernel_target[chunk], self.gradient_scale
-        write_logit_gradient_op(logits, targets, largest, exp_sum, self.used, scale, self.z_loss_weight)
+        write_logit_gradient_op(
+            logits, targets, largest, exp_sum, self.num_valid_columns, scale, self.z_loss_weight
+        )
 
     def gradient(self, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
         """Recomputes the gradient of `losses` from its results."""
@@ -202,8 +206,8 @@ class LogitChunks:
     def _make_logits(self, chunk: slice) -> torch.Tensor:
         logits = self.buffer[: chunk.stop - chunk.start]
         torch.mm(self.hidden[chunk], self.weight.t(), out=logits)
-        if self.used < logits.shape[-1] and not self.in_kernel:
-            logits[:, self.used :] = -torch.inf
+        if self.num_valid_columns < logits.shape[-1] and not self.in_kernel:
+            logits[:, self.num_valid_columns :] = -torch.inf
         return logits
 
     def _row_blocks(self, logits: torch.Tensor) -> list[slice]:

@@ -1,15 +1,18 @@
 """Dropout that does not depend on the parallel layout.
 
-The idea: a counter-based random number generator. Whether an element is dropped is a hash of (seed, salt,
-global sample number, coordinates of the element in the full activation of that sample), and of nothing else.
-Hence
+The idea: a counter-based random number generator (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3,
+SC 2011). Whether an element is dropped is a hash of (seed, salt, global sample number, coordinates of the
+element in the full activation of that sample), and of nothing else. Hence
 
 - a replicated activation has the same mask on every tensor-parallel rank;
 - a sharded activation has its part of the full mask on each rank;
 - recomputation in the backward pass gives the same mask;
 - micro-batch size, data-parallel and pipeline-parallel degrees do not change the mask.
 
-There is no generator state to save.
+There is no generator state to save. The hash is not one of that paper's generators, but a cheaper combination
+of known mixing functions; each function below names its source. `tests/unit/mpu/test_dropout.py` measures the
+shares of dropped elements per row, column and sample, the correlations between neighbours, samples, salts and
+seeds, and the lengths of runs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.dropout import drop_threshold, fused_dropout_add, mask_place
+from megatron.kernels.dropout import drop_threshold, fused_dropout_add, shard_offsets
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 
@@ -132,11 +135,11 @@ def _fused_dropout(
     if not uses_kernels(x):
         return None
     batch_dim, shard_dim = batch_dim % x.dim(), None if shard_dim is None else shard_dim % x.dim()
-    place = mask_place(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
-    if place is None:
+    offsets = shard_offsets(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
+    if offsets is None:
         return None
     keys = device_sample_keys(x, dropout_rng, salt, batch_dim)
-    return fused_dropout_add(x, bias, residual, keys, p, place)
+    return fused_dropout_add(x, bias, residual, keys, p, offsets)
 
 
 def keep_mask(
@@ -211,7 +214,12 @@ def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batc
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, columns]: a hash of the row's two keys and the column's key. Its upper bits are random."""
+    """int32 [rows, columns]: a hash of the row's two keys and the column's key.
+
+    After the product with a row's odd key, shift and second product are the first round of `prospector32` of
+    hash-prospector. The second round is left out: products carry upward only, so the upper bits depend on all
+    bits of the keys, and a comparison with a threshold reads the upper bits first.
+    """
     bits = column_keys ^ row_keys[:, :1]
     bits *= row_keys[:, 1:] | 1
     # The bit mask turns the arithmetic shift into a logical one.
@@ -221,7 +229,8 @@ def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Te
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """A bijection on [0, 2**32) with good mixing of all bits; int64 in and out."""
+    """A bijection on [0, 2**32) with good mixing of all bits; int64 in and out. It is `lowbias32` of
+    https://github.com/skeeto/hash-prospector, which found the constants by search."""
     low = 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
     x = ((x ^ (x >> 15)) * 0x846CA68B) & low
@@ -229,7 +238,12 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of SplitMix64: a bijection on 64 bits with good mixing of all bits; int64 in and out."""
+    """The finalizer of SplitMix64: a bijection on 64 bits with good mixing of all bits; int64 in and out.
+
+    SplitMix: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; its n-th
+    output is the finalizer of seed + n * 0x9E3779B97F4A7C15. The constants are variant 13 of David Stafford's
+    search (https://zimbry.blogspot.com/2011/09/better-bit-mixing-improving-on.html).
+    """
     x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _logical_shift(x, 31)

@@ -8,8 +8,7 @@ name.
 A chunk holds a part of every rank's shard: rows [rank, chunk, row of the chunk, batch] of a full tensor
 [seq, batch, ...]. So the reduced chunk, and the product of a gathered one, are at their places in the result
 without a copy (but cuBLAS copies a bias into the result of a batched product first); the products are batched
-over the ranks, with the weight as a common factor. No sum over ranks
-has other terms than without chunks.
+over the ranks, with the weight as a common factor. No sum over ranks has other terms than without chunks.
 """
 
 from __future__ import annotations

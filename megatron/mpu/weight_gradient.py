@@ -90,9 +90,9 @@ def linear(
 
 
 class _KeepInput(torch.autograd.Function):
-    """The identity of the input of a product. When the backward pass arrives here, the gradient of the
-    product is known, and that of the weight is computed, or given to `defer`. With `defer` the weight is no
-    input: autograd would call its hooks in the backward pass."""
+    """The identity, on the input of a product. Its backward pass runs when the gradient of the product's
+    output is known: it computes the weight's gradient, or passes a function for it to `defer`. With `defer`
+    the weight is not an input for autograd, which would call its hooks in this backward pass."""
 
     @staticmethod
     def forward(

@@ -35,7 +35,7 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_momen
 
 # A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
 # With other lengths PyTorch's fused optimizers compute the last elements one by one, with different rounding.
-# The two replicas of a tied weight lie at different offsets of their buffers, so they would diverge.
+# Without ZeRO the two replicas of a tied weight lie at different offsets of their buffers, and would diverge.
 ALIGNMENT = 16
 
 
@@ -199,6 +199,10 @@ class FlatGroup:
         """Sets the accumulated gradients to zero."""
         (self.local_gradients if self.shards_gradients else self.gradients).zero_()
         self.reduced_grad_norms.zero_()
+
+    def add_grad_norms(self, norms: Tensor) -> None:
+        """Adds to `reduced_grad_norms`: a norm per parameter, or one of the whole group."""
+        self.reduced_grad_norms += norms
 
     def alloc_full_grads(self) -> None:
         """Allocates the full gradients and sets them to zero. Only with `shards_gradients`."""

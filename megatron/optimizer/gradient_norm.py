@@ -46,4 +46,4 @@ def record_norms(flats: Sequence[FlatGroup]) -> None:
         return
     norms = gradient_norms([p.main_grad.reshape(-1) for p in parameters], parameters[0].device)
     for flat, part in zip(flats, norms.split([len(flat.parameters) for flat in flats]), strict=True):
-        flat.reduced_grad_norms += part
+        flat.add_grad_norms(part)

@@ -1,6 +1,6 @@
 """Mixed-precision optimizer with ZeRO, around Adam or SGD.
 
-DeepSpeed has five optimizer wrappers, chosen by precision and ZeRO stage. They accumulate gradients, count
+DeepSpeed has five optimizer wrappers, chosen by precision and ZeRO stage. They accumulate gradients, compute
 the gradient norm and take the first step differently (see `megatron.engine.workarounds`), so a run's numbers
 would depend on its layout. This module replaces them with one code path:
 
@@ -206,7 +206,7 @@ class MixedPrecisionOptimizer:
 
         Sets `grad_norm` (of the mean loss, before clipping; inf if a gradient is non-finite),
         `found_nonfinite` and `skipped_by_fn`. Raises NonFiniteError on all ranks if a gradient is non-finite,
-        unless `begin_step` or the loss scale allow to skip the step.
+        unless `begin_step` or the loss scale allow skipping the step.
         """
         # The gradients are sums over data-parallel ranks, of the scaled loss. Times this factor they are the
         # gradients of the mean loss.
@@ -234,7 +234,7 @@ class MixedPrecisionOptimizer:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         for flat in self.flat:
             flat.set_master_grad(factor)
-        self.unit_overlap.drop_ahead()
+        self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.optimizer.step()
         for flat in self.flat:
@@ -429,8 +429,11 @@ class MixedPrecisionOptimizer:
         if not write_moment(state[key], start, elements):
             raise RuntimeError(f"{key} of {self.names[parameter]} was not quantized to within one step")
 
-    def _load_others(self, flat: FlatGroup, index: int, name: str, others: dict[str, Any]) -> None:
-        """Restores the state that all parameters of a group share: the step, where the optimizer reads it."""
+    def _load_others(
+        self, flat: FlatGroup, index: int, name: str, others: dict[str, Any], loaded: dict[str, Any]
+    ) -> None:
+        """Restores the state that all parameters of a group share: the step, where the optimizer reads it.
+        `loaded`: filled with the first parameter's; ConfigError if that of another one differs."""
         group = self.param_groups[index]
         kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
         # A fused kernel reads the step on the device, other implementations on the CPU.
@@ -440,7 +443,7 @@ class MixedPrecisionOptimizer:
                 value = int(value)
             elif isinstance(value, Tensor):
                 value = value.to(device, copy=True)
-            first = self._first_others.setdefault((index, key), value)
+            first = loaded.setdefault(key, value)
             if float(value) != float(first):
                 raise ConfigError(
                     f"the checkpoint is inconsistent: {name} has {float(value):g} optimizer updates, another "
@@ -464,11 +467,11 @@ class MixedPrecisionOptimizer:
         Raises ConfigError if the checkpoint's parameters have different numbers of updates.
         """
         self.wait_for_params()
-        self.unit_overlap.drop_ahead()
+        self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.optimizer.state.clear()
-        self._first_others: dict[tuple[int, str], Any] = {}
         for index, flat in enumerate(self.flat):
+            loaded: dict[str, Any] = {}
             for parameter, start, length in flat.fragments():
                 offset = flat.first_element(parameter)
                 values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tp_group)
@@ -479,7 +482,7 @@ class MixedPrecisionOptimizer:
                         self._load_moment(
                             flat, parameter, key, moments[key][offset : offset + length], before_rounding
                         )
-                    self._load_others(flat, index, self.names[parameter], others)
+                    self._load_others(flat, index, self.names[parameter], others, loaded)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._all_gather_params()

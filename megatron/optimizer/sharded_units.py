@@ -34,19 +34,20 @@ from megatron.optimizer.flat_group import FlatGroup
 
 
 class UnitOverlap:
-    """What runs while a unit computes: at most one all-gather ahead of it, one reduce-scatter behind it.
+    """What runs while a unit computes: at most one prefetched all-gather, of the next unit's weights, and one
+    reduce-scatter, of the previous unit's gradients.
 
-    Which unit is next is known from the order of the all-gathers in an earlier micro-batch. It includes the
-    layers that are recomputed. If a micro-batch takes another order, as one of an evaluation does that ends
-    after the forward pass, nothing is gathered ahead from there on, and the next one starts again.
+    Which unit is next is known from the order of the all-gathers in an earlier micro-batch, layers that are
+    recomputed included. If the order differs, as in an evaluation, prefetching stops until the next
+    micro-batch.
     """
 
-    def __init__(self, gathers_ahead: bool, reduces_behind: bool) -> None:
-        self._gathers_ahead, self._reduces_behind = gathers_ahead, reduces_behind
+    def __init__(self, prefetch_params: bool, overlap_reduction: bool) -> None:
+        self._prefetch_params, self._overlap_reduction = prefetch_params, overlap_reduction
         self._order: list[ShardedUnit] = []
         self._gathered: list[ShardedUnit] = []
         self._follows_order = False
-        self._ahead: ShardedUnit | None = None
+        self._prefetched: ShardedUnit | None = None
         self._reducing: ShardedUnit | None = None
 
     def begin_micro_batch(self) -> None:
@@ -54,29 +55,29 @@ class UnitOverlap:
         if self._gathered != self._order[: len(self._gathered)]:
             self._order = self._gathered
         self._gathered = []
-        self._follows_order = self._gathers_ahead
+        self._follows_order = self._prefetch_params
 
     def gather(self, unit: "ShardedUnit") -> None:
         """Waits for the unit's weights, then starts the all-gather of the next unit's. Collective."""
         if not unit.lacks_weights:
             return
-        if self._ahead is not None and self._ahead is not unit:
-            self._ahead.free_weights()
+        if self._prefetched is not None and self._prefetched is not unit:
+            self._prefetched.free_weights()
         unit.start_gather()
         unit.wait_for_gather()
-        place = len(self._gathered)
+        index = len(self._gathered)
         self._gathered.append(unit)
-        self._follows_order &= self._order[place : place + 1] == [unit]
-        following = self._order[place + 1 : place + 2] if self._follows_order else []
-        self._ahead = following[0] if following and following[0] is not unit else None
-        if self._ahead is not None:
-            self._ahead.start_gather()
+        self._follows_order &= self._order[index : index + 1] == [unit]
+        following = self._order[index + 1 : index + 2] if self._follows_order else []
+        self._prefetched = following[0] if following and following[0] is not unit else None
+        if self._prefetched is not None:
+            self._prefetched.start_gather()
 
-    def drop_ahead(self) -> None:
-        """Frees weights that were gathered ahead and not used: they are about to change."""
-        if self._ahead is not None:
-            self._ahead.free_weights()
-            self._ahead = None
+    def free_prefetched(self) -> None:
+        """Frees weights that were prefetched and not used: they are about to change."""
+        if self._prefetched is not None:
+            self._prefetched.free_weights()
+            self._prefetched = None
 
     def reduce(self, unit: "ShardedUnit") -> None:
         """Starts the reduce-scatter of the unit's gradients, then finishes that of the unit before.
@@ -84,7 +85,7 @@ class UnitOverlap:
         unit.start_reduction()
         self.finish_reduction()
         self._reducing = unit
-        if not self._reduces_behind:
+        if not self._overlap_reduction:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
@@ -198,7 +199,7 @@ class ShardedUnit:
         """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
         for flat in self._flats:
             # Of the whole group: only a diagnosis reads it, which then looks for the parameter.
-            flat.reduced_grad_norms += torch.linalg.vector_norm(flat.gradients, torch.inf)
+            flat.add_grad_norms(torch.linalg.vector_norm(flat.gradients, torch.inf))
         self._reducing = [flat.reduce_scatter_grads(self._dp_group) for flat in self._flats]
         self._pending_params = set(self._parameters)
         self._in_backward = False

@@ -25,7 +25,8 @@ def partition_by_stage(costs: Sequence[Sequence[Weight]]) -> list[int]:
 
     The cost of the largest stage is minimal; among such partitions the sum of squares is minimal. Each stage
     has at least one layer with a cost. Layers without cost belong to the stage of the next layer with a cost,
-    or to the last stage. A dynamic program over (stage, layer): O(stages x layers^2), vectorized.
+    or to the last stage. Chains-on-chains partitioning (Pinar and Aykanat, J. Parallel Distrib. Comput. 64
+    (2004), 974-996) by a dynamic program over (stage, layer): O(stages x layers^2), vectorized.
     """
     heavy = _heavy(costs)
     layers = len(heavy)
@@ -131,8 +132,10 @@ def _around(
 
 
 def _heavy(costs: Sequence[Sequence[Weight]]) -> list[int]:
+    """Indices of the layers that have a cost on any stage."""
     return [index for index, column in enumerate(zip(*costs, strict=True)) if any(column)]
 
 
 def _prefix(row: Sequence[Weight], heavy: Sequence[int]) -> np.ndarray:
+    """Element j: the cost of the first j layers of `heavy`, of the costs `row` of one stage."""
     return np.concatenate([[0.0], np.cumsum(np.asarray(row, dtype=float)[heavy])])

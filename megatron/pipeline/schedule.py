@@ -172,9 +172,9 @@ def simulate(
 ) -> Timeline:
     """Simulates an order of work; each step starts as early as its rank and its messages allow.
 
-    The times are those of `simulate_schedule`, but `weight` is no part of `backward`: it is the time of the
-    weight passes, if the order has any. ValueError if the order deadlocks; it names a piece of work
-    that never gets its input.
+    The times are those of `simulate_schedule`, but `weight` is not included in `backward`: it is the time of
+    the weight passes, if the order has any. ValueError if the order deadlocks; it names a piece of work that
+    never gets its input.
     """
     run = _Run(order, {"forward": forward, "backward": backward, "weight": weight}, transfer)
     ready = deque(range(len(order.steps)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.config import Config, ConfigError
 from megatron.planner.command import replaced
-from megatron.planner.memory.fit import verdict
+from megatron.planner.memory.fit import fit_summary
 from megatron.planner.plan import WhatIf, recomputation_of
 from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import PARTITION_METHODS, Candidate, SearchResult, evaluate
@@ -40,7 +40,7 @@ def search_table(candidates: Sequence[Candidate]) -> str:
 
 def explain(number: int, one: Candidate, result: SearchResult, vocab_size: int, words: Sequence[str]) -> str:
     """Why this layout: its tensor-parallel size, its memory, its time; and its flags."""
-    _, memory = verdict(one.config, vocab_size, one.memory)
+    _, memory = fit_summary(one.config, vocab_size, one.memory)
     flags = shlex.join(replaced(words, one.change))
     return (
         f"{number}. {layout_words(one.config)}\n"

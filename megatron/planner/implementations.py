@@ -6,7 +6,7 @@ import os
 
 from megatron.config import Config
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
-from megatron.model.attention_choice import AttentionNeeds, Implementation, choose_attention
+from megatron.model.attention_choice import AttentionRequirements, Implementation, choose_attention
 
 
 def counts_kernels(config: Config) -> bool:
@@ -19,17 +19,17 @@ def counts_kernels(config: Config) -> bool:
 def attention_of(config: Config) -> Implementation:
     """The implementation that `model.attention_choice` selects in training on a GPU."""
     model = config.model
-    needs = AttentionNeeds(
+    required = AttentionRequirements(
         dropout=model.attention_dropout,
         alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,
         documents=config.data.reset_attention_mask,
         seq_length=model.seq_length,
         head_dim=model.kv_channels,
         on_cpu=False,
-        kernels=None if counts_kernels(config) else "no kernels",
+        kernels_unsupported_reason=None if counts_kernels(config) else "no kernels",
         window=model.attention_window,
     )
-    return choose_attention(needs)[0]
+    return choose_attention(required)[0]
 
 
 def skips_bias_add(config: Config) -> bool:

@@ -17,7 +17,7 @@ from megatron.planner.explain import (
     what_if,
     what_if_table,
 )
-from megatron.planner.memory.fit import verdict
+from megatron.planner.memory.fit import fit_summary
 from megatron.planner.plan import Plan, assemble_plan, make_plan
 from megatron.planner.recipes import RECIPES
 from megatron.planner.report import run_report
@@ -44,9 +44,9 @@ def plan_report(config: Config) -> Report:
     vocab_size = find_vocabulary(config).size
     stages = plan_stages(config, vocab_size)
     plan = make_plan(config, vocab_size, stages)
-    # Without the step, which follows the verdict on the memory.
+    # Without the step, which follows the line on the memory.
     parts = [run_report(config, stages, vocab_size, [], "", plan.memory)]
-    _, sentence = verdict(config, vocab_size, plan.memory)
+    _, sentence = fit_summary(config, vocab_size, plan.memory)
     lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
     if plan.step is not None:
         plan = dataclasses.replace(plan, what_if=what_if(config, vocab_size))
@@ -94,7 +94,7 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     data = []
     for number, step in enumerate(steps, 1):
         one = step.candidate
-        _, memory = verdict(one.config, vocab_size, one.memory)
+        _, memory = fit_summary(one.config, vocab_size, one.memory)
         flags = replaced(words, one.change)
         text.append(
             f"{number}. {step.text}\n{layout_words(one.config)}\nmemory     {memory}\n"

@@ -29,14 +29,14 @@ class RecipeStep:
 
 
 def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
-    """ConfigError if the number of devices is no multiple of the node, or the model cannot be divided."""
+    """ConfigError if the number of devices is not a multiple of the node, or the model cannot be divided."""
     network = find_network(config)
     if network is None:
         raise ConfigError(NO_GPU)
     world, node = config.parallel.world_size, network.node_size
     if world % node:
         raise ConfigError(
-            f"--recipe nodes: {world} devices are no multiple of --node-size {node}: change one of them"
+            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}: change one of them"
         )
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
@@ -49,11 +49,11 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     first = evaluate(config, change, vocab_size)
     least, most = (factor * ranks for factor in _ACCUMULATION)
     count = first.step.micro_batches
-    advice = "as the recipe asks"
+    advice = "as the recipe requires"
     if not least <= count <= most:
         batch = 12 * ranks * first.config.parallel.data_parallel_size
         advice = (
-            f"the recipe asks for {least} to {most}, as a global batch of about {batch} samples would give"
+            f"the recipe requires {least} to {most}, as a global batch of about {batch} samples would give"
         )
     text = f"TP = {node} devices of a node, PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
     steps = [RecipeStep(text, first)]

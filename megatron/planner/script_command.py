@@ -52,7 +52,7 @@ def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str
     path = Path(script).resolve()
     if not path.is_file():
         raise ConfigError(
-            f"{option} {script}: the file does not exist; expected a script as those of examples/slurm"
+            f"{option} {script}: the file does not exist; expected a script like those in examples/slurm"
         )
     try:
         run = subprocess.run(
@@ -65,15 +65,15 @@ def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{option} {script} has not ended after {_TIMEOUT_S} s: expected a script that prints its "
-            "command with DRY_RUN=1, as those of examples/slurm"
+            "command with DRY_RUN=1, like those in examples/slurm"
         ) from None
     lines = re.sub(r" \\\n +", " ", run.stdout).splitlines()
     commands = [line for line in lines if PROGRAM in line and not line.lstrip().startswith("#")]
     if run.returncode or not commands:
-        said = (run.stderr.strip().splitlines() or ["nothing"])[-1].removeprefix("error: ")
+        output = (run.stderr.strip().splitlines() or ["nothing"])[-1].removeprefix("error: ")
         raise ConfigError(
             f"{option} {script} prints no command with {PROGRAM} when run with DRY_RUN=1 (exit code "
-            f"{run.returncode}, it said: {said}): expected a script as those of examples/slurm"
+            f"{run.returncode}, output: {output}): expected a script like those in examples/slurm"
         )
     words = shlex.split(commands[-1])
     place = next(index for index, word in enumerate(words) if word.endswith(PROGRAM))

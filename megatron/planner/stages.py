@@ -132,7 +132,7 @@ def layer_table(
     parameters: list[int],
     seconds: dict[str, float] | None,
 ) -> LayerTable:
-    """The costs of each layer on one rank, estimated by `planner.flops` and `planner.memory`."""
+    """The costs of each layer on one rank, estimated by `planner.timing.flops` and `planner.memory`."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
     first, head = embedding_and_head(names)
     work: dict[str, float] = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}

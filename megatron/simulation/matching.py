@@ -67,7 +67,7 @@ def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int]:
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
     """Runs the calls of all ranks; None if all complete. Otherwise a sentence: two calls that meet and do not
-    fit, or ranks that wait for ever and for what. calls: global rank -> its calls in order."""
+    fit, or ranks that never continue, with what they wait for. calls: global rank -> its calls in order."""
     world = _World({rank: deque(batches) for rank, batches in calls.items()})
     return world.run()
 

@@ -185,14 +185,6 @@ class StepRecord:
             counts.update((kind, sync) for sync in work.syncs)
         return dict(counts)
 
-    def collective_bytes(self) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
-        """(operation, ranks) -> (number of calls, bytes of all calls)."""
-        sums: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-        for call in self.calls:
-            calls, size = sums.get((call.operation, call.ranks), (0, 0))
-            sums[call.operation, call.ranks] = calls + 1, size + call.bytes
-        return sums
-
 
 def sum_operations(parts: Iterable[Mapping[str, OperationCount]]) -> dict[str, OperationCount]:
     """The sums by operation."""

@@ -124,8 +124,13 @@ def _embedding_variants() -> Iterator[Variant]:
 def _cross_entropy_variants() -> Iterator[Variant]:
     from megatron.kernels import cross_entropy_triton as module
 
-    numbers = {"columns": "i32", "used": "i32", "gradient_scale": "fp32", "z_loss_weight": "fp32"}
-    unaligned = ("used", "gradient_scale", "z_loss_weight")
+    numbers = {
+        "columns": "i32",
+        "num_valid_columns": "i32",
+        "gradient_scale": "fp32",
+        "z_loss_weight": "fp32",
+    }
+    unaligned = ("num_valid_columns", "gradient_scale", "z_loss_weight")
     for dtype, logits in _POINTERS.items():
         # Over several ranks the gradient is written later, when the numbers of all are known.
         for with_gradient in (True, False):

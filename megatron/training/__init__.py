@@ -1,1 +1,1 @@
-"""The training loop: steps, evaluation, logging, early exit."""
+"""The training loop: steps, evaluation, logging, stability, evaluation tasks (harness), early exit."""

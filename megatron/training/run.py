@@ -20,7 +20,7 @@ from megatron.config.batch import BatchSchedule, RunLength
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.schedule import schedule_of
-from megatron.planner.memory.fit import verdict
+from megatron.planner.memory.fit import fit_summary
 from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.report import run_report
 from megatron.planner.stages import StagePlan, plan_stages
@@ -128,7 +128,7 @@ def _dry_run(
 ) -> ExitStatus:
     """Prints the plan; returns FINISHED, or CONFIG_ERROR if it does not fit the device."""
     memory = plan_memory(config, vocab.size, plan)
-    fits, sentence = verdict(config, vocab.size, memory)
+    fits, sentence = fit_summary(config, vocab.size, memory)
     if processes.is_main_process():
         notes = [*notes, *ramp_up_notes(config)]
         planned_data = planned_data_report(config, length)

@@ -259,7 +259,7 @@ def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("zero", [3, 2])
-def test_one_layer_is_gathered_ahead_and_one_reduced_behind(zero, recompute):
+def test_one_layer_is_prefetched_while_the_previous_one_is_reduced(zero, recompute):
     """Of the second micro-batch: the first one shows the order."""
     row = Row(dp=4, zero=zero, micro_batch=1, recompute=recompute)
     names = ["3", "4", "5", "6"]
@@ -302,7 +302,7 @@ def test_overlap_changes_no_digit(row, layers_per_checkpoint):
         assert all(torch.equal(weights[name], plain_weights[name]) for name in plain_weights)
 
 
-def step_with_a_layer_gathered_ahead(row):
+def step_with_a_prefetched_layer(row):
     """Layers that have full weights before a step that follows half a forward pass, and after it; whether the
     weights that are gathered then are those of the step."""
     engine = build_engine(config_of(row))
@@ -313,7 +313,7 @@ def step_with_a_layer_gathered_ahead(row):
     optimizer.unit_overlap.gather(first)
     first.free_weights()
     flats = [flat for flat in optimizer.flat if flat.shards_weights]
-    ahead = {flat.unit for flat in flats if flat.has_full_params}
+    prefetched = {flat.unit for flat in flats if flat.has_full_params}
     for flat in flats:
         flat.local_gradients.fill_(1.0)
     optimizer.step()
@@ -321,12 +321,12 @@ def step_with_a_layer_gathered_ahead(row):
     with optimizer.gathered_params():
         parts = [flat.weights[flat.start : flat.start + flat.size] for flat in flats]
         same = [torch.equal(part, flat.master.bfloat16()) for part, flat in zip(parts, flats, strict=True)]
-    return ahead, after, all(same)
+    return prefetched, after, all(same)
 
 
-def test_weights_gathered_ahead_are_not_kept_over_a_step():
+def test_prefetched_weights_are_not_kept_over_a_step():
     row = Row(dp=2, zero=3, micro_batch=2, precision="bf16")
-    assert run_world(2, step_with_a_layer_gathered_ahead, row) == [({"4"}, set(), True)] * 2
+    assert run_world(2, step_with_a_prefetched_layer, row) == [({"4"}, set(), True)] * 2
 
 
 def engine_is_collected(row):

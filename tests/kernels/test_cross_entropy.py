@@ -28,24 +28,24 @@ SIZES = {
 
 def logits_of(dtype, size, rows=5):
     """Logits with large differences, and targets: of one row on another rank."""
-    columns, used = SIZES[size]
+    columns, num_valid_columns = SIZES[size]
     generator = torch.Generator().manual_seed(columns)
     logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
     logits[1] += 40.0
     logits[2, -1] = 60.0  # perhaps padding
-    targets = torch.randint(0, used, (rows,), generator=generator)
+    targets = torch.randint(0, num_valid_columns, (rows,), generator=generator)
     targets[3] = -1
-    return logits, targets, used
+    return logits, targets, num_valid_columns
 
 
-def reference(logits, targets, used, scale, z_loss_weight):
+def reference(logits, targets, num_valid_columns, scale, z_loss_weight):
     """(largest, sum, target's logit, gradient) in fp64."""
-    x = logits.double()[:, :used]
+    x = logits.double()[:, :num_valid_columns]
     largest, log_sum = x.amax(-1), x.logsumexp(-1)
     own = targets >= 0
     target_logit = x.gather(-1, targets.clamp(min=0)[:, None])[:, 0] * own
     gradient = torch.zeros_like(logits, dtype=torch.float64)
-    gradient[:, :used] = x.softmax(-1) * (1 + 2 * z_loss_weight * log_sum)[:, None]
+    gradient[:, :num_valid_columns] = x.softmax(-1) * (1 + 2 * z_loss_weight * log_sum)[:, None]
     gradient[torch.arange(len(x)), targets.clamp(min=0)] -= own.double()
     return largest, (log_sum - largest).exp(), target_logit, scale * gradient
 
@@ -54,20 +54,20 @@ def reference(logits, targets, used, scale, z_loss_weight):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("scale,z_loss_weight", [(1.0, 0.0), (64.0, 0.01)])
 def test_statistics_and_gradient_are_those_of_the_definition(size, dtype, scale, z_loss_weight):
-    logits, targets, used = logits_of(dtype, size)
-    *statistics, gradient = reference(logits, targets, used, scale, z_loss_weight)
+    logits, targets, num_valid_columns = logits_of(dtype, size)
+    *statistics, gradient = reference(logits, targets, num_valid_columns, scale, z_loss_weight)
     untouched = logits.clone()
-    apart = logit_statistics_op(untouched, targets, used)
+    apart = logit_statistics_op(untouched, targets, num_valid_columns)
     assert torch.equal(untouched, logits)
-    found = logit_statistics_and_gradient_op(logits, targets, used, scale, z_loss_weight)
+    found = logit_statistics_and_gradient_op(logits, targets, num_valid_columns, scale, z_loss_weight)
     assert torch.equal(found, apart)
     for value, expected in zip(found, statistics, strict=True):
         torch.testing.assert_close(value.double(), expected, rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(
         logits.double(), gradient, rtol=TOLERANCE[dtype], atol=scale * TOLERANCE[dtype]
     )
-    assert logits[:, used:].abs().sum() == 0
-    write_logit_gradient_op(untouched, targets, found[0], found[1], used, scale, z_loss_weight)
+    assert logits[:, num_valid_columns:].abs().sum() == 0
+    write_logit_gradient_op(untouched, targets, found[0], found[1], num_valid_columns, scale, z_loss_weight)
     assert torch.equal(untouched, logits)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.kernels.dropout import fused_dropout_add, mask_place
+from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.mpu import random
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout, keep_mask
@@ -31,8 +31,8 @@ def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
     tp_group = tp_group or TPGroup()
     dropout_rng = DropoutRNG(11, SAMPLES[: x.shape[batch_dim]])
     keys = torch.tensor(dropout_rng.sample_keys("4.mlp"))
-    place = mask_place(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
-    assert place is not None
+    offsets = shard_offsets(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
+    assert offsets is not None
 
     def twin(x, bias, residual):
         x = x if bias is None else x + bias
@@ -40,7 +40,7 @@ def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
         return y if residual is None else residual + y
 
     def kernel(x, bias, residual):
-        return fused_dropout_add(x, bias, residual, keys, p, place)
+        return fused_dropout_add(x, bias, residual, keys, p, offsets)
 
     results = []
     for function in (twin, kernel):
@@ -123,14 +123,14 @@ def test_shards_have_their_part_of_the_full_mask(shape, batch_dim, shard_dim):
     keys = torch.tensor(dropout_rng.sample_keys("a"))
     parts = []
     for rank, part in enumerate(ones.chunk(2, dim=shard_dim)):
-        place = mask_place(part.shape, batch_dim, shard_dim, rank, 2)
-        parts.append(fused_dropout_add(part, None, None, keys, 0.4, place))
+        offsets = shard_offsets(part.shape, batch_dim, shard_dim, rank, 2)
+        parts.append(fused_dropout_add(part, None, None, keys, 0.4, offsets))
     mask = keep_mask(ones, 0.4, dropout_rng, "a", batch_dim, None, TPGroup())
     assert torch.equal(torch.cat(parts, dim=shard_dim) != 0, mask.bool())
 
 
 def test_a_shard_behind_another_dimension_is_refused():
-    assert mask_place(torch.Size((2, 3, 4, 5)), 0, 2, 0, 2) is None
+    assert shard_offsets(torch.Size((2, 3, 4, 5)), 0, 2, 0, 2) is None
 
 
 def test_a_strided_input_and_dropped_values_that_are_not_finite():
@@ -147,5 +147,5 @@ def test_no_elements():
         None,
         torch.tensor([1, 2]),
         0.5,
-        mask_place(torch.Size((0, 2, 8)), 1, None, 0, 1),
+        shard_offsets(torch.Size((0, 2, 8)), 1, None, 0, 1),
     ).shape == (0, 2, 8)

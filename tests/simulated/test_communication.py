@@ -48,7 +48,6 @@ def check(config, records):
         assert planned == found, f"stage {record.stage}"
 
 
-@pytest.mark.gate(rows=2)
 @pytest.mark.gate(rows=GATE_ROWS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_collectives_are_those_of_the_step(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.kernels.dropout import fused_dropout_add, mask_place
+from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.kernels.norms import CHUNK, fused_norms
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout_add
@@ -48,9 +48,9 @@ def kernel_both():
 def kernel(backward):
     with simulated_device() as sim:
         x, residual = _inputs(sim.device)
-        place = mask_place(x.shape, 1, None, 0, 1)
+        offsets = shard_offsets(x.shape, 1, None, 0, 1)
         keys = torch.empty(1, dtype=torch.int64, device=sim.device)
-        output = fused_dropout_add(x, None, residual, keys, 0.1, place)
+        output = fused_dropout_add(x, None, residual, keys, 0.1, offsets)
         kept = sim.memory.total
         if backward:
             # Not `backward`, which would copy the gradient of the residual into `residual.grad`.

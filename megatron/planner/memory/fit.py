@@ -44,7 +44,7 @@ def fits(config: Config, planned: float) -> bool:
     return spare is None or spare >= 0
 
 
-def verdict(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
+def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
     """(whether the plan fits the device of --gpu or --device-memory, a sentence); (True, '') without both."""
     device = device_memory_bytes(config)
     if device is None:

@@ -19,7 +19,7 @@ a s^2 b / t scores: each as softmax output in fp32, as dropout output in the run
 mask. --recompute-granularity selective recomputes them instead.
 
 With --checkpoint-activations a layer keeps only its input: 1 / t of it with --partition-activations, nothing
-on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is not counted.
+on the device with --checkpoint-in-cpu. The temporary memory of the recomputation is in `temporaries`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def layer_input_bytes(config: Config) -> float:
 
 
 def saved_within_layer_bytes(config: Config) -> float:
-    """What autograd saves of a layer besides its input: the sum of the four functions below."""
+    """What autograd saves of a layer besides its input: norms, attention, scores and MLP."""
     parts = (_norm_bytes, _attention_bytes, _score_bytes, _mlp_bytes)
     return sum(part(config) for part in parts)
 
@@ -132,9 +132,9 @@ def norm_statistics_bytes(config: Config, values: float) -> float:
 def _attention_bytes(config: Config) -> float:
     """Query, key, value (`_head_copies`), and the attention output as the input of the next matrix.
 
-    Fused kernels (FlashAttention, arXiv 2205.14135) save the logarithm of each row's
-    sum in fp32. PyTorch's memory-efficient kernel, which serves biases and fp32, has its output batch first:
-    a second copy, unless the micro-batch is one sample."""
+    Fused kernels (FlashAttention, arXiv 2205.14135) save the logarithm of each row's sum in fp32. PyTorch's
+    memory-efficient kernel, which serves biases and fp32, has its output batch first: a second copy, unless
+    the micro-batch is one sample."""
     model, batch = config.model, config.batch.micro_batch_size
     heads = model.num_attention_heads / config.parallel.tensor_model_parallel_size
     rows = batch * model.seq_length * heads

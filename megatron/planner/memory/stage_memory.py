@@ -1,4 +1,4 @@
-"""The planned memory of each pipeline rank: the largest sum of `memory` and `temporaries` over a step."""
+"""The planned memory of each pipeline rank: the largest sum of `layer_memory` and `temporaries` in a step."""
 
 from __future__ import annotations
 

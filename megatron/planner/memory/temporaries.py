@@ -1,7 +1,7 @@
 """Memory that exists for a part of an instruction only, in bytes, at the moments at which a step may peak.
 
-The activations that are kept between a forward and its backward pass are in `memory`. Each function names the
-code that it describes; `tests/simulated` compares the sums with the simulated step.
+The activations that are kept between a forward and its backward pass are in `layer_memory`. Each function
+names the code that it describes; `tests/simulated` compares the sums with the simulated step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
     training = config.training
     saved = layer_memory.saved_within_layer_bytes(config)
     gradients, weights = _sharded_unit_bytes(config, layer_parameters)
-    ahead = _gathered_ahead_bytes(config, weights)
+    prefetched = _prefetched_weight_bytes(config, weights)
     size = layer_memory.parameter_bytes(config)
     # The first matrix of the backward pass has its gradient before the layer's full gradients are allocated.
     second = max(_mlp_matrix_elements(config), layer_memory.mlp_values(config)) * size + gradients
@@ -44,9 +44,9 @@ def layer_peak_bytes(config: Config, layer_parameters: float) -> float:
     if training.recomputes_layers:
         # The backward pass recomputes a group of layers: all that they save exists at once.
         others = (training.checkpoint_num_layers - 1) * (saved + layer_memory.layer_input_bytes(config))
-        return weights + ahead + others + _recomputed_input_bytes(config) + max(saved + later, attention)
+        return weights + prefetched + others + _recomputed_input_bytes(config) + max(saved + later, attention)
     # The attention of the last layer runs before the rest of what it saves, and its output, exist.
-    return weights + max(ahead + later, attention - saved - layer_memory.layer_input_bytes(config))
+    return weights + max(prefetched + later, attention - saved - layer_memory.layer_input_bytes(config))
 
 
 def _mlp_backward_bytes(config: Config) -> float:
@@ -150,9 +150,9 @@ def _sharded_unit_bytes(config: Config, layer_parameters: float) -> tuple[float,
     )
 
 
-def _gathered_ahead_bytes(config: Config, weights: float) -> float:
-    """`optimizer.sharded_units.UnitOverlap`, ZeRO-3: the weights of the next layer. Nothing is gathered ahead
-    when a recomputed group of several layers is whole."""
+def _prefetched_weight_bytes(config: Config, weights: float) -> float:
+    """`optimizer.sharded_units.UnitOverlap`, ZeRO-3: the weights of the next layer. None are prefetched
+    when all weights of a recomputed group of several layers are gathered."""
     recomputes_groups = config.training.recomputes_layers and config.training.checkpoint_num_layers > 1
     has_next = config.model.num_layers > 1 and not recomputes_groups
     return weights if has_next and not config.parallel.no_overlap_param_gather else 0.0

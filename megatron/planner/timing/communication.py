@@ -260,7 +260,7 @@ def _layer_exchanges(config: Config, count: int) -> tuple[list[Exchange], list[E
         backward += _chunked(config, REDUCE_SCATTER, 2 * again)
     elif config.parallel.sequence_parallel:
         forward = calls(ALL_GATHER, 2 * count) + calls(REDUCE_SCATTER, 2 * count)
-        # Two of gradients, and two of the inputs of which the weights' gradients are computed.
+        # Two of gradients, and two of saved inputs, for the weight gradients.
         deferred = 2 * count if config.parallel.schedule.splits_backward else 0
         backward = calls(ALL_GATHER, 4 * count - deferred)
         backward += calls(REDUCE_SCATTER, 2 * count, INPUT_GRADIENT)

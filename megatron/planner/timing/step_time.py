@@ -240,8 +240,8 @@ def stage_times(
                 matmul, other = _work_seconds(config, cluster, part)
                 if computing is not None:
                     other = computing[stage.stage][index] - matmul
-                ahead = _seconds_of(cluster, layout, calls, overlapped)
-                exposed += wait_for_units(matmul + other + exposed, ahead, config.model.num_layers)
+                of_units = _seconds_of(cluster, layout, calls, overlapped)
+                exposed += wait_for_units(matmul + other + exposed, of_units, config.model.num_layers)
                 seconds.append((matmul, other, exposed))
             forward, backward, weight = map(sum, seconds)
             by_cause = map(sum, zip(*seconds, strict=True))

@@ -133,86 +133,153 @@ MEGATRON_2021 = Program(
 
 def program_of(config: Config) -> Program:
     """This program with the run's flags."""
-    model, size = config.model, _element_bytes(config)
-    dropout = model.hidden_dropout > 0
-    kernels, attention = counts_kernels(config), attention_of(config)
-    unfused, biased = attention == Implementation.UNFUSED, attention == Implementation.BIASED_SDPA
-    in_kernel = attention == Implementation.TRITON
-    hashed = dropout and not kernels
+    layer = _layer_choices(config)
     shards = config.parallel.tensor_model_parallel_size > 1
-    gated, biases = model.glu_activation is not None, not model.disable_bias_linear
-    # Of keys, or of values, in units of the queries. Rotation moves 10 bytes per rotated byte in either pass;
-    # if a part of each head is rotated, the parts are joined.
-    keys = model.key_width / model.query_width
-    rotates, partial = model.position_embedding_type == "rotary", model.rotary_percent < 1
-    rotary, joins = ((1 + keys) * rotates * units for units in (10 * model.rotary_percent, 2 * partial))
-    shares = model.query_groups < model.num_attention_heads
-    repeats = shares and not in_kernel  # copies of keys and values
-    splits = shares and model.query_groups > config.parallel.tensor_model_parallel_size  # copies of queries
-    copies = 2 * (1 + keys) * repeats
-    one_norm = len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1
-    forward_norms, backward_norms = _qk_norm_traffic(config)
-    chunks = overlap_chunks(config)
     fused_loss = config.training.loss_implementation == "fused"
-    # Over several ranks the biases of row-parallel layers are added alone, or by the kernel of the dropout.
-    biases_alone = 2 * (shards and biases and not (skips_bias_add(config) and kernels and dropout))
-    units = 6 if unfused else 14 if biased else 8
     return Program(
-        # Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
-        # kernel reads and writes what the residual addition does; the keys of the samples are copied before.
-        forward=Traffic(
-            hidden=size * (14 + 2 * biases_alone - 2 * one_norm) + 2 * 79 * hashed,
-            attention=forward_norms.attention
-            + size * (units - 2 * (1 - keys) + rotary + joins + copies + 2 * splits),
-            mlp=size * (8 if gated else 4),
-            score=(12 * size + 2 + 79) * unfused,
-            launches=10
-            + biases_alone
-            + gated
-            + 2 * biased
-            + (44 if hashed else 1) * 2 * dropout
-            + 50 * unfused
-            + (in_kernel and model.attention_dropout > 0)
-            + (10 + 2 * partial) * rotates
-            + 2 * repeats
-            + splits
-            - one_norm
-            + 4 * (chunks - 1)
-            + forward_norms.launches,
-        ),
-        backward=Traffic(
-            hidden=size * ((26 if biases else 24) - 3 * one_norm) + (15 if hashed else 4 * size) * dropout,
-            attention=backward_norms.attention
-            + size
-            * (
-                (21 if unfused else 27 if biased else 29 if in_kernel else 25)
-                - (10 if model.qkv_bias else 8) * (1 - keys)
-                - (0 if model.qkv_bias else 3)
-                + rotary
-                + 3 * joins
-                + copies
-            ),
-            mlp=size * ((21 if gated else 8) - (0 if biases else 2 if gated else 1)),
-            score=52 * unfused,
-            launches=(33 if biases else 23)
-            + 3 * gated
-            + (10 if hashed else 2) * dropout
-            + 5 * unfused
-            + in_kernel
-            + (10 + 6 * partial) * rotates
-            + 2 * repeats
-            - one_norm
-            + 2 * chunks * (chunks > 1)
-            - 2 * (adds_column_gradients(config) + adds_row_gradients(config))
-            + backward_norms.launches,
-        ),
-        logit=_logit_bytes(size, shards, kernels) if fused_loss else 36,
+        forward=_forward_traffic(config, layer),
+        backward=_backward_traffic(config, layer),
+        logit=_logit_bytes(layer.size, shards, layer.kernels) if fused_loss else 36,
         gradient_bytes=FP32,
         fused_loss=fused_loss,
         overlaps_input_gradient=True,
         adds_column_gradients=adds_column_gradients(config),
         adds_row_gradients=adds_row_gradients(config),
         adds_head_gradient=adds_head_gradient(config),
+    )
+
+
+@dataclass(frozen=True)
+class _LayerChoices:
+    """What the traffic of both passes of a transformer layer depends on. `rotary`, `joins` and `copies` are
+    numbers of elements moved, per element of the queries."""
+
+    size: int
+    """Bytes per element."""
+    kernels: bool
+    dropout: bool
+    """Of hidden states."""
+    attention: Implementation
+    gated: bool
+    biases: bool
+    keys: float
+    """Of keys, or of values, in units of the queries."""
+    rotates: bool
+    rotary_percent: float
+    """The share of each head that is rotated."""
+    repeats: bool
+    """Whether keys and values are copied for each head of their group."""
+    one_norm: bool
+    chunks: int
+    """Of --tp-comm-overlap."""
+
+    @property
+    def hashed(self) -> bool:
+        """Whether PyTorch operations hash the masks of dropout."""
+        return self.dropout and not self.kernels
+
+    @property
+    def partial(self) -> bool:
+        """Whether only a part of each head is rotated. The parts are joined then."""
+        return self.rotary_percent < 1
+
+    @property
+    def rotary(self) -> float:
+        """The rotation moves 10 bytes per rotated byte in either pass."""
+        return (1 + self.keys) * self.rotates * (10 * self.rotary_percent)
+
+    @property
+    def joins(self) -> float:
+        """One copy of queries and keys, read and written."""
+        return (1 + self.keys) * self.rotates * (2 * self.partial)
+
+    @property
+    def copies(self) -> float:
+        """Of keys and values for the heads of their group."""
+        return 2 * (1 + self.keys) * self.repeats
+
+
+def _layer_choices(config: Config) -> _LayerChoices:
+    model, attention = config.model, attention_of(config)
+    shares = model.query_groups < model.num_attention_heads
+    return _LayerChoices(
+        size=_element_bytes(config),
+        kernels=counts_kernels(config),
+        dropout=model.hidden_dropout > 0,
+        attention=attention,
+        gated=model.glu_activation is not None,
+        biases=not model.disable_bias_linear,
+        keys=model.key_width / model.query_width,
+        rotates=model.position_embedding_type == "rotary",
+        rotary_percent=model.rotary_percent,
+        repeats=shares and attention != Implementation.TRITON,
+        one_norm=len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1,
+        chunks=overlap_chunks(config),
+    )
+
+
+def _forward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
+    """Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
+    kernel reads and writes what the residual addition does; the keys of the samples are copied before."""
+    model, tp_size, size = config.model, config.parallel.tensor_model_parallel_size, layer.size
+    unfused, biased = (layer.attention == one for one in (Implementation.UNFUSED, Implementation.BIASED_SDPA))
+    in_kernel = layer.attention == Implementation.TRITON
+    # Copies of queries that share keys and values.
+    splits = tp_size < model.query_groups < model.num_attention_heads
+    # Over several ranks the biases of row-parallel layers are added alone, or by the kernel of the dropout.
+    in_dropout = skips_bias_add(config) and layer.kernels and layer.dropout
+    biases_alone = 2 * (tp_size > 1 and layer.biases and not in_dropout)
+    units = 6 if unfused else 14 if biased else 8
+    units_of_heads = units - 2 * (1 - layer.keys) + layer.rotary
+    norms, _ = _qk_norm_traffic(config)
+    return Traffic(
+        hidden=size * (14 + 2 * biases_alone - 2 * layer.one_norm) + 2 * 79 * layer.hashed,
+        attention=norms.attention + size * (units_of_heads + layer.joins + layer.copies + 2 * splits),
+        mlp=size * (8 if layer.gated else 4),
+        score=(12 * size + 2 + 79) * unfused,
+        launches=10
+        + biases_alone
+        + layer.gated
+        + 2 * biased
+        + (44 if layer.hashed else 1) * 2 * layer.dropout
+        + 50 * unfused
+        + (in_kernel and model.attention_dropout > 0)
+        + (10 + 2 * layer.partial) * layer.rotates
+        + 2 * layer.repeats
+        + splits
+        - layer.one_norm
+        + 4 * (layer.chunks - 1)
+        + norms.launches,
+    )
+
+
+def _backward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
+    """Without recomputation."""
+    model, size, gated, biases = config.model, layer.size, layer.gated, layer.biases
+    unfused, biased = (layer.attention == one for one in (Implementation.UNFUSED, Implementation.BIASED_SDPA))
+    in_kernel = layer.attention == Implementation.TRITON
+    units = 21 if unfused else 27 if biased else 29 if in_kernel else 25
+    units_of_heads = (
+        units - (10 if model.qkv_bias else 8) * (1 - layer.keys) - (0 if model.qkv_bias else 3) + layer.rotary
+    )
+    _, norms = _qk_norm_traffic(config)
+    return Traffic(
+        hidden=size * ((26 if biases else 24) - 3 * layer.one_norm)
+        + (15 if layer.hashed else 4 * size) * layer.dropout,
+        attention=norms.attention + size * (units_of_heads + 3 * layer.joins + layer.copies),
+        mlp=size * ((21 if gated else 8) - (0 if biases else 2 if gated else 1)),
+        score=52 * unfused,
+        launches=(33 if biases else 23)
+        + 3 * gated
+        + (10 if layer.hashed else 2) * layer.dropout
+        + 5 * unfused
+        + in_kernel
+        + (10 + 6 * layer.partial) * layer.rotates
+        + 2 * layer.repeats
+        - layer.one_norm
+        + 2 * layer.chunks * (layer.chunks > 1)
+        - 2 * (adds_column_gradients(config) + adds_row_gradients(config))
+        + norms.launches,
     )
 
 

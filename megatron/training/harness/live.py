@@ -91,7 +91,7 @@ class LiveEvaluation:
             results = self._tasks.run(self._model, self._model.batch_size)
         # A metric of a task may fail in any way. It must not end a training run.
         except Exception as error:
-            if self._model.is_answering:
+            if self._model.is_responding:
                 raise  # a collective, which fails on the other ranks too, or the request to stop
             print_fn(f"WARNING: --eval-harness-tasks failed ({type(error).__name__}: {error})")
         self._model.stop()

@@ -56,9 +56,9 @@ def test_a_published_file_agrees_and_its_loss_scale_wins(read) -> None:
     assert precision.loss_scale_window == 500
     assert (precision.hysteresis, precision.min_loss_scale) == (2, 1.0)
     assert (
-        "a dynamic scale from the file wins over a static scale of 12 from --loss-scale" in settings.notes[0]
+        "a dynamic scale from the file overrides a static scale of 12 from --loss-scale" in settings.notes[0]
     )
-    assert len([note for note in settings.notes if "wins over" in note]) == 3
+    assert len([note for note in settings.notes if "overrides" in note]) == 3
     assert any("steps_per_print 2000 is not used" in note for note in settings.notes)
 
 
@@ -67,7 +67,7 @@ def test_a_static_loss_scale_in_the_file_wins_too(read) -> None:
     assert settings.config.precision.loss_scale == 128.0
     assert len(settings.notes) == 1
     assert (
-        "a static scale of 128 from the file wins over a dynamic scale from --loss-scale" in settings.notes[0]
+        "a static scale of 128 from the file overrides a dynamic scale from --loss-scale" in settings.notes[0]
     )
 
 

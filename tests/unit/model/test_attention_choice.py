@@ -11,7 +11,7 @@ import torch
 from megatron.config.cli import parse_args
 from megatron.model import attention_choice, core_attention
 from megatron.model.attention_choice import (
-    AttentionNeeds,
+    AttentionRequirements,
     Implementation,
     choose_attention,
     implementation_for,
@@ -32,7 +32,7 @@ def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, win
     if on_cpu:
         kernels = "the device is a CPU"
     choice, reason = choose_attention(
-        AttentionNeeds(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window)
+        AttentionRequirements(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window)
     )
     plain = not (dropout or alibi or documents or window)
     assert (choice == Implementation.SDPA) == plain

@@ -34,13 +34,13 @@ def test_the_fraction_p_is_dropped_in_every_row_and_column_and_the_rest_scaled(p
         assert (counts - expected).abs().max() < 5.5 * (expected * (1 - p)) ** 0.5 + 10, dims
 
 
-def test_neighbours_samples_places_and_seeds_are_independent():
+def test_neighbours_samples_salts_and_seeds_are_independent():
     shape = (1, 512, 512)
     mask = kept(shape, 0.5, rng(7)).double()[0] * 2 - 1
     others = {
         "next sample": kept(shape, 0.5, rng(8))[0],
         "sample 7 + 2**32": kept(shape, 0.5, rng(7 + 2**32))[0],
-        "other place": kept(shape, 0.5, rng(7), "4.hidden")[0],
+        "other salt": kept(shape, 0.5, rng(7), "4.hidden")[0],
         "other seed": kept(shape, 0.5, rng(7, seed=1235))[0],
         "next column": (mask > 0).roll(1, 1),
         "next row": (mask > 0).roll(1, 0),

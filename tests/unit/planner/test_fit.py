@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.planner.memory.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, reserve_bytes, verdict
+from megatron.planner.memory.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, fit_summary, reserve_bytes
 from megatron.planner.memory.stage_memory import plan_memory, planned_bytes
 from megatron.planner.report import memory_table, run_report
 from megatron.planner.stages import plan_stages
@@ -27,13 +27,13 @@ def planned(flags: str = ""):
     return config, plan, plan_memory(config, VOCAB, plan)
 
 
-def verdict_of(flags: str):
+def summary_of(flags: str):
     config, _, memory = planned(flags)
-    return verdict(config, VOCAB, memory)
+    return fit_summary(config, VOCAB, memory)
 
 
-def test_without_a_device_there_is_no_verdict():
-    assert verdict_of("") == (True, "")
+def test_without_a_device_there_is_no_fit_summary():
+    assert summary_of("") == (True, "")
 
 
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
@@ -41,24 +41,24 @@ def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     largest = max(part.total for part in memory)
     reserve = CONTEXT_BYTES + NCCL_BYTES + FRAGMENTATION * largest
     assert reserve_bytes(config, largest) == reserve
-    fits, sentence = verdict_of("--device-memory 64")
+    fits, sentence = summary_of("--device-memory 64")
     assert fits and sentence.startswith(
         f"fits with {64 - (largest + reserve) / GIB:.2f} GiB to spare: stage 0 "
     )
-    assert "v100-32gb" in verdict_of("--gpu v100-32gb")[1]
+    assert "v100-32gb" in summary_of("--gpu v100-32gb")[1]
 
 
 def test_a_plan_fits_to_the_byte():
     config, _, memory = planned()
     largest = max(part.total for part in memory)
     need = (largest + reserve_bytes(config, largest)) / GIB
-    assert verdict_of(f"--device-memory {need + 1e-6}")[0]
-    assert not verdict_of(f"--device-memory {need - 1e-6}")[0]
+    assert summary_of(f"--device-memory {need + 1e-6}")[0]
+    assert not summary_of(f"--device-memory {need - 1e-6}")[0]
 
 
 def test_an_overflow_names_the_stages_and_flags_with_their_new_totals(monkeypatch):
     monkeypatch.setenv("MEGATRON_KERNELS", "pytorch")  # then dropout keeps its masks
-    fits, sentence = verdict_of("--device-memory 8")
+    fits, sentence = summary_of("--device-memory 8")
     assert not fits and "does not fit" in sentence and "stage 0 needs" in sentence
     flags = re.findall(r"(--[\w-]+ ?[\w]*) \(([\d.]+) GiB(, fits)?\)", sentence)
     assert len(flags) == 3
