@@ -214,7 +214,7 @@ class Job:
             node = f"n{1 + victim // 2}"
             pid = (cluster.folder / "cluster" / "pid" / f"slurmd-{node}").read_text()
             os.kill(int(pid), signal.SIGKILL)
-            return f"lost the node {node}"
+            return f"node {node} is down or not responding"
         fill(cluster.folder / "disk" / "filler")
         return r"cannot be written .* 0\.\d MB are free there"
 

@@ -336,6 +336,7 @@ def run_worker(row: Row) -> None:
 
     configure_logging(LoggingConfig())
 
+    from megatron.cluster.local.processes import status_bytes
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pass_times import PassTimes
     from megatron.mpu.layout import ParallelLayout
@@ -359,7 +360,7 @@ def run_worker(row: Row) -> None:
     step()
     trimmed_resident_bytes()
     step()
-    peak = _status_bytes("VmHWM") - before
+    peak = status_bytes("VmHWM") - before
     # As on a GPU, freed memory is kept for later from here on.
     _mallopt(_MMAP_MAX, 0)
     _mallopt(_TRIM_THRESHOLD, 2**31 - 1)
@@ -401,21 +402,17 @@ def make_step(config: Any, vocab_size: int) -> tuple[Any, Callable[[], object]]:
 
 def trimmed_resident_bytes() -> int:
     """The resident memory of this process, after glibc has returned what is free; the peak begins here."""
+    from megatron.cluster.local.processes import status_bytes
+
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
 def _mallopt(parameter: int, value: int) -> None:
     if ctypes.CDLL(None).mallopt(parameter, value) != 1:
         raise SystemExit(f"this C library refuses mallopt({parameter}, {value}): the benchmark needs glibc")
-
-
-def _status_bytes(name: str) -> int:
-    """A line of /proc/self/status, as 'VmRSS'."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

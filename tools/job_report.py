@@ -45,7 +45,7 @@ _DASHES = ("-", "--", ":", "-.")
 @dataclass
 class Start:
     """The training lines that one start of the program logged, ascending by iteration. begin: the iteration
-    of its checkpoint, 0 from scratch, None if the log does not tell."""
+    of its checkpoint, 0 from scratch, None if the log does not contain it."""
 
     log: str
     lines: list[ParsedLine] = field(default_factory=list)

@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
 from megatron.files import write_atomically, write_json
@@ -38,8 +39,6 @@ from megatron.sweep.folder import Record, RecordedRow, SweepFolder, new_record
 from megatron.sweep.picture import draw_summary
 from megatron.sweep.summary import summarize
 from megatron.sweep.table import remarks, report_csv, report_markdown, report_text
-
-INTERRUPTED_EXIT_CODE = 130
 
 
 class _SweepParser(ToolParser):

@@ -207,7 +207,7 @@ class CheckpointManager:
 
     def ownership_lost_reason(self) -> str | None:
         """Reason this run lost --save, from the last heartbeat; None if it owns it."""
-        return self.owner.loss if self.owner is not None else None
+        return self.owner.lost_reason if self.owner is not None else None
 
     def restore_or_init(
         self, checkpoint: Checkpoint | None, print_fn: Callable[[str], object]

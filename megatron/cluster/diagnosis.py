@@ -50,7 +50,7 @@ class Diagnosis:
 @dataclass(frozen=True)
 class SlurmJob:
     """A job as Slurm sees it. state: for example 'CANCELLED'; '' if unknown. lost_nodes: nodes of the job
-    that are down or do not answer."""
+    that are down or not responding."""
 
     state: str = ""
     lost_nodes: tuple[str, ...] = ()
@@ -128,7 +128,8 @@ def _error_text(found: Report, reports: Sequence[Report]) -> str:
 
 def _slurm_end(slurm: SlurmJob) -> str:
     if slurm.lost_nodes:
-        return f"lost the node {', '.join(slurm.lost_nodes)}, which does not answer Slurm"
+        noun, verb = ("node", "is") if len(slurm.lost_nodes) == 1 else ("nodes", "are")
+        return f"{noun} {', '.join(slurm.lost_nodes)} {verb} down or not responding to Slurm"
     # While the job ends, Slurm may not show the final state yet.
     state = "" if slurm.state in ("", "RUNNING", "COMPLETING") else f" ({slurm.state})"
     return f"Slurm ended the job{state}"
@@ -208,7 +209,7 @@ def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str
     silent = [report for report in silent if not _crash(report)]
     host = silent[0]["host"]
     on_host = [report for report in reports if report["host"] == host]
-    cause = "killed (SIGKILL), as by a kernel that is out of memory"
+    cause = "killed (SIGKILL), possibly by the kernel's out-of-memory killer"
     if len(silent) == len(on_host) > 1 and len(on_host) < len(reports):
         cause = "all processes of the node ended at once: killed, or the node is lost"
     return f"error: {_describe_ranks(silent)}{_progress(reports)}: {cause}"

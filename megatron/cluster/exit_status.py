@@ -49,8 +49,8 @@ class ExitStatus(str, Enum):
 
 
 def sentence_of(error: BaseException) -> str:
-    """Class and message in one line, all of it: NCCL and CUDA write several lines, and no single one tells
-    enough."""
+    """Class and message in one line, all of it: NCCL and CUDA write several lines, and no single line is
+    sufficient."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

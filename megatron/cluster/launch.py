@@ -199,8 +199,8 @@ def _check_mpi(env: Mapping[str, str]) -> None:
         # srun may set MPI's variables, too: then its own are used.
         if env.get(name, "1") not in ("1", tasks):
             raise ConfigError(
-                f"{name} is {env[name]}, and RANK and WORLD_SIZE are not set: MPI's launcher has started "
-                f"processes that do not know each other; set RANK, LOCAL_RANK (to {names_of_ranks}), "
+                f"{name} is {env[name]}, and RANK and WORLD_SIZE are not set: mpirun started processes "
+                f"without torch's rendezvous variables; set RANK, LOCAL_RANK (to {names_of_ranks}), "
                 f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each of them, or start the program with "
                 "torchrun or srun"
             )

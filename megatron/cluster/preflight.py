@@ -82,7 +82,7 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     facts = [RankInfo(**entry) for entry in gathered]
     if differences := find_differences(facts):
         raise ConfigError(
-            "nodes are inconsistent (--no-preflight starts nevertheless):\n" + differences_table(differences)
+            "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
         )
     problems = _write_figures(config, facts)
     samples = length.samples_per_split(config)
@@ -116,15 +116,15 @@ def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
         usual, _ = Counter(values.values()).most_common(1)[0]
         for fact in facts:
             if values[fact.rank] != usual:
-                rows[fact.node, name, f"{values[fact.rank]}, elsewhere {usual}"] = None
+                rows[fact.node, name, f"{values[fact.rank]}, {usual} on other nodes"] = None
     usual_data, _ = Counter(fact.data for fact in facts).most_common(1)[0]
     most_free = max((fact.free_share for fact in facts if fact.free_share is not None), default=0.0)
     for fact in facts:
         if fact.data != usual_data:
-            rows[fact.node, "--data-path", "other data than elsewhere"] = None
+            rows[fact.node, "--data-path", "data differ from the other nodes"] = None
         if fact.free_share is not None and fact.free_share < _FREE_MEMORY_SHARE * most_free:
-            text = f"{fact.free_share:.0%} of the device of rank {fact.rank} free, elsewhere {most_free:.0%}"
-            rows[fact.node, "memory", text] = None
+            found = f"rank {fact.rank}: {fact.free_share:.0%} of device memory free"
+            rows[fact.node, "memory", f"{found}, up to {most_free:.0%} on other ranks"] = None
         for what, problem in fact.folder_problems.items():
             rows[fact.node, what, problem] = None
     return list(rows)

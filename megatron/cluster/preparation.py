@@ -54,7 +54,7 @@ class Preparation:
         self.end()
 
     def end(self) -> None:
-        """Call it before the process connects: waiting for the others is no progress, but uses the CPU."""
+        """Call it before the process connects: waiting uses the CPU but is not progress."""
         self._ended.set()
 
     def _run(self) -> None:

@@ -2,7 +2,7 @@
 
 torch's rendezvous waits silently and does not compare flags. Here rank 0 prints which ranks are missing, and
 the configurations are compared before any process group exists. Ranks with different flags would hang or
-train different models. The ranks wait until for --start-timeout seconds none has arrived and none has made
+train different models. The ranks wait until for --start-timeout seconds none has connected and none has made
 progress with its preparation, see `preparation`.
 """
 
@@ -43,7 +43,7 @@ _INFORM_TIMEOUT_S = 5.0
 _STORE_TIMEOUT_S = 30.0
 # Of a get or wait, as torch sets it by default.
 _OPERATION_TIMEOUT = timedelta(minutes=5)
-# Counts arrivals, and progress of ranks that have not arrived.
+# Counts connected ranks, and progress of ranks that are not connected yet.
 PROGRESS_KEY = "progress"
 _MISSING_RANKS_SHOWN = 8
 _DIFFERENCES_SHOWN = 3
@@ -98,20 +98,20 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
     store.set(f"device {address.rank}", device)
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
     store.set(f"digest {address.rank}", _digest(config))
-    store.add("arrived", 1)
+    store.add("connected", 1)
     store.add(PROGRESS_KEY, 1)
     if address.rank == 0:
         try:
-            verdict = _wait_for_all(store, address, timeout_s)
-            verdict = verdict or _difference(store, address.world_size) or _shared_device(store, address)
+            outcome = _wait_for_all(store, address, timeout_s)
+            outcome = outcome or _difference(store, address.world_size) or _shared_device(store, address)
         except RunStopped as error:
             _announce(store, f"missing {error}")
             raise
-        _announce(store, f"unequal {verdict}" if verdict else "ready")
+        _announce(store, f"unequal {outcome}" if outcome else "ready")
     else:
-        verdict = _verdict_of_rank_0(store, address, timeout_s)
-    if verdict:
-        raise SharedConfigError(verdict)
+        outcome = _outcome_from_rank_0(store, address, timeout_s)
+    if outcome:
+        raise SharedConfigError(outcome)
     return store
 
 
@@ -234,15 +234,15 @@ def _is_open(address: Address) -> bool:
         return False
 
 
-class _Silence:
-    """Measures the time in which no rank has arrived or made progress with its preparation."""
+class _IdleTimer:
+    """Measures the time in which no rank has connected or made progress with its preparation."""
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         self._store, self._limit_s = store, limit_s
         self._count, self._since = store.add(PROGRESS_KEY, 0), time.monotonic()
 
-    def is_too_long(self) -> bool:
-        """Whether it has lasted for the limit."""
+    def has_expired(self) -> bool:
+        """Whether that time has reached the limit."""
         count = self._store.add(PROGRESS_KEY, 0)
         if count != self._count:
             self._count, self._since = count, time.monotonic()
@@ -251,20 +251,21 @@ class _Silence:
 
 def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
     """Waits for all ranks; returns the error that a rank has reported meanwhile, "" if none. Raises
-    RunStopped after a silence of --start-timeout."""
-    silence, last = _Silence(store, timeout_s), time.monotonic()
-    while (arrived := store.add("arrived", 0)) < address.world_size:
+    RunStopped if for --start-timeout seconds none has connected or made progress."""
+    idle_timer, last = _IdleTimer(store, timeout_s), time.monotonic()
+    while (connected := store.add("connected", 0)) < address.world_size:
         if store.check(["mistake"]):
             return store.get("mistake").decode()
         now = time.monotonic()
-        who = f"{address.world_size - arrived} of {address.world_size} processes at {address}"
-        if silence.is_too_long():
+        who = f"{address.world_size - connected} of {address.world_size} processes"
+        if idle_timer.has_expired():
             raise RunStopped(
-                f"{who} have not arrived within --start-timeout ({_missing(store, address.world_size)}): "
-                f"start {address.world_size} processes, or correct WORLD_SIZE"
+                f"{who} did not connect to {address} within --start-timeout "
+                f"({_missing(store, address.world_size)}): start {address.world_size} processes, or correct "
+                "WORLD_SIZE"
             )
         if now - last >= _REPORT_INTERVAL_S:
-            _print(f"waiting for {who} ({_missing(store, address.world_size)})")
+            _print(f"waiting for {who} to connect to {address} ({_missing(store, address.world_size)})")
             last = now
         time.sleep(_POLL_INTERVAL_S)
     return ""
@@ -281,42 +282,42 @@ def _first(ranks: list[int]) -> str:
 
 
 def preparing_key(rank: int) -> str:
-    """The key that a rank sets before it has arrived."""
+    """The key that a rank sets before it has connected."""
     return f"preparing {rank}"
 
 
-def _announce(store: dist.Store, verdict: str, others: int | None = None) -> None:
+def _announce(store: dist.Store, outcome: str, others: int | None = None) -> None:
     """Publishes the outcome. After an error waits until `others` ranks (default: those that have connected)
     have read it, at most some seconds, because the store may end with this process."""
-    store.set("verdict", verdict)
+    store.set("outcome", outcome)
     end = time.monotonic() + _INFORM_TIMEOUT_S
-    while verdict != "ready":
-        expected = store.add("arrived", 0) - 1 if others is None else others
+    while outcome != "ready":
+        expected = store.add("connected", 0) - 1 if others is None else others
         if store.add("informed", 0) >= expected or time.monotonic() > end:
             return
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _verdict_of_rank_0(store: dist.Store, address: Address, timeout_s: float) -> str:
+def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) -> str:
     try:
         # Rank 0 decides first.
-        silence = _Silence(store, timeout_s + _REPORT_INTERVAL_S)
-        while not _is_set(store, "verdict"):
-            if silence.is_too_long():
+        idle_timer = _IdleTimer(store, timeout_s + _REPORT_INTERVAL_S)
+        while not _is_set(store, "outcome"):
+            if idle_timer.has_expired():
                 raise RunStopped(
-                    f"rank {address.rank}: rank 0 has not arrived at {address} within --start-timeout and "
-                    "does not prepare: see its output",
+                    f"rank {address.rank}: rank 0 did not connect to {address} within --start-timeout "
+                    "and makes no progress with its preparation: see its output",
                     on_all_ranks=False,
                 )
             if address.prints_waiting and not store.check(["digest 0"]):
-                state = "is preparing" if store.check([preparing_key(0)]) else "has not arrived"
+                state = "is preparing" if store.check([preparing_key(0)]) else "has not connected"
                 _print(f"rank {address.rank} is waiting at {address} for rank 0, which {state}")
     except dist.DistError as error:
         raise RunStopped(
             f"rank {address.rank}: rank 0 does not answer at {address} ({_first_line(error)})",
             on_all_ranks=False,
         ) from None
-    kind, _, text = store.get("verdict").decode().partition(" ")
+    kind, _, text = store.get("outcome").decode().partition(" ")
     store.add("informed", 1)
     if kind == "missing":
         raise RunStopped(text)

@@ -47,9 +47,9 @@ class ExitConditions:
     """The conditions for an early exit. All ranks exit after the same step.
 
     signals: names such as "SIGTERM"; handled after `install_handlers`. report: holds the start time of the
-    program (the duration includes the start) and whether the job's script has requested a stop. folder_loss:
-    returns why rank 0 must no longer write to --save, or None. It is called after every step, so it must not
-    access files.
+    program (the duration includes the start) and whether the job's script has requested a stop.
+    ownership_lost_reason: returns why rank 0 must no longer write to --save, or None. It is called after
+    every step, so it must not access files.
     """
 
     interval: int | None
@@ -57,7 +57,7 @@ class ExitConditions:
     signals: tuple[str, ...]
     kill_switch_path: str | None
     report: RankReport
-    folder_loss: Callable[[], str | None] = lambda: None
+    ownership_lost_reason: Callable[[], str | None] = lambda: None
     _received: list[int] = field(default_factory=list, init=False)
 
     @classmethod
@@ -65,7 +65,7 @@ class ExitConditions:
         cls,
         training: TrainingConfig,
         report: RankReport,
-        folder_loss: Callable[[], str | None] = lambda: None,
+        ownership_lost_reason: Callable[[], str | None] = lambda: None,
     ) -> ExitConditions:
         """The conditions of --exit-interval, --exit-duration-in-mins, --exit-signal, --kill-switch-path."""
         return cls(
@@ -74,7 +74,7 @@ class ExitConditions:
             signals=training.exit_signal,
             kill_switch_path=training.kill_switch_path,
             report=report,
-            folder_loss=folder_loss,
+            ownership_lost_reason=ownership_lost_reason,
         )
 
     def install_handlers(self) -> frozenset[int]:
@@ -111,7 +111,7 @@ class ExitConditions:
         """What this rank has found, as a number; the largest of all ranks counts."""
         code = _NONE
         if _rank() == 0:
-            if self.folder_loss() is not None:
+            if self.ownership_lost_reason() is not None:
                 code = _FOLDER_LOST
             elif self.kill_switch_path and os.path.exists(self.kill_switch_path):
                 code = _KILL_SWITCH
@@ -128,7 +128,9 @@ class ExitConditions:
 
     def _exit_reason(self, code: int, iteration: int = 0) -> ExitReason | None:
         if code == _FOLDER_LOST:
-            raise RunStopped(self.folder_loss() or "rank 0 has lost the --save folder to another job")
+            raise RunStopped(
+                self.ownership_lost_reason() or "rank 0 has lost the --save folder to another job"
+            )
         if code == _KILL_SWITCH:
             return ExitReason(
                 f"exiting program: kill switch {self.kill_switch_path} exists", ExitStatus.FINISHED

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.training import TrainingConfig
-
-if TYPE_CHECKING:
-    from megatron.config.config import Config
 
 # The batch sizes of a ramp-up are walked through one by one. Published runs have at most 127 increments.
 _MAX_INCREMENTS = 100_000

@@ -170,11 +170,11 @@ OPTIMIZERS = Registry(
 )
 
 
-class StablePhaseStyle(Choice):
+class ConstantPhaseStyle(Choice):
     """An LR decay style that keeps the maximum learning rate: a decay branch can start (--branch-at)."""
 
 
-class GrowthStyle(Choice):
+class WarmupRelativeStyle(Choice):
     """An LR decay style whose function has another third argument: the progress of the run divided by the
     length of the warm-up, from 1 on. After the end of the decay the learning rate is min_lr."""
 
@@ -185,19 +185,19 @@ _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 LR_DECAY_STYLES = Registry(
     "--lr-decay-style",
     {
-        "constant": StablePhaseStyle("no decay", "megatron.optimizer.schedule:constant_lr"),
+        "constant": ConstantPhaseStyle("no decay", "megatron.optimizer.schedule:constant_lr"),
         "linear": Choice(
             "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
         ),
         "cosine": Choice(
             "half a cosine to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
         ),
-        "inverse-square-root": GrowthStyle(
+        "inverse-square-root": WarmupRelativeStyle(
             "--lr x sqrt(warm-up / progress), at least --min-lr",
             "megatron.optimizer.schedule:inverse_square_root_decay",
             settings=_DECAY,
         ),
-        "WSD": StablePhaseStyle(
+        "WSD": ConstantPhaseStyle(
             "warm-up, stable phase at --lr, then --lr-wsd-decay-style to --min-lr (arXiv:2404.06395)",
             "megatron.config.registries:WSD_DECAY_STYLES",
             settings=(*_DECAY, *_WSD),
@@ -256,7 +256,7 @@ class PipelineSchedule(Choice):
     is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
 
     micro_batches_per_rank: a step needs at least this number x pipeline ranks of micro-batches; 0 if there is
-    no minimum. whole_groups: the number of micro-batches must be a multiple of the ranks.
+    no minimum. micro_batches_multiple_of_ranks: the number of micro-batches must be a multiple of the ranks.
 
     splits_backward: the gradients of weights are computed in passes of their own.
     """
@@ -266,7 +266,7 @@ class PipelineSchedule(Choice):
     stages_per_rank: int = 1
     is_v_schedule: bool = False
     micro_batches_per_rank: int = 0
-    whole_groups: bool = False
+    micro_batches_multiple_of_ranks: bool = False
     splits_backward: bool = False
 
 
@@ -286,7 +286,7 @@ PIPELINE_SCHEDULES = Registry(
             engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
             stages_per_rank=0,
             micro_batches_per_rank=1,
-            whole_groups=True,
+            micro_batches_multiple_of_ranks=True,
         ),
         "dualpipev": PipelineSchedule(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "

@@ -24,8 +24,8 @@ from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import ParallelLayout, TPGroup
 
-# Micro-batches per stage in a request: the pipeline is idle for a fifth of the time, as in an evaluation.
-_MICRO_BATCHES_PER_STAGE = 4
+MICRO_BATCHES_PER_STAGE = 4
+"""Of forward passes without training: the pipeline is idle for a fifth of the time."""
 
 
 class _Request(IntEnum):
@@ -69,7 +69,7 @@ class DistributedGPT:
     def batch_size(self) -> int:
         """The number of rows of a request that keeps all ranks busy."""
         stages = len(self._rank_of_stage)
-        micro_batches = 1 if stages == 1 else _MICRO_BATCHES_PER_STAGE * stages
+        micro_batches = 1 if stages == 1 else MICRO_BATCHES_PER_STAGE * stages
         return self.micro_batch_size * self.layout.dp_size * micro_batches
 
     def score(self, tokens: Tensor, targets: Tensor) -> Scores:

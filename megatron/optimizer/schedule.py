@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
-from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, GrowthStyle
+from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, WarmupRelativeStyle
 
 Unit = Literal["iterations", "samples", "tokens"]
 
@@ -116,7 +116,7 @@ class LearningRateSchedule:
         # A curriculum's warm-up has shorter sequences: the token count can still be below decay_start.
         position = max(progress.count(self.decay_unit), self.decay_start)
         lr: float
-        if isinstance(LR_DECAY_STYLES[self.style], GrowthStyle):
+        if isinstance(LR_DECAY_STYLES[self.style], WarmupRelativeStyle):
             if position > self.decay_length:
                 return self.min_lr
             lr = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, position / self.decay_start)

@@ -16,6 +16,7 @@ from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, 
 from megatron.config.registries import PARTITION_METHODS
 from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
 from megatron.pipeline.partition import Weight, partition
+from megatron.units import GIB
 
 # Class names of the input embedding (and tied head), of an untied head, and of a transformer layer.
 EMBEDDING = "EmbeddingPipe"
@@ -26,7 +27,6 @@ TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 # 4,000 layers on 64 stages by memory.
 _MAX_STEPS = 1_000_000_000
 
-GIB = 2**30
 MEMORY_UNIT = "GiB"
 TIME_UNITS = ("GFLOP", "ms")
 

@@ -11,9 +11,9 @@ from megatron.planner.memory.fit import fit_summary
 from megatron.planner.plan import WhatIf, recomputation_of
 from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import PARTITION_METHODS, Candidate, SearchResult, evaluate
-from megatron.planner.timing.hardware import GIB
 from megatron.planner.timing.step_time import StepTime, time_lines
 from megatron.text_table import format_table
+from megatron.units import GIB
 
 
 def layout_words(config: Config) -> str:

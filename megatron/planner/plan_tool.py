@@ -23,9 +23,9 @@ from megatron.planner.recipes import RECIPES
 from megatron.planner.report import run_report
 from megatron.planner.search import NO_GPU, Candidate, search
 from megatron.planner.stages import plan_stages
-from megatron.planner.timing.hardware import GIB
 from megatron.planner.timing.step_time import time_lines
 from megatron.tokenizer.vocabulary import find_vocabulary
+from megatron.units import GIB
 
 _IN_JSON = 20
 

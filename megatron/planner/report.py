@@ -12,10 +12,10 @@ from megatron.pipeline.schedule import mean_bubble
 from megatron.planner.memory.stage_memory import StageMemory
 from megatron.planner.stages import StagePlan, micro_batches_per_step, stage_flops
 from megatron.planner.timing.flops import pipeline_efficiency
-from megatron.planner.timing.hardware import GIB
 from megatron.planner.timing.network_figures import read_network_figures
 from megatron.planner.timing.step_time import StepTime, time_lines
 from megatron.text_table import format_table
+from megatron.units import GIB
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
 _MAX_SIMULATED = 250_000

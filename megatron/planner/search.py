@@ -131,7 +131,7 @@ def _schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[
     for name, schedule in PIPELINE_SCHEDULES.items() if pp_size > 1 else ():
         if name == "1f1b" or micro_batches < schedule.micro_batches_per_rank * pp_size:
             continue
-        if schedule.whole_groups and micro_batches % pp_size:
+        if schedule.micro_batches_multiple_of_ranks and micro_batches % pp_size:
             continue
         for stages in (schedule.stages_per_rank,) if schedule.stages_per_rank else VIRTUAL_STAGES:
             if stages * pp_size <= layers:

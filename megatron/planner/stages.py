@@ -234,7 +234,7 @@ def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, InFlight]]:
     stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]
     if parallel.schedule.splits_backward:
         return [{rank: InFlight(*moment)} for moment in zero_bubble_in_flight(rank, ranks, micro_batches)]
-    if parallel.schedule.whole_groups:
+    if parallel.schedule.micro_batches_multiple_of_ranks:
         moments = interleaved_in_flight(rank, ranks, micro_batches, parallel.stages_per_rank)
         return [dict(zip(stages, map(InFlight, numbers), strict=True)) for numbers in moments]
     return [{stage: InFlight(min(micro_batches, parallel.num_stages - stage)) for stage in stages}]

@@ -15,8 +15,7 @@ from megatron.simulation.record import STEP, Instruction, StepRecord
 from megatron.simulation.trace import QueuedMessages
 from megatron.simulation.world import simulate_rank
 from megatron.text_table import format_table
-
-_GIB = 2**30
+from megatron.units import GIB
 
 
 def simulate_stages(config: Config) -> list[StepRecord]:
@@ -97,8 +96,8 @@ def memory_table(records: Sequence[StepRecord]) -> str:
             sum(peak.tables.values()),
             peak.total,
         ]
-        shown = [f"{part / _GIB:.3f}" for part in parts]
-        rows.append([str(record.stage), *shown, peak.during or STEP, f"{record.end.total / _GIB:.3f}"])
+        shown = [f"{part / GIB:.3f}" for part in parts]
+        rows.append([str(record.stage), *shown, peak.during or STEP, f"{record.end.total / GIB:.3f}"])
     return format_table(rows)
 
 
@@ -116,7 +115,7 @@ def work_table(config: Config, records: Sequence[StepRecord]) -> str:
                 f"{sum(work.flops for work in works) / 1e12:,.1f}",
                 f"{sum(work.launched for work in works):,}",
                 f"{moved / 2**40:,.2f}",
-                f"{sum(call.bytes for work in works for call in work.calls) / _GIB:,.2f}",
+                f"{sum(call.bytes for work in works for call in work.calls) / GIB:,.2f}",
                 str(sum(len(work.syncs) for work in works)),
                 str(sum(syncs_per_micro_batch(record).values())),
             ]

@@ -63,7 +63,7 @@ def simulated_micro_batches(config: Config, stage: int) -> int:
     """Micro-batches that a stage is simulated with: enough to fill its pipeline and to compare several, at
     most those of the run."""
     parallel = config.parallel
-    if parallel.schedule.whole_groups:
+    if parallel.schedule.micro_batches_multiple_of_ranks:
         enough = _GROUPS * parallel.micro_batch_multiple
     else:
         warm_up = parallel.num_stages - (0 if parallel.schedule.splits_backward else stage)

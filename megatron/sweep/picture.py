@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_GIB = 2**30
+from megatron.units import GIB
+
 _MEASURED, _PREDICTED = "tab:blue", "tab:orange"
 _WIDTH = 0.4
 
@@ -58,7 +59,7 @@ def _draw_row(time: Any, memory: Any, bubble: Any, place: int, measured: Any, pr
         sizes = values["memory_bytes"] or []
         for stage, size in enumerate(sizes):
             height = _WIDTH / len(sizes)
-            memory.barh(y - _WIDTH / 2 + (stage + 0.5) * height, size / _GIB, 0.9 * height, color=color)
+            memory.barh(y - _WIDTH / 2 + (stage + 0.5) * height, size / GIB, 0.9 * height, color=color)
         if values["bubble"] is not None:
             bubble.barh(y, 100 * values["bubble"], _WIDTH, color=color)
 

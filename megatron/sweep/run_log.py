@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron.sweep.folder import RecordedRow
 from megatron.training.logging.log_lines import parse_log_line
+from megatron.units import GIB
 
 _MEMORY_ROW = re.compile(r"^\s+(?:stage|pipeline rank)\s+(\d+) \| (.*)$")
 _MEMORY = re.compile(r"(\w[\w ]*?)\s+([\d.]+) to\s+([\d.]+) \(rank (\d+)\)")
 _BUBBLE = re.compile(r"^bubble, % of the passes' time per pipeline rank: ([\d. -]+)$", re.MULTILINE)
 _ERROR = re.compile(r"^(?:rank \d+ on \S+: )?error: ")
-_GIB = 2**30
 # status -> what its reason contains, in the order in which they are tried.
 _STATUS = {
     "hang": re.compile(r"error: hang: "),
@@ -30,8 +30,8 @@ def parse_memory_rows(log: str) -> list[dict[str, Any]]:
         {
             "stage": int(row[1]),
             "name": name,
-            "least_bytes": float(least) * _GIB,
-            "most_bytes": float(most) * _GIB,
+            "least_bytes": float(least) * GIB,
+            "most_bytes": float(most) * GIB,
             "rank": int(rank),
         }
         for line in log.splitlines()

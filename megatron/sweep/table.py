@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.text_table import format_table
+from megatron.units import GIB
 
-_GIB = 2**30
 Summary = Mapping[str, Any]
 
 # Column -> (value of a row's 'predicted' or 'measured', text of a value).
@@ -138,5 +138,5 @@ def _per_stage(sizes: Sequence[float] | None) -> str:
     if not sizes:
         return "-"
     if len(sizes) > 4:
-        return f"{min(sizes) / _GIB:.3g} to {max(sizes) / _GIB:.3g}"
-    return " ".join(f"{size / _GIB:.3g}" for size in sizes)
+        return f"{min(sizes) / GIB:.3g} to {max(sizes) / GIB:.3g}"
+    return " ".join(f"{size / GIB:.3g}" for size in sizes)

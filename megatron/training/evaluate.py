@@ -5,10 +5,7 @@ from collections.abc import Callable
 from megatron.config import Config
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
-
-# Micro-batches per stage between two checks for a request to stop: the pipeline is idle for a fifth of the
-# time.
-_MICRO_BATCHES_PER_STAGE = 4
+from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 
 
 def evaluate(
@@ -32,7 +29,7 @@ def evaluate(
     micro_batches = loader.micro_batches(first_sample, samples)
     # The same groups on every rank and in every run of a layout, so that the rounding of the mean is the
     # same.
-    group = _MICRO_BATCHES_PER_STAGE * config.parallel.num_stages
+    group = MICRO_BATCHES_PER_STAGE * config.parallel.num_stages
     total = 0.0
     for start in range(0, num_micro_batches, group):
         if start and stop_requested():

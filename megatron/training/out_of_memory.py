@@ -17,8 +17,8 @@ from megatron.planner.memory.fit import memory_flags
 from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import StagePlan
 from megatron.training.logging.peak_memory import local_memory
+from megatron.units import GIB
 
-_GIB = 2**30
 # Unused memory that the allocator has reserved, as a share of the device, from which it is fragmented.
 _FRAGMENTED_SHARE = 0.1
 # How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
@@ -75,14 +75,14 @@ def describe_out_of_memory(
     planned = planned_bytes(config, vocab_size, plan)
     measured = local_memory()
     total = get_accelerator().total_memory()
-    found = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in measured.items())
+    found = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in measured.items())
     cause = _cause(error)
     flags = memory_flags(config, vocab_size, max(planned))
-    remedy = ", ".join(f"{flag} ({size / _GIB:.2f} GiB planned)" for flag, size in flags)
+    remedy = ", ".join(f"{flag} ({size / GIB:.2f} GiB planned)" for flag, size in flags)
     return (
-        f"out of memory: {cause}; stage {pipeline_rank} is planned with {planned[pipeline_rank] / _GIB:.2f} "
-        f"GiB (largest stage {max(planned) / _GIB:.2f} GiB), measured {found}, the device has "
-        f"{total / _GIB:.2f} GiB; try {_fragmentation_hint(measured, total)}{remedy or 'more devices'}"
+        f"out of memory: {cause}; stage {pipeline_rank} is planned with {planned[pipeline_rank] / GIB:.2f} "
+        f"GiB (largest stage {max(planned) / GIB:.2f} GiB), measured {found}, the device has "
+        f"{total / GIB:.2f} GiB; try {_fragmentation_hint(measured, total)}{remedy or 'more devices'}"
     )
 
 

@@ -18,10 +18,10 @@ from megatron.planner.command import with_defaults
 from megatron.planner.plan_tool import plan_report, search_report
 from megatron.sweep.summary import summarize
 from megatron.sweep.table import remarks
+from megatron.units import GIB
 from tests.browser.conftest import Show
 from tests.unit.sweep.made import make_record, make_result, make_row
 
-GIB = 2**30
 MODEL = (
     "--dry-run --gpu a100-80gb --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 "
     "--global-batch-size 32 --vocab-size 50257"

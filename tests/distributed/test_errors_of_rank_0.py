@@ -1,4 +1,4 @@
-"""What only rank 0 looks at, files and the owner of --save, and what all ranks do when it finds trouble."""
+"""What only rank 0 looks at, files and the owner of --save, and what all ranks do when it finds an error."""
 
 import re
 from dataclasses import replace
@@ -87,7 +87,7 @@ def lose_the_folder():
 
     class Owner:
         @property
-        def loss(self):
+        def lost_reason(self):
             return "the folder was taken over" if len(steps) >= 2 else None
 
     owner = Owner() if trainer.engine.global_rank == 0 else None

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md, applied to a copy of the package and trained with."""
+"""Applies the examples of CONTRIBUTING.md to a copy of the package and trains with them."""
 
 from __future__ import annotations
 

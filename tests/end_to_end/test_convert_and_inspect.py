@@ -16,7 +16,7 @@ from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.conftest import VOCAB_SIZE
 from tests.end_to_end.command import pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
-from tests.unit.checkpoint.hugging_face_folder import save_theirs, their_logits
+from tests.unit.checkpoint.hugging_face_folder import hf_logits, save_hf
 from tools import convert_huggingface, inspect_checkpoint
 
 PROMPT = "def main(argv):\n    for argument in argv:"
@@ -34,20 +34,20 @@ def test_an_exported_model_has_the_same_logits_and_is_described(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    saved, theirs = tmp_path / "saved", tmp_path / "theirs"
+    saved, hf_folder = tmp_path / "saved", tmp_path / "hf"
     flags = [*MODEL, *VARIANTS[architecture].split(), *NO_DROPOUT, *SHORT, *data]
     run = pretrain([*flags, "--save", str(saved), "--save-interval", "3"], processes=2)
     assert run.exit_code == 0, run.stderr
 
-    convert_huggingface.main(["--load", str(saved), "--output", str(theirs)])
+    convert_huggingface.main(["--load", str(saved), "--output", str(hf_folder)])
     precision = "bf16" if "--bf16" in flags else "fp32"
     assert f"{architecture} in {precision}, iteration 5 of {saved}/global_step5" in capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(theirs)
-    ours = GPT2BPETokenizer(str(corpus / "vocab.json"), str(corpus / "merges.txt"))
-    assert tokenizer.encode(PROMPT) == ours.tokenize(PROMPT)
-    model = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder)
+    megatron_tokenizer = GPT2BPETokenizer(str(corpus / "vocab.json"), str(corpus / "merges.txt"))
+    assert tokenizer.encode(PROMPT) == megatron_tokenizer.tokenize(PROMPT)
+    model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     assert type(model).__name__ == architecture
-    tokens = torch.tensor([ours.tokenize(PROMPT)])
+    tokens = torch.tensor([megatron_tokenizer.tokenize(PROMPT)])
     with torch.no_grad():
         expected = load_model(read_checkpoint(saved), fp32_on_cpu=True)(tokens)
         logits = model.eval()(tokens).logits
@@ -79,7 +79,7 @@ def printed_flags(output: str) -> list[str]:
     return shlex.split(line.removeprefix("start from it with: "))
 
 
-def first_loss(flags: list[str], theirs: Path) -> float:
+def first_loss(flags: list[str], hf_folder: Path) -> float:
     """Of transformers' model on the first global batch of a run with these flags."""
     config = parse_args(flags, {})
     batch = config.batch.global_batch_size
@@ -87,7 +87,7 @@ def first_loss(flags: list[str], theirs: Path) -> float:
         config.data, config.model.seq_length, config.training.seed, (5 * batch, batch, batch)
     )
     samples = torch.stack([torch.as_tensor(dataset[index]) for index in range(batch)]).long()
-    logits = their_logits(theirs, samples[:, :-1])[..., :VOCAB_SIZE]
+    logits = hf_logits(hf_folder, samples[:, :-1])[..., :VOCAB_SIZE]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()).item()
 
 
@@ -107,12 +107,12 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     which --vocab-size confirms."""
     from transformers import GPT2TokenizerFast
 
-    theirs, start = tmp_path / "theirs", tmp_path / "start"
-    save_theirs(theirs, kind, max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
-    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(theirs)
+    hf_folder, start = tmp_path / "hf", tmp_path / "start"
+    save_hf(hf_folder, kind, max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
+    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(hf_folder)
     output = str(start / "global_step0_universal")
     confirmed = ["--vocab-size", str(VOCAB_SIZE)]
-    convert_huggingface.main(["--from-hugging-face", str(theirs), "--output", output, *confirmed])
+    convert_huggingface.main(["--from-hugging-face", str(hf_folder), "--output", output, *confirmed])
     printed = capsys.readouterr()
     assert "40 of 640 rows of the word embeddings" in printed.err
     corpus_flags = data[: data.index("--tokenizer-type")]
@@ -123,7 +123,7 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     assert f"starting from {start}/global_step0_universal, iteration 0" in run.stdout
     losses = [step["lm_loss"] for step in run.steps]
     assert len(losses) == 5 and losses[-1] < losses[0]
-    assert losses[0] == pytest.approx(first_loss(flags, theirs), rel=1e-6)
+    assert losses[0] == pytest.approx(first_loss(flags, hf_folder), rel=1e-6)
 
 
 @pytest.mark.full
@@ -133,19 +133,19 @@ def test_load_huggingface_starts_a_run_that_the_same_command_resumes(
 ) -> None:
     from transformers import GPT2TokenizerFast
 
-    theirs, saved = tmp_path / "theirs", tmp_path / "saved"
-    save_theirs(theirs, "gpt2", max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
-    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(theirs)
+    hf_folder, saved = tmp_path / "hf", tmp_path / "saved"
+    save_hf(hf_folder, "gpt2", max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
+    GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(hf_folder)
     corpus_flags = data[: data.index("--tokenizer-type")]
-    start = ["--load-huggingface", str(theirs), *NO_DROPOUT, *SHORT, *corpus_flags]
+    start = ["--load-huggingface", str(hf_folder), *NO_DROPOUT, *SHORT, *corpus_flags]
     command = [*start, "--save", str(saved), f"--{axis}-model-parallel-size", str(processes)]
     run = pretrain([*command, "--exit-interval", "3"], processes=processes)
     assert run.exit_code == 0, run.stderr
-    assert f"weights from {theirs}, iteration 0" in run.stdout
+    assert f"weights from {hf_folder}, iteration 0" in run.stdout
     losses = [step["lm_loss"] for step in run.steps]
     model = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"]
     positions = ["--max-position-embeddings", "32", *start[2:], "--vocab-size", str(VOCAB_SIZE)]
-    expected = first_loss([*model, *positions], theirs)
+    expected = first_loss([*model, *positions], hf_folder)
     assert len(losses) == 3 and losses[0] == pytest.approx(expected, rel=1e-6)
     again = pretrain(command, processes=processes)
     assert again.exit_code == 0, again.stderr
@@ -156,13 +156,13 @@ def test_load_huggingface_starts_a_run_that_the_same_command_resumes(
 def test_a_native_checkpoint_has_the_same_loss_after_a_round_trip_through_hugging_face(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved, theirs, start = tmp_path / "saved", tmp_path / "theirs", tmp_path / "start"
+    saved, hf_folder, start = tmp_path / "saved", tmp_path / "hf", tmp_path / "start"
     flags = [*MODEL, *ABSOLUTE, *NO_DROPOUT, *SHORT, *data]
     run = pretrain([*flags, "--tensor-model-parallel-size", "2", "--save", str(saved)], processes=2)
     assert run.exit_code == 0, run.stderr
-    convert_huggingface.main(["--load", str(saved), "--output", str(theirs)])
+    convert_huggingface.main(["--load", str(saved), "--output", str(hf_folder)])
     convert_huggingface.main(
-        ["--from-hugging-face", str(theirs), "--output", str(start / "global_step0_universal")]
+        ["--from-hugging-face", str(hf_folder), "--output", str(start / "global_step0_universal")]
     )
     without_flag = pretrain([*flags, "--no-train", "--load", str(start)])
     assert "add --universal_checkpoint" in without_flag.errors[0]

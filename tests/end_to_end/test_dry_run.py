@@ -6,11 +6,10 @@ import re
 
 import pytest
 
+from megatron.units import GIB
 from tests.end_to_end.command import Run, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.unit.config.command_lines import BLOOM, GPT_104B
-
-GIB = 2**30
 
 
 def plan(flags: list[str], world_size: int) -> Run:

@@ -29,7 +29,7 @@ from megatron.training.loaded_model import config_of_layout, load_distributed_mo
 from tests.end_to_end.command import ROOT, environment, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
-from tests.unit.checkpoint.test_huggingface_llama import save_theirs
+from tests.unit.checkpoint.test_huggingface_llama import save_hf
 from tools import convert_huggingface, evaluate
 
 TASK = """
@@ -70,14 +70,14 @@ def add_bos(folder):
 def folders(tmp_path, request):
     """A checkpoint, and the Hugging Face model that it was made from; with a parameter "bos" its tokenizer
     adds that token."""
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    vocab_size = save_tokenizer(theirs)
+    hf_folder = tmp_path / "hf"
+    hf_folder.mkdir()
+    vocab_size = save_tokenizer(hf_folder)
     if getattr(request, "param", "") == "bos":
-        vocab_size = add_bos(theirs)
-    save_theirs(theirs, "llama-3", vocab_size=vocab_size)
-    convert_huggingface.main(["--from", str(theirs), "--to", str(tmp_path / "ours")])
-    return tmp_path / "ours", theirs
+        vocab_size = add_bos(hf_folder)
+    save_hf(hf_folder, "llama-3", vocab_size=vocab_size)
+    convert_huggingface.main(["--from", str(hf_folder), "--to", str(tmp_path / "megatron")])
+    return tmp_path / "megatron", hf_folder
 
 
 def requests():
@@ -113,9 +113,9 @@ def on_ranks(folder, tp_size, pp_size):
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(("tp_size", "pp_size", "dp_size"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)])
 def test_log_likelihoods_on_several_ranks_are_those_of_the_exported_model(folders, tp_size, pp_size, dp_size):
-    ours, theirs = folders
-    reference = harness_model_of(theirs)
-    found, rolling = run_world(tp_size * pp_size * dp_size, on_ranks, ours, tp_size, pp_size)[0]
+    saved, hf_folder = folders
+    reference = harness_model_of(hf_folder)
+    found, rolling = run_world(tp_size * pp_size * dp_size, on_ranks, saved, tp_size, pp_size)[0]
     for one, expected in zip(found, reference.loglikelihood(requests()), strict=True):
         assert one[0] == pytest.approx(expected[0], rel=1e-4) and one[1] == expected[1]
     assert rolling == pytest.approx(reference.loglikelihood_rolling(ROLLING), rel=1e-4)
@@ -123,11 +123,11 @@ def test_log_likelihoods_on_several_ranks_are_those_of_the_exported_model(folder
 
 @pytest.mark.parametrize("folders", ["no bos", "bos"], indirect=True)
 def test_log_likelihoods_are_those_of_the_exported_model(folders):
-    ours, theirs = folders
-    checkpoint = read_checkpoint(ours)
+    saved, hf_folder = folders
+    checkpoint = read_checkpoint(saved)
     tokenizer = find_tokenizer(checkpoint.config.data, checkpoint)
     model = HarnessModel(load_model(checkpoint), tokenizer, LENGTH, 3)
-    reference = harness_model_of(theirs)
+    reference = harness_model_of(hf_folder)
     for found, expected in zip(
         model.loglikelihood(requests()), reference.loglikelihood(requests()), strict=True
     ):
@@ -180,8 +180,8 @@ def test_the_harness_s_own_tasks_are_known_to_a_group_only(local_tasks):
 
 
 def test_the_tool_runs_a_local_task(folders, local_tasks, capsys):
-    ours, _ = folders
-    command = ["--load", str(ours), "--tasks-path", str(local_tasks), "--seq-length", str(LENGTH), "--tasks"]
+    saved, _ = folders
+    command = ["--load", str(saved), "--tasks-path", str(local_tasks), "--seq-length", str(LENGTH), "--tasks"]
     evaluate.main([*command, "local"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("local | acc: "))
     assert float(line.split("acc: ")[1].split(" |")[0]) in [pytest.approx(n / 3, abs=1e-4) for n in range(4)]
@@ -192,15 +192,15 @@ def test_an_unknown_task_is_refused(folders, capsys):
     with pytest.raises(SystemExit) as caught:
         evaluate.main(["--load", str(folders[0]), "--tasks", "toy", "no_such_task"])
     assert caught.value.code == CONFIG_ERROR_EXIT_CODE
-    assert "task no_such_task: the harness has no such task" in capsys.readouterr().err
+    assert "unknown task no_such_task" in capsys.readouterr().err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.launch", "--nproc_per_node", "2"]])
 def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, capsys):
     """Without a launcher the tool starts its ranks."""
-    ours, _ = folders
-    flags = ["--load", str(ours), "--tasks", "toy"]
+    saved, _ = folders
+    flags = ["--load", str(saved), "--tasks", "toy"]
     evaluate.main(flags)
     (expected,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("toy | acc: "))
     command = [sys.executable, *launcher, "tools/evaluate.py", *flags, "--tensor-model-parallel-size", "2"]

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import VOCAB_SIZE
 from tests.end_to_end.command import ROOT, Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
-from tests.unit.checkpoint.hugging_face_folder import save_theirs
+from tests.unit.checkpoint.hugging_face_folder import save_hf
 
 TIMEOUT_S = 300
 # What is smaller than on the page.
@@ -53,7 +53,7 @@ def clone(tmp_path: Path, corpus: Path) -> Path:
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     model = tmp_path / "bloom-560m"
-    save_theirs(model, "bloom", sizes=(VOCAB_SIZE, 2))
+    save_hf(model, "bloom", sizes=(VOCAB_SIZE, 2))
     GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(model)
     (tmp_path / "my_text.jsonl").write_bytes((corpus / "text.jsonl").read_bytes())
     return tmp_path

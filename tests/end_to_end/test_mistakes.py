@@ -28,7 +28,7 @@ def test_a_misspelt_flag_is_answered_at_once_with_the_real_one(data: list[str]) 
     assert run.cpu_s < 2
 
 
-def assert_told_once(run: Run, *parts: str) -> None:
+def assert_reported_once(run: Run, *parts: str) -> None:
     assert run.exit_code != 0
     (error,) = run.errors
     assert run.stderr.splitlines()[-1] == error  # after the launcher's traceback
@@ -95,7 +95,7 @@ def test_a_mistake_is_reported_once_before_the_processes_connect(
 ) -> None:
     flags, parts = mistake(data, tmp_path)
     run = pretrain([*FLAGS, *data, *flags], processes=2)
-    assert_told_once(run, *parts)
+    assert_reported_once(run, *parts)
     assert run.stdout == ""  # the first line comes when the processes have met
 
 
@@ -106,7 +106,7 @@ def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_
     # 5 steps of 4 samples, sequences of 32 tokens, the default seed.
     (tmp_path / "text_train_indexmap_20ns_32sl_1234s_doc_idx.npy").mkdir()
     run = pretrain([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
-    assert_told_once(run, "cannot write index files into", str(tmp_path))
+    assert_reported_once(run, "cannot write index files into", str(tmp_path))
     assert run.steps == []
 
 

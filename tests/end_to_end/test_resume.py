@@ -23,7 +23,7 @@ FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--z
 
 @pytest.fixture(scope="module")
 def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
-    """Five starts of one run: it leaves at an interval, is killed, leaves by the kill switch, leaves as one
+    """Five starts of one run: it stops at an interval, is killed, stops by the kill switch, stops when one
     of its processes gets a signal, and ends."""
     folder = tmp_path_factory.mktemp("interrupted")
     checkpoints, switch = folder / "checkpoints", folder / "stop"
@@ -42,7 +42,7 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
         if (parse_log_line(line) or {}).get("iteration") == 14:
             os.kill(pids[-1], signal.SIGUSR2)
 
-    left = pretrain([*flags, "--exit-interval", "3"], processes=2)
+    stopped = pretrain([*flags, "--exit-interval", "3"], processes=2)
     killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
     # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
     newest = checkpoints / (checkpoints / "latest").read_text()
@@ -52,7 +52,7 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     )
     signalled = pretrain(flags, processes=2, on_line=signal_one_process_after_step_14)
     finished = pretrain(flags, processes=2)
-    return [left, killed, switched, signalled, finished], checkpoints
+    return [stopped, killed, switched, signalled, finished], checkpoints
 
 
 def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
@@ -72,13 +72,13 @@ def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
 def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     interrupted: tuple[list[Run], Path],
 ) -> None:
-    (left, killed, switched, signalled, finished), checkpoints = interrupted
+    (stopped, killed, switched, signalled, finished), checkpoints = interrupted
     nothing_there = f"initializing from scratch (--load {checkpoints} holds no checkpoint)"
-    assert nothing_there in left.stdout
-    assert [step["iteration"] for step in left.steps] == [1, 2, 3]
-    assert f"saved {checkpoints / 'global_step3'}" in left.stdout
-    assert left.evaluations == []  # the run is not over: its end says what the end's losses are
-    assert left.exit_code == 0 and "exiting program at iteration 3" in left.stdout
+    assert nothing_there in stopped.stdout
+    assert [step["iteration"] for step in stopped.steps] == [1, 2, 3]
+    assert f"saved {checkpoints / 'global_step3'}" in stopped.stdout
+    assert stopped.evaluations == []  # the run is not over: its end says what the end's losses are
+    assert stopped.exit_code == 0 and "exiting program at iteration 3" in stopped.stdout
 
     assert f"starting from {checkpoints / 'global_step3'}, iteration 3" in killed.stdout
     assert killed.exit_code == -signal.SIGKILL

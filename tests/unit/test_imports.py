@@ -20,7 +20,7 @@ FORBIDDEN = {
 }
 # The packages and modules of `megatron`, from the lowest. Each imports those of lower levels only.
 LEVELS = (
-    ("text_table", "config"),
+    ("text_table", "units", "config"),
     ("files", "kernels"),
     ("mpu", "page", "pipeline", "tokenizer"),
     ("data", "model", "optimizer"),

@@ -9,7 +9,7 @@ from megatron.checkpoint.discovery import current_path, find_universal, native_n
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.registries import LR_DECAY_STYLES, StablePhaseStyle
+from megatron.config.registries import LR_DECAY_STYLES, ConstantPhaseStyle
 from megatron.optimizer.schedule import Progress, schedule_of
 from megatron.text_table import first_few
 
@@ -58,8 +58,8 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
             "and the flags of its schedule"
         )
     schedule = schedule_of(checkpoint.config)
-    if not isinstance(LR_DECAY_STYLES[schedule.style], StablePhaseStyle):
-        stable = [name for name, style in LR_DECAY_STYLES.items() if isinstance(style, StablePhaseStyle)]
+    if not isinstance(LR_DECAY_STYLES[schedule.style], ConstantPhaseStyle):
+        stable = [name for name, style in LR_DECAY_STYLES.items() if isinstance(style, ConstantPhaseStyle)]
         raise ConfigError(
             f"{start} is of a run with --lr-decay-style {schedule.style}, which decays from the end of its "
             f"warm-up on: a branch needs a run with {' or '.join(stable)}"

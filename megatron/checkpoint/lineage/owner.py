@@ -2,13 +2,13 @@
 
 A job claims the folder with an empty file `owner-<n>-<token>.json`. The token is random, and n is greater
 than all numbers there. Then the job lists the folder again. It withdraws if there is a higher claim, or a
-filled one that is alive, and waits until all other empty claims are gone. So if several jobs claim at once,
+filled one that is active, and waits until all other empty claims are gone. So if several jobs claim at once,
 or see an old listing, only one of them fills its file and becomes the owner. Its rank 0 then writes a
 heartbeat into the file.
 
-A claim is dead if its process has ended on this machine, if Slurm has requeued its job, or if it did not
-change while this job watched it. The new owner removes dead claims. Clocks of two hosts are never compared. A
-job that lost the folder finds its own file removed, or a higher filled one, and stops before it writes.
+A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if it did not
+change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never compared.
+A job that lost the folder finds its own file removed, or a higher filled one, and stops before it writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timing:
     seconds."""
 
     heartbeat_s: float = 10.0
-    dead_after_s: float = 60.0
+    stale_after_s: float = 60.0
     poll_s: float = 1.0
     sleep: Callable[[float], object] = time.sleep
     now: Callable[[], float] = time.monotonic
@@ -103,16 +103,16 @@ class FolderOwner:
         self._path = path
         self._owner = owner
         self._timing = timing
-        self._loss: str | None = None
+        self._lost_reason: str | None = None
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._run, name="owner-heartbeat", daemon=True)
 
     @property
-    def loss(self) -> str | None:
+    def lost_reason(self) -> str | None:
         """Why this job must not write to the folder any more, as found by a heartbeat or `problem`. Reads no
         file."""
-        return self._loss
+        return self._lost_reason
 
     def start(self) -> None:
         """Starts the heartbeat."""
@@ -122,15 +122,15 @@ class FolderOwner:
         """Adds the id of the run, once it is known."""
         with self._lock:
             self._owner = replace(self._owner, run_id=run_id)
-        self.beat()
+        self.write_heartbeat()
 
-    def beat(self) -> bool:
+    def write_heartbeat(self) -> bool:
         """Writes one heartbeat; False once the folder is lost."""
         with self._lock, suppress(OSError):  # the next one may succeed
             if self._find_problem() is None:
                 self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
                 _write(self._path, self._owner)
-        return self._loss is None
+        return self._lost_reason is None
 
     def problem(self) -> str | None:
         """Why this job must not write to the folder any more; None while it is the owner. OSError if the
@@ -139,7 +139,7 @@ class FolderOwner:
             return self._find_problem()
 
     def _find_problem(self) -> str | None:
-        if self._loss is None:
+        if self._lost_reason is None:
             folder = self._path.parent
             claims = _claims(folder)
             # Opened by name, because a listing of a network file system may be old.
@@ -152,8 +152,8 @@ class FolderOwner:
             else:
                 by = f"lost its {self._path.name}"
             if takers or not exists:
-                self._loss = f"{folder} {by}, stopping: only one job may write to a folder"
-        return self._loss
+                self._lost_reason = f"{folder} {by}, stopping: only one job may write to a folder"
+        return self._lost_reason
 
     def release(self) -> None:
         """Ends the ownership."""
@@ -164,7 +164,7 @@ class FolderOwner:
             self._path.unlink()
 
     def _run(self) -> None:
-        while not self._released.wait(self._timing.heartbeat_s) and self.beat():
+        while not self._released.wait(self._timing.heartbeat_s) and self.write_heartbeat():
             pass
 
 
@@ -209,10 +209,10 @@ def hold_folder(
 def acquire(
     folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`. Waits until it is known whether the current owner is alive.
+    """Makes this process the owner of `folder`. Waits until it is known whether the current owner is active.
 
     print_fn: receives a line when it waits, and when it takes over. Raises ConfigError, which names the
-    owner, if that one is alive.
+    owner, if that one is active.
     """
     attempt = _Attempt(folder, me, print_fn, timing or Timing())
     try:
@@ -243,21 +243,21 @@ class _Attempt:
             self.withdraw()  # this process did not write for so long that another removed its file
         others = [claim for claim in claims if claim != self.own]
         before = dict(self.seen)
-        deaths = {claim.path: self._look_at(claim) for claim in others}
+        stale_reasons = {claim.path: self._look_at(claim) for claim in others}
         # The owner if there is one, else the claim with the highest priority.
-        living = [claim for claim in others if not deaths[claim.path]]
-        rival = max(living, key=lambda claim: (claim.owner is not None, claim), default=None)
-        if rival is not None:
-            if self.own is not None and (rival.owner is not None or rival > self.own):
+        active_claims = [claim for claim in others if not stale_reasons[claim.path]]
+        other_claim = max(active_claims, key=lambda claim: (claim.owner is not None, claim), default=None)
+        if other_claim is not None:
+            if self.own is not None and (other_claim.owner is not None or other_claim > self.own):
                 self.withdraw()
             if self.own is None:
-                self._wait_for(rival, before.get(rival.path))
+                self._wait_for(other_claim, before.get(other_claim.path))
             return None
         if self.own is None:
             number = 1 + max((claim.number for claim in others), default=0)
             self.own = _claim(self.folder, number, self.me)
             return self.step()
-        return self._confirm(self.own, others, deaths)
+        return self._confirm(self.own, others, stale_reasons)
 
     def withdraw(self) -> None:
         """Removes this job's claim, if it has one."""
@@ -267,36 +267,39 @@ class _Attempt:
             self.own = None
 
     def _look_at(self, claim: _Claim) -> str:
-        """Why another job's claim is dead, in words; "" if it may be alive."""
+        """Why another job's claim is stale, in words; "" if it may be active."""
         content, since = self.seen.get(claim.path, (None, 0.0))
         if content != claim.content:
             since = self.timing.now()
             self.seen[claim.path] = (claim.content, since)
-        return _reason_owner_is_dead(claim.owner, self.me, self.timing.now() - since, self.timing)
+        return _stale_reason(claim.owner, self.me, self.timing.now() - since, self.timing)
 
-    def _wait_for(self, rival: _Claim, before: tuple[bytes, float] | None) -> None:
-        """Raises ConfigError if the rival is alive. before: its content and time in the last listing."""
-        timing, other = self.timing, rival.owner
-        beating = before is not None and before[0] != rival.content
+    def _wait_for(self, other_claim: _Claim, before: tuple[bytes, float] | None) -> None:
+        """Raises ConfigError if the owner of the other claim is active. before: content and time of the claim
+        in the last listing."""
+        timing, other = self.timing, other_claim.owner
+        has_heartbeat = before is not None and before[0] != other_claim.content
         if _is_same_job(other, self.me):
             # An old process of this very job may take a while to end.
-            alive = beating and timing.now() - self.started >= timing.dead_after_s
+            is_active = has_heartbeat and timing.now() - self.started >= timing.stale_after_s
         else:
-            alive = beating or (other is not None and other.is_on_same_machine(self.me))
-        if other is not None and alive:
+            is_active = has_heartbeat or (other is not None and other.is_on_same_machine(self.me))
+        if other is not None and is_active:
             raise ConfigError(
                 f"--save {self.folder} is in use by {other.description}, whose last heartbeat was at "
                 f"{other.seen}: give another --save, or end that job first"
             )
-        if self.reported != rival.path:
-            self.reported = rival.path
+        if self.reported != other_claim.path:
+            self.reported = other_claim.path
             self.print_fn(
                 f"--save {self.folder} belongs to {_describe(other)}: waiting up to "
-                f"{timing.dead_after_s:.0f} s to see whether it is alive"
+                f"{timing.stale_after_s:.0f} s to see whether it is active"
             )
 
-    def _confirm(self, own: _Claim, dead: list[_Claim], deaths: Mapping[Path, str]) -> FolderOwner | None:
-        """Fills this job's claim and removes dead ones; None if another job was faster."""
+    def _confirm(
+        self, own: _Claim, stale_claims: list[_Claim], stale_reasons: Mapping[Path, str]
+    ) -> FolderOwner | None:
+        """Fills this job's claim and removes stale ones; None if another job was faster."""
         try:
             _write(own.path, self.me)
         except OSError as error:
@@ -305,26 +308,29 @@ class _Attempt:
             raise ConfigError(
                 f"--save {self.folder}: {own.path.name} cannot be written ({error.strerror})"
             ) from error
-        for claim in dead:
+        for claim in stale_claims:
             with suppress(OSError):
                 claim.path.unlink()
         held = FolderOwner(own.path, self.me, self.timing)
         if held.problem() is not None:
             self.withdraw()
             return None
-        if dead:
-            last = dead[-1]
-            self.print_fn(f"{self.folder} taken over from {_describe(last.owner)}: {deaths[last.path]}")
+        if stale_claims:
+            last = stale_claims[-1]
+            self.print_fn(
+                f"{self.folder} taken over from {_describe(last.owner)}: {stale_reasons[last.path]}"
+            )
         return held
 
 
-def _reason_owner_is_dead(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
-    """Why the owner is dead, in words; "" if it may be alive. silent_s: time without a change of its file."""
+def _stale_reason(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
+    """Why the owner's claim is stale, in words; "" if it may be active. silent_s: time without a change of
+    its file."""
     if other is not None and other.is_on_same_machine(me) and other.has_ended():
         return "its process has ended"
     if _is_same_job(other, me) and other is not None and other.restart != me.restart:
         return "Slurm has ended it and requeued the job"
-    return f"no heartbeat for {silent_s:.0f} s" if silent_s >= timing.dead_after_s else ""
+    return f"no heartbeat for {silent_s:.0f} s" if silent_s >= timing.stale_after_s else ""
 
 
 def _is_same_job(other: Owner | None, me: Owner) -> bool:

@@ -94,20 +94,22 @@ def fragment_digests(
     """
     length, device = next((value.numel(), value.device) for value in values.values())
     sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
-    used = None if spec.num_valid_rows is None else spec.num_valid_rows * math.prod(spec.global_shape[1:])
+    num_valid_elements = None
+    if spec.num_valid_rows is not None:
+        num_valid_elements = spec.num_valid_rows * math.prod(spec.global_shape[1:])
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
         local = torch.arange(start + first, start + last, device=device)
-        positions = _whole_positions(spec, tp_group, local)
+        positions = _global_positions(spec, tp_group, local)
         keys = mix64(positions) | 1
-        if used is not None:
-            keys *= positions < used
+        if num_valid_elements is not None:
+            keys *= positions < num_valid_elements
         for kind, value in values.items():
             sums[kind] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
     return {kind: int(total) % _WORD for kind, total in sums.items()}
 
 
-def _whole_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
+def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
     """Positions in this rank's flat shard -> positions in the flat global tensor."""
     dim = spec.shard_dim
     if dim is None or tp_group.size == 1:
@@ -120,8 +122,8 @@ def _whole_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> T
     firsts = torch.tensor([part.start for part in local_slices(spec, tp_group)], device=local.device)
     outer, rest = local // (units * inner), local % (units * inner)
     unit, within = rest // inner, rest % inner
-    whole_unit = firsts[unit // width] + unit % width
-    return (outer * spec.global_shape[dim] + whole_unit) * inner + within
+    global_unit = firsts[unit // width] + unit % width
+    return (outer * spec.global_shape[dim] + global_unit) * inner + within
 
 
 def _combined(records: list[Any]) -> StateDigests:

@@ -1,9 +1,12 @@
-"""Processes of this node: whether they run, and a temporary folder that the processes of one start share."""
+"""Processes of this node: whether they run, what they use, and a temporary folder that the processes of one
+start share."""
 
 from __future__ import annotations
 
 import os
+import resource
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +39,17 @@ def io_bytes() -> int:
             return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
     except OSError:
         return 0
+
+
+def status_bytes(field: str) -> int:
+    """A size in /proc/self/status, for example VmRSS or VmHWM. Without that file the peak resident memory,
+    which macOS gives in bytes and other systems in KiB."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def _process_fields(pid: int) -> list[str]:

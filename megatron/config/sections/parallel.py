@@ -198,7 +198,7 @@ class ParallelConfig(Section):
     @property
     def micro_batch_multiple(self) -> int:
         """The number of micro-batches per step and replica is a multiple of this."""
-        return self.pipeline_model_parallel_size if self.schedule.whole_groups else 1
+        return self.pipeline_model_parallel_size if self.schedule.micro_batches_multiple_of_ranks else 1
 
     @property
     def bucket_size(self) -> int | None:

@@ -10,7 +10,8 @@ from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.planner.memory.stage_memory import StageMemory, planned_bytes
 from megatron.planner.stages import plan_stages
-from megatron.planner.timing.hardware import GIB, device_memory_bytes
+from megatron.planner.timing.hardware import device_memory_bytes
+from megatron.units import GIB
 
 # What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,
 # and NCCL's buffers if there is more than one process. Assumptions, never measured here.

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.registries import GPUS
+from megatron.units import GIB
 
-GIB = 2**30
 _TERA = 1e12
 
 

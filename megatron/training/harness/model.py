@@ -24,7 +24,7 @@ from megatron.tokenizer import Tokenizer
 Results = dict[str, dict[str, float]]
 # Tasks of this package.
 OWN_TASKS = Path(__file__).parent / "tasks"
-# For standard errors of metrics that are no means.
+# For standard errors of metrics that are not means.
 _BOOTSTRAP_DRAWS = 1000
 # Of tasks that generate and do not say how much.
 MAX_GENERATED_TOKENS = 256
@@ -137,7 +137,7 @@ class Tasks:
     ) -> None:
         """folder: of tasks beside the harness's own. limit: use the first documents of each task only.
         max_length: tokens of the model's input. ConfigError for an unknown task, one whose data cannot be
-        loaded, one that samples its answers, and one whose answers are too long."""
+        loaded, one that requests sampling, and one whose answers are too long."""
         self._limit, self._tokenizer, self._max_length = limit, tokenizer, max_length
         self._manager, loaded = _load(
             list(names), [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
@@ -193,7 +193,7 @@ def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, 
     manager = TaskManager(include_path=folders)
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(
-            f"task {unknown[0]}: the harness has no such task (lm_eval ls tasks lists them); "
+            f"unknown task {unknown[0]} (lm_eval ls tasks lists the harness's tasks); "
             "--tasks-path (in training --eval-harness-tasks-path) adds a folder of tasks"
         )
     try:
@@ -206,10 +206,10 @@ def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, 
 
 
 def generated_tokens(settings: dict[str, Any], max_length: int) -> int:
-    """The most tokens that a task generates. ConfigError for a task that samples its answers, and for answers
+    """The most tokens that a task generates. ConfigError for a task that requests sampling, and for answers
     that leave no room for a prompt in an input of `max_length` tokens."""
     if settings.get("do_sample", settings.get("temperature", 0) not in (0, None)):
-        raise ConfigError(f"a task samples its answers ({settings}): only greedy ones are computed")
+        raise ConfigError(f"a task requests sampling ({settings}): only greedy decoding is supported")
     count = next((settings[name] for name in _LENGTHS if name in settings), MAX_GENERATED_TOKENS)
     if count >= max_length:
         raise ConfigError(

@@ -17,7 +17,7 @@ logging.disable_progress_bar()
 TOKENS = random_tokens(2, SEQ)
 
 
-def save_theirs(
+def save_hf(
     folder: Path,
     kind: str,
     dtype: torch.dtype = torch.float32,
@@ -48,7 +48,7 @@ def change_weights(folder: Path, change: Any) -> None:
 
 
 @torch.no_grad()
-def their_logits(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+def hf_logits(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     """Of transformers, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()(tokens).logits

@@ -27,7 +27,7 @@ from megatron.config import Config, read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from megatron.testing.layouts import EOD, VOCAB, Row, config_of
-from tests.unit.checkpoint.hugging_face_folder import save_theirs
+from tests.unit.checkpoint.hugging_face_folder import save_hf
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.hostile import MUTATIONS, fuzz, mutated, mutated_json
 
@@ -187,8 +187,8 @@ def test_hostile_mutations_of_another_programs_checkpoint(
 def test_hostile_mutations_of_a_hugging_face_folder(
     examples: int, kind: str, victim: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "theirs"
-    save_theirs(folder, "gpt2", max_shard_size="20KB", sizes=(VOCAB, 1))
+    folder = tmp_path / "hf"
+    save_hf(folder, "gpt2", max_shard_size="20KB", sizes=(VOCAB, 1))
     (folder / "generation_config.json").unlink()
     if kind == "pytorch_model.bin":
         stored = read_hugging_face(folder).stored

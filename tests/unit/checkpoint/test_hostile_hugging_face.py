@@ -16,15 +16,15 @@ from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
 from megatron.files import HostileFileError
 from megatron.testing.layouts import VOCAB
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
-from tests.unit.checkpoint.hugging_face_folder import save_theirs
+from tests.unit.checkpoint.hugging_face_folder import save_hf
 from tests.unit.hostile import refusal, snapshot
 from tools import convert_huggingface
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Path:
-    save_theirs(tmp_path / "theirs", "gpt2", sizes=(VOCAB, 1))
-    return tmp_path / "theirs"
+def hf_folder(tmp_path: Path) -> Path:
+    save_hf(tmp_path / "hf", "gpt2", sizes=(VOCAB, 1))
+    return tmp_path / "hf"
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -32,28 +32,28 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-CODE = "from pathlib import Path\nPath({!r}).touch()\nclass Theirs: pass\n"
-AUTO_MAP = {"AutoConfig": "code.Theirs", "AutoTokenizer": ["code.Theirs", "code.Theirs"]}
+CODE = "from pathlib import Path\nPath({!r}).touch()\nclass Hostile: pass\n"
+AUTO_MAP = {"AutoConfig": "code.Hostile", "AutoTokenizer": ["code.Hostile", "code.Hostile"]}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "theirs"])
+@pytest.mark.parametrize("kind", ["gpt2", "hf"])
 def test_code_in_a_hostile_folder_is_not_run_without_asking(
-    kind: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*_: Any) -> str:
         raise AssertionError("it asks on the terminal")
 
     monkeypatch.setattr("builtins.input", ask)
-    (theirs / "code.py").write_text(CODE.format(str(tmp_path / "harm")))
-    change_config(theirs, model_type=kind, auto_map=AUTO_MAP)
-    (theirs / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": AUTO_MAP, "tokenizer_class": "Theirs"})
+    (hf_folder / "code.py").write_text(CODE.format(str(tmp_path / "harm")))
+    change_config(hf_folder, model_type=kind, auto_map=AUTO_MAP)
+    (hf_folder / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": AUTO_MAP, "tokenizer_class": "Hostile"})
     )
     for read in (read_hugging_face, lambda folder: HuggingFaceTokenizer(str(folder))):
         try:
-            read(theirs)
+            read(hf_folder)
         except ConfigError as error:
-            assert str(theirs) in str(error)
+            assert str(hf_folder) in str(error)
     assert not (tmp_path / "harm").exists()
 
 
@@ -84,9 +84,9 @@ def test_code_in_a_hostile_folder_is_not_run_without_asking(
         {"activation_function": "\n" * 1000},
     ],
 )
-def test_hostile_settings_are_refused(changes: dict[str, Any], theirs: Path) -> None:
-    change_config(theirs, **changes)
-    assert str(theirs) in refusal(lambda: read_hugging_face(theirs))
+def test_hostile_settings_are_refused(changes: dict[str, Any], hf_folder: Path) -> None:
+    change_config(hf_folder, **changes)
+    assert str(hf_folder) in refusal(lambda: read_hugging_face(hf_folder))
 
 
 def deep(path: Path) -> None:
@@ -106,51 +106,51 @@ def a_list(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [deep, long, missing, a_list])
-def test_a_hostile_config_file_is_refused(damage: Callable[[Path], None], theirs: Path) -> None:
-    damage(theirs / "config.json")
-    assert str(theirs) in refusal(lambda: read_hugging_face(theirs))
+def test_a_hostile_config_file_is_refused(damage: Callable[[Path], None], hf_folder: Path) -> None:
+    damage(hf_folder / "config.json")
+    assert str(hf_folder) in refusal(lambda: read_hugging_face(hf_folder))
 
 
 @pytest.mark.parametrize("name", ["../victim.safetensors", "/dev/zero", "a/b.safetensors", "", 5, "x\0"])
-def test_a_hostile_index_names_no_file_outside(name: Any, theirs: Path, tmp_path: Path) -> None:
-    (theirs / "model.safetensors").rename(tmp_path / "victim.safetensors")
-    index = theirs / "model.safetensors.index.json"
+def test_a_hostile_index_names_no_file_outside(name: Any, hf_folder: Path, tmp_path: Path) -> None:
+    (hf_folder / "model.safetensors").rename(tmp_path / "victim.safetensors")
+    index = hf_folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": name}}))
-    sentence = refusal(lambda: read_hugging_face(theirs), HostileFileError)
+    sentence = refusal(lambda: read_hugging_face(hf_folder), HostileFileError)
     assert sentence.startswith(f"{index} names a file")
 
 
-def test_the_links_in_the_cache_of_the_hub_are_not_hostile(theirs: Path, tmp_path: Path) -> None:
+def test_the_links_in_the_cache_of_the_hub_are_not_hostile(hf_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
-    (theirs / "model.safetensors").rename(tmp_path / "blobs" / "5f")
-    (theirs / "model.safetensors").symlink_to("../blobs/5f")
-    assert read_hugging_face(theirs).rows == VOCAB
+    (hf_folder / "model.safetensors").rename(tmp_path / "blobs" / "5f")
+    (hf_folder / "model.safetensors").symlink_to("../blobs/5f")
+    assert read_hugging_face(hf_folder).rows == VOCAB
 
 
-def test_a_hostile_link_to_a_device_is_not_read(theirs: Path) -> None:
+def test_a_hostile_link_to_a_device_is_not_read(hf_folder: Path) -> None:
     for name in ("model.safetensors", "config.json"):
-        (theirs / name).unlink()
-        (theirs / name).symlink_to("/dev/zero")
-        assert str(theirs) in refusal(lambda: read_hugging_face(theirs))
+        (hf_folder / name).unlink()
+        (hf_folder / name).symlink_to("/dev/zero")
+        assert str(hf_folder) in refusal(lambda: read_hugging_face(hf_folder))
 
 
-def test_a_hostile_name_of_a_weight_is_shown_in_one_line(theirs: Path) -> None:
-    weights = load_file(theirs / "model.safetensors")
-    save_file({**weights, "\x1b[2J\nerror:": torch.ones(1)}, theirs / "model.safetensors")
-    assert r"'\x1b[2J\nerror:'" in refusal(lambda: read_hugging_face(theirs))
+def test_a_hostile_name_of_a_weight_is_shown_in_one_line(hf_folder: Path) -> None:
+    weights = load_file(hf_folder / "model.safetensors")
+    save_file({**weights, "\x1b[2J\nerror:": torch.ones(1)}, hf_folder / "model.safetensors")
+    assert r"'\x1b[2J\nerror:'" in refusal(lambda: read_hugging_face(hf_folder))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(
-    value: float, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    value: float, hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = load_file(theirs / "model.safetensors")
+    weights = load_file(hf_folder / "model.safetensors")
     weights["transformer.h.0.mlp.c_fc.bias"][3] = value
-    save_file(weights, theirs / "model.safetensors")
+    save_file(weights, hf_folder / "model.safetensors")
     before = snapshot(tmp_path)
     flags = [
         "--from-hugging-face",
-        str(theirs),
+        str(hf_folder),
         "--output",
         str(tmp_path / "out"),
         "--vocab-size",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
 
 import pytest
 import torch
@@ -27,8 +26,8 @@ from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.single_process import GPTModel
 from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
+from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 from tools import convert_huggingface
 
@@ -53,7 +52,7 @@ def write(folder, row, model, **changes):
 
 
 @torch.no_grad()
-def our_logits(checkpoint, tokens=TOKENS):
+def megatron_logits(checkpoint, tokens=TOKENS):
     model = GPTModel(checkpoint.config, VOCAB, EOD)
     open_reader(checkpoint).load_weights(model)
     return model.eval()(tokens)
@@ -62,10 +61,10 @@ def our_logits(checkpoint, tokens=TOKENS):
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face_gives_the_logits_of_the_checkpoint(name, tmp_path):
     checkpoint = write(tmp_path, *MODELS[name])
-    write_hugging_face(checkpoint, tmp_path / "theirs")
-    expected = our_logits(checkpoint)
+    write_hugging_face(checkpoint, tmp_path / "hf")
+    expected = megatron_logits(checkpoint)
     assert expected.std() > 0.1 and expected.shape == (2, SEQ, VOCAB)
-    torch.testing.assert_close(their_logits(tmp_path / "theirs"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hf_logits(tmp_path / "hf"), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -73,26 +72,26 @@ def test_exported_weights_are_read_back_to_the_last_bit(name, tmp_path):
     row, model = MODELS[name]
     config = config_of(row, model=model)
     wholes = random_wholes(config)
-    write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "theirs")
-    theirs = read_hugging_face(tmp_path / "theirs")
-    weights = dict(theirs.weights())
+    write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "hf")
+    model = read_hugging_face(tmp_path / "hf")
+    weights = dict(model.weights())
     assert weights.keys() == wholes.keys()
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
-    assert (theirs.rows, theirs.precision) == (VOCAB, "fp32")
-    ours, again = vars(config.model), vars(ModelConfig(**theirs.fields))
+    assert (model.rows, model.precision) == (VOCAB, "fp32")
+    before, again = vars(config.model), vars(ModelConfig(**model.fields))
     # The padding is of a layout; a table of absolute positions may be longer than the samples were.
     free = {"make_vocab_size_divisible_by"} | ({"seq_length"} if row is GPT2 else set())
-    assert {key for key in ours if ours[key] != again[key]} <= free
+    assert {key for key in before if before[key] != again[key]} <= free
 
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
 def test_the_exported_config_describes_the_run(row, model, tmp_path):
     checkpoint = write(tmp_path, row, model | {"hidden_dropout": 0.2, "attention_dropout": 0.3})
-    write_hugging_face(checkpoint, tmp_path / "theirs")
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    write_hugging_face(checkpoint, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["vocab_size"] == VOCAB and config["dtype"] == "float32"
     assert config["bos_token_id"] == config["eos_token_id"] == EOD
-    generation = json.loads((tmp_path / "theirs" / "generation_config.json").read_text())
+    generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == EOD
     if row is GPT2:
         assert (config["resid_pdrop"], config["embd_pdrop"], config["attn_pdrop"]) == (0.2, 0.2, 0.3)
@@ -105,9 +104,9 @@ def test_the_exported_config_describes_the_run(row, model, tmp_path):
 def test_a_run_without_an_end_of_document_token_exports_none(tmp_path):
     config = config_of(GPT2)
     path = write_native(tmp_path, config, random_wholes(config), eod=None)
-    write_hugging_face(open_checkpoint(path), tmp_path / "theirs")
-    theirs = AutoConfig.from_pretrained(tmp_path / "theirs")
-    assert theirs.bos_token_id is None and theirs.eos_token_id is None
+    write_hugging_face(open_checkpoint(path), tmp_path / "hf")
+    hf_config = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert hf_config.bos_token_id is None and hf_config.eos_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -117,13 +116,13 @@ def test_a_run_without_an_end_of_document_token_exports_none(tmp_path):
 def test_weights_have_the_dtype_of_the_run_or_of_the_flag(trained, asked, written, tmp_path):
     config = config_of(Row(positions="alibi", precision=trained), model=NORM)
     wholes = random_wholes(config)
-    write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "theirs", asked)
-    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    write_hugging_face(open_checkpoint(write_native(tmp_path, config, wholes)), tmp_path / "hf", asked)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {written}
     name = "transformer.h.0.mlp.dense_h_to_4h.weight"
     # In fp32 they are the optimizer's, not the rounded ones of the layer files.
     assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(written))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == written
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == written
 
 
 def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path):
@@ -132,7 +131,7 @@ def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path):
     wholes["4.mlp.dense_h_to_4h.bias"][3] = 1e6
     checkpoint = open_checkpoint(write_native(tmp_path, config, wholes))
     with pytest.raises(ConfigError, match=r"--dtype fp16 cannot hold the values of 4\.mlp"):
-        write_hugging_face(checkpoint, tmp_path / "theirs", "fp16")
+        write_hugging_face(checkpoint, tmp_path / "hf", "fp16")
 
 
 def test_several_files_hold_the_same_weights_as_one(tmp_path):
@@ -146,7 +145,7 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
     one = load_file(tmp_path / "one" / "model.safetensors")
     assert many.keys() == one.keys() and all(torch.equal(many[name], one[name]) for name in one)
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in one.values())
-    assert torch.equal(their_logits(tmp_path / "many"), their_logits(tmp_path / "one"))
+    assert torch.equal(hf_logits(tmp_path / "many"), hf_logits(tmp_path / "one"))
 
 
 @pytest.mark.parametrize(
@@ -173,14 +172,16 @@ def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, na
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_says_something_about_every_field_with_a_derived_default(name):
-    """Their defaults are None in ModelConfig, so no value equals them."""
+    """Such defaults are None in ModelConfig, so no value equals them."""
     family = FAMILIES.load(name)
-    said = {ours for ours, _ in family.fields} | set(family.our_constants) | set(family.our_derived)
-    unused = POSITION_EMBEDDINGS.unused_settings(family.our_constants["position_embedding_type"])
+    said = (
+        {field for field, _ in family.fields} | set(family.megatron_constants) | set(family.megatron_derived)
+    )
+    unused = POSITION_EMBEDDINGS.unused_settings(family.megatron_constants["position_embedding_type"])
     derived = {field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).derived}
     assert derived <= said | set(unused)
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    assert said | {ours for ours, _ in family.training_fields} <= fields
+    assert said | {field for field, _ in family.training_fields} <= fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,7 +220,7 @@ def test_a_damaged_checkpoint_leaves_no_output(tmp_path):
     damaged = checkpoint.folder / "layer_05-model_00-model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=f"{damaged.name} is damaged: its digest"):
-        write_hugging_face(checkpoint, tmp_path / "theirs")
+        write_hugging_face(checkpoint, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
 
 
@@ -234,25 +235,16 @@ def test_a_missing_layer_is_named(layer, named, tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     (checkpoint.folder / f"layer_{layer}-model_00-model_states.pt").unlink()
     with pytest.raises(ConfigError, match=named):
-        our_logits(checkpoint)
+        megatron_logits(checkpoint)
     with pytest.raises(ConfigError, match=f"layer_{layer}-model_00-model_states.pt cannot be read"):
-        write_hugging_face(checkpoint, tmp_path / "theirs")
+        write_hugging_face(checkpoint, tmp_path / "hf")
 
 
 def test_a_missing_tensor_rank_is_named(tmp_path):
     checkpoint = write(tmp_path, Row(tp=2), {})
     (checkpoint.folder / "layer_05-model_01-model_states.pt").unlink()
     with pytest.raises(ConfigError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
-        our_logits(checkpoint)
-
-
-def flip_a_byte(path):
-    """In the largest member of the file: its zip's directory and its pickle are as they were."""
-    with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda info: info.file_size)
-    content = bytearray(path.read_bytes())
-    content[largest.header_offset + 200] ^= 1
-    path.write_bytes(content)
+        megatron_logits(checkpoint)
 
 
 @pytest.mark.parametrize("precision", [None, "fp32"])
@@ -265,8 +257,8 @@ def test_a_flipped_byte_is_found_during_an_export(precision, tp, dp, tmp_path):
     pattern = "layer_05*" if precision is None else "zero_pp_rank_0_mp_rank_00_*"
     flip_a_byte(next(checkpoint.folder.glob(pattern)))
     with pytest.raises(ConfigError, match="is damaged: its digest differs from that in run.json"):
-        write_hugging_face(checkpoint, tmp_path / "theirs", precision)
-    assert not (tmp_path / "theirs").exists()
+        write_hugging_face(checkpoint, tmp_path / "hf", precision)
+    assert not (tmp_path / "hf").exists()
     write_hugging_face(checkpoint, tmp_path / "not verified", precision, verify=False)
     words = "layer files" if precision is None else "fp32 values"
     assert verification(checkpoint, precision) == f"the digests of the {words}"
@@ -292,37 +284,37 @@ def mistake(capsys, *flags):
 def test_the_tokenizer_is_exported(row, model, tmp_path, capsys):
     """The vocabulary of the tiny model is smaller than any byte-level one: its flags name another model's."""
     vocab, merges = train_gpt2_vocabulary(tmp_path)
-    ours = GPT2BPETokenizer(vocab, merges)
+    tokenizer = GPT2BPETokenizer(vocab, merges)
     config = config_of(row, model=model, data={"vocab_file": vocab, "merge_file": merges})
     path = write_native(tmp_path, config, random_wholes(config))
-    assert "was trained with 101 tokens" in mistake(capsys, "--load", path, "--output", tmp_path / "theirs")
+    assert "was trained with 101 tokens" in mistake(capsys, "--load", path, "--output", tmp_path / "hf")
     first_layer = path / "layer_01-model_00-model_states.pt"
     embedding = torch.load(first_layer)
-    embedding["word_embeddings.weight"] = torch.randn(ours.vocab_size, 32)
+    embedding["word_embeddings.weight"] = torch.randn(tokenizer.vocab_size, 32)
     torch.save(embedding, first_layer)
     run = json.loads((path / "run.json").read_text())
     del run["sha256"]
     run["files"][first_layer.name] = describe_file(first_layer)
-    run |= {"vocab_size": ours.vocab_size, "eod": ours.eod}
+    run |= {"vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
     (path / "run.json").write_text(json.dumps(add_checksum(run)))
-    convert("--load", path, "--output", tmp_path / "theirs")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
-    assert theirs.eos_token_id == ours.eod and len(theirs) == ours.vocab_size
+    convert("--load", path, "--output", tmp_path / "hf")
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert hf_tokenizer.eos_token_id == tokenizer.eod and len(hf_tokenizer) == tokenizer.vocab_size
     for text in [*TEXT[:4], "one<|endoftext|>two", "  spaces\n\n\ttabs "]:
-        assert theirs.encode(text) == ours.tokenize(text)
-        assert theirs.decode(ours.tokenize(text)) == text
-    again = tmp_path / "from their tokenizer"
-    convert("--load", path, "--output", again, "--tokenizer-name-or-path", tmp_path / "theirs")
-    assert AutoTokenizer.from_pretrained(again).encode(TEXT[0]) == ours.tokenize(TEXT[0])
+        assert hf_tokenizer.encode(text) == tokenizer.tokenize(text)
+        assert hf_tokenizer.decode(tokenizer.tokenize(text)) == text
+    again = tmp_path / "from the HF tokenizer"
+    convert("--load", path, "--output", again, "--tokenizer-name-or-path", tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(again).encode(TEXT[0]) == tokenizer.tokenize(TEXT[0])
 
 
 def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     checkpoint = write(tmp_path, GPT2, {})
-    convert("--load", tmp_path, "--output", tmp_path / "theirs")
+    convert("--load", tmp_path, "--output", tmp_path / "hf")
     printed = capsys.readouterr()
     assert "no tokenizer is written" in printed.err
     assert "GPT2LMHeadModel in fp32, iteration 5 of" in printed.out
-    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -332,17 +324,17 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
 
 
 def test_weights_have_the_file_mode_of_the_config(tmp_path):
-    write_hugging_face(write(tmp_path, GPT2, {}), tmp_path / "theirs")
-    assert len({path.stat().st_mode for path in (tmp_path / "theirs").iterdir()}) == 1
+    write_hugging_face(write(tmp_path, GPT2, {}), tmp_path / "hf")
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
 
 
 def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     checkpoint = write(tmp_path / "run", GPT2, {})
-    output = ["--output", tmp_path / "theirs"]
+    output = ["--output", tmp_path / "hf"]
     assert "there is no such folder" in mistake(capsys, "--load", tmp_path / "nothing", *output)
     assert "holds no checkpoint" in mistake(capsys, "--load", tmp_path, *output)
     assert "--dtype" in mistake(capsys, "--load", checkpoint.folder, *output, "--dtype", "int8")
-    (tmp_path / "theirs").mkdir()
+    (tmp_path / "hf").mkdir()
     assert "exists already" in mistake(capsys, "--load", checkpoint.folder, *output)
     (tmp_path / "file").touch()
     assert "cannot be made" in mistake(

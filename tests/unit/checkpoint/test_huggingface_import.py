@@ -23,7 +23,7 @@ from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_li
 from megatron.model.single_process import GPTModel
 from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.hugging_face import save_as_hugging_face
-from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, save_theirs, their_logits
+from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, hf_logits, save_hf
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
 from tools import convert_huggingface
@@ -61,7 +61,7 @@ def save_tokenizer(folder):
 
 
 @torch.no_grad()
-def our_logits(checkpoint, tokens=TOKENS):
+def megatron_logits(checkpoint, tokens=TOKENS):
     model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
     open_reader(checkpoint).load_weights(model)
     return model.eval()(tokens)
@@ -72,28 +72,28 @@ def our_logits(checkpoint, tokens=TOKENS):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
-def test_our_model_gives_hugging_faces_logits(kind, max_shard_size, tmp_path):
-    save_theirs(tmp_path / "theirs", kind, max_shard_size=max_shard_size)
-    assert (len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3) == (max_shard_size == "20KB")
-    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+def test_megatron_model_gives_hugging_faces_logits(kind, max_shard_size, tmp_path):
+    save_hf(tmp_path / "hf", kind, max_shard_size=max_shard_size)
+    assert (len(list((tmp_path / "hf").glob("*.safetensors"))) > 3) == (max_shard_size == "20KB")
+    checkpoint = make_universal(tmp_path / "hf", tmp_path)
     assert (checkpoint.state.iteration, checkpoint.vocab_size, checkpoint.eod) == (0, VOCAB, None)
-    logits = our_logits(checkpoint, TOKENS)
+    logits = megatron_logits(checkpoint, TOKENS)
     assert logits.std() > 0.1 and logits.shape == (2, SEQ, VOCAB)
-    torch.testing.assert_close(logits, their_logits(tmp_path / "theirs"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, hf_logits(tmp_path / "hf"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
     sizes = {"n_positions": 40, "n_inner": 56} if kind == "gpt2" else {}
-    save_theirs(tmp_path / "theirs", kind, dtype, **sizes)
-    make_universal(tmp_path / "theirs", tmp_path)
+    save_hf(tmp_path / "hf", kind, dtype, **sizes)
+    make_universal(tmp_path / "hf", tmp_path)
     convert("--load", tmp_path, "--output", tmp_path / "again")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
     assert before.keys() == after.keys()
     for name in before:
         assert before[name].dtype == after[name].dtype == dtype and torch.equal(before[name], after[name])
-    settings = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("theirs", "again")]
+    settings = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("hf", "again")]
     # Without a tokenizer special tokens are unknown; BLOOM's config has no length; n_inner is derived.
     free = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
     assert {key for key in settings[1] if settings[1][key] != settings[0].get(key)} <= free
@@ -105,12 +105,12 @@ def test_a_native_checkpoint_survives_a_round_trip(positions, tmp_path):
     config = config_of(Row(positions=positions, tp=2), model={"embed_layernorm": norm})
     wholes = random_wholes(config)
     write_native(tmp_path / "native", config, wholes)
-    convert("--load", tmp_path / "native", "--output", tmp_path / "theirs")
-    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+    convert("--load", tmp_path / "native", "--output", tmp_path / "hf")
+    checkpoint = make_universal(tmp_path / "hf", tmp_path)
     for name, whole in wholes.items():
         assert torch.equal(torch.load(checkpoint.folder / "zero" / name / "fp32.pt")["param"], whole)
     native = read_checkpoint(tmp_path / "native")
-    assert torch.equal(our_logits(checkpoint), our_logits(native))
+    assert torch.equal(megatron_logits(checkpoint), megatron_logits(native))
 
 
 def test_a_tokenizer_with_far_fewer_tokens_is_refused():
@@ -124,16 +124,16 @@ def test_a_tokenizer_with_far_fewer_tokens_is_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
     """BLOOM has 250,680 tokens and 250,880 rows."""
-    source = tmp_path / "theirs"
-    save_theirs(source, kind, sizes=(440, 2))
+    source = tmp_path / "hf"
+    save_hf(source, kind, sizes=(440, 2))
     size = save_tokenizer(source)
     checkpoint = make_universal(source, tmp_path, "--vocab-size", size)
     assert f"{440 - size} of 440 rows of the word embeddings" in capsys.readouterr().err
     assert checkpoint.vocab_size == size < 440
     tokenizer = AutoTokenizer.from_pretrained(source)
     assert checkpoint.eod == tokenizer.eos_token_id
-    theirs = their_logits(source)[..., :size]
-    torch.testing.assert_close(our_logits(checkpoint), theirs, rtol=1e-5, atol=1e-5)
+    expected = hf_logits(source)[..., :size]
+    torch.testing.assert_close(megatron_logits(checkpoint), expected, rtol=1e-5, atol=1e-5)
     convert("--load", tmp_path, "--output", tmp_path / "again")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").config.vocab_size == size
     text = "def train(model): 日本語"
@@ -142,11 +142,11 @@ def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
-    source = tmp_path / "theirs"
+    source = tmp_path / "hf"
     changes = {"n_inner": 56, "n_positions": 40} if kind == "gpt2" else {"seq_length": 24}
     changes |= {"layer_norm_epsilon": 1e-3}
     source.mkdir()
-    save_theirs(source, kind, sizes=(save_tokenizer(source) + 8, 2), **changes)
+    save_hf(source, kind, sizes=(save_tokenizer(source) + 8, 2), **changes)
     saved = make_universal(source, tmp_path, "--tokenizer-name-or-path", source).config
     line = capsys.readouterr().out.splitlines()[-1]
     words = line.removeprefix("start from it with: ").split()
@@ -180,7 +180,7 @@ def with_a_copy_of_the_head(kind, weights):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [as_on_the_hub, with_a_copy_of_the_head])
 def test_names_as_on_the_hub_are_read(kind, change, tmp_path):
-    save_theirs(tmp_path, kind)
+    save_hf(tmp_path, kind)
     expected = dict(read_hugging_face(tmp_path).weights())
     change_weights(tmp_path, partial(change, kind))
     weights = dict(read_hugging_face(tmp_path).weights())
@@ -190,7 +190,7 @@ def test_names_as_on_the_hub_are_read(kind, change, tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_that_torch_saved_are_read(parts, tmp_path):
-    save_theirs(tmp_path, "gpt2")
+    save_hf(tmp_path, "gpt2")
     expected = dict(read_hugging_face(tmp_path).weights())
     weights = list(load_file(tmp_path / "model.safetensors").items())
     (tmp_path / "model.safetensors").unlink()
@@ -207,7 +207,7 @@ def test_weights_that_torch_saved_are_read(parts, tmp_path):
 
 
 def test_the_bloom_of_the_hub_has_older_settings(tmp_path):
-    save_theirs(tmp_path, "bloom")
+    save_hf(tmp_path, "bloom")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config |= {"n_embed": config.pop("hidden_size"), "num_attention_heads": config.pop("n_head")}
@@ -233,7 +233,7 @@ def test_the_bloom_of_the_hub_has_older_settings(tmp_path):
     ],
 )
 def test_an_unsupported_model_is_refused(kind, changes, named, tmp_path):
-    save_theirs(tmp_path, kind, **changes)
+    save_hf(tmp_path, kind, **changes)
     with pytest.raises(ConfigError, match=named):
         read_hugging_face(tmp_path)
 
@@ -244,14 +244,14 @@ def test_another_family_and_folders_without_weights_are_refused(tmp_path):
     OPTConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="of type opt: expected one of bloom, "):
         read_hugging_face(tmp_path)
-    save_theirs(tmp_path, "gpt2")
+    save_hf(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds no weights: expected model.safetensors or pytorch_model"):
         read_hugging_face(tmp_path)
 
 
 def test_damaged_files_are_named(tmp_path):
-    save_theirs(tmp_path, "gpt2", max_shard_size="20KB")
+    save_hf(tmp_path, "gpt2", max_shard_size="20KB")
     weights = next(tmp_path.glob("*.safetensors"))
     content = weights.read_bytes()
     weights.write_bytes(content[:-100])
@@ -266,7 +266,7 @@ def test_damaged_files_are_named(tmp_path):
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    save_theirs(tmp_path, "gpt2")
+    save_hf(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").unlink()
     torch.save({"wte.weight": print}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="pytorch_model.bin cannot be read"):
@@ -294,15 +294,15 @@ CHANGED_WEIGHTS = {
 
 @pytest.mark.parametrize("named", CHANGED_WEIGHTS)
 def test_weights_of_another_model_are_named(named, tmp_path):
-    save_theirs(tmp_path, "gpt2")
+    save_hf(tmp_path, "gpt2")
     change_weights(tmp_path, CHANGED_WEIGHTS[named])
     with pytest.raises(ConfigError, match=named):
         read_hugging_face(tmp_path)
 
 
 def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
-    source, output = tmp_path / "theirs", tmp_path / "new" / "global_step0_universal"
-    save_theirs(source, "gpt2")
+    source, output = tmp_path / "hf", tmp_path / "new" / "global_step0_universal"
+    save_hf(source, "gpt2")
     both = ["--from-hugging-face", source, "--output", output]
     assert "not allowed with" in mistake(capsys, *both, "--load", tmp_path)
     assert "one of the arguments --from --load --from-hugging-face" in mistake(capsys, "--output", output)
@@ -324,19 +324,19 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
 
 
 def test_an_existing_output_is_not_changed(tmp_path, capsys):
-    source, output = tmp_path / "theirs", tmp_path / "taken"
-    save_theirs(source, "gpt2")
+    source, output = tmp_path / "hf", tmp_path / "taken"
+    save_hf(source, "gpt2")
     flags = ["--from-hugging-face", source, "--vocab-size", VOCAB]
     output.mkdir()
     assert f"{output} exists already" in mistake(capsys, *flags, "--output", output)
     (tmp_path / "file").touch()
     assert "cannot be made" in mistake(capsys, *flags, "--output", tmp_path / "file" / "x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken", "theirs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf", "taken"]
 
 
 def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
     model, checkpoint, taken = (tmp_path / name for name in ("model", "checkpoint", "taken"))
-    save_theirs(model, "gpt2")
+    save_hf(model, "gpt2")
     config = config_of(Row(positions="absolute"))
     write_native(checkpoint, config, random_wholes(config))
     (taken / "global_step0_universal").mkdir(parents=True)
@@ -370,7 +370,7 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
 def test_a_full_disk_is_one_sentence_and_leaves_no_output(kind, tmp_path, capsys, monkeypatch):
     source, output = tmp_path / kind, tmp_path / "new"
     if kind == "model":
-        save_theirs(source, "gpt2")
+        save_hf(source, "gpt2")
         flags = ["--from", source, "--to", output, "--vocab-size", VOCAB]
     else:
         config = config_of(Row(positions="absolute"))
@@ -410,8 +410,8 @@ def file_size_limit(size):
 
 
 def test_a_native_checkpoint_is_preferred_unless_a_flag_says_otherwise(tmp_path, capsys):
-    save_theirs(tmp_path / "theirs", "gpt2")
-    universal = make_universal(tmp_path / "theirs", tmp_path).folder
+    save_hf(tmp_path / "hf", "gpt2")
+    universal = make_universal(tmp_path / "hf", tmp_path).folder
     config = config_of(Row(positions="absolute"))
     native = write_native(tmp_path, config, random_wholes(config))
     capsys.readouterr()
@@ -432,14 +432,14 @@ def test_a_native_checkpoint_is_preferred_unless_a_flag_says_otherwise(tmp_path,
 
 
 def test_a_universal_checkpoint_of_another_model_is_named(tmp_path):
-    save_theirs(tmp_path / "theirs", "gpt2")
-    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
+    save_hf(tmp_path / "hf", "gpt2")
+    checkpoint = make_universal(tmp_path / "hf", tmp_path)
     path = checkpoint.folder / "zero" / "3.mlp.dense_h_to_4h.bias" / "fp32.pt"
     torch.save({"param": torch.zeros(127)}, path)
     with pytest.raises(
         ConfigError, match=r"dense_h_to_4h.bias/fp32.pt holds a tensor of shape \(127,\), expected \(128,\)"
     ):
-        our_logits(checkpoint)
+        megatron_logits(checkpoint)
     path.unlink()
     with pytest.raises(ConfigError, match=r"fp32\.pt cannot be read"):
-        our_logits(checkpoint)
+        megatron_logits(checkpoint)

@@ -20,9 +20,9 @@ from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import ConfigError, read_command_line
 from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.distributed.test_model_variants import FALCON, NEOX, OLMO2
-from tests.unit.checkpoint.hugging_face_folder import TOKENS, their_logits
+from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
-from tests.unit.checkpoint.test_huggingface_import import make_universal, our_logits, save_tokenizer
+from tests.unit.checkpoint.test_huggingface_import import make_universal, megatron_logits, save_tokenizer
 from tools import convert_huggingface
 
 SIZES = {
@@ -74,7 +74,7 @@ RELATIVE_BOUND = 1e-5
 """Of the spread of the logits."""
 
 
-def save_theirs(folder, name, max_shard_size="1GB", **sizes):
+def save_hf(folder, name, max_shard_size="1GB", **sizes):
     """A model of Hugging Face's making, with norms and biases that are not at their start."""
     kind, changes = MODELS[name]
     names = {name: name for name in SIZES} | RENAMED.get(kind, {})
@@ -100,16 +100,16 @@ def assert_equal_logits(found, expected):
 @pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
-    save_theirs(tmp_path / "theirs", name, max_shard_size="20KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
-    checkpoint = make_universal(tmp_path / "theirs", tmp_path)
-    assert_equal_logits(our_logits(checkpoint), their_logits(tmp_path / "theirs"))
+    save_hf(tmp_path / "hf", name, max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    checkpoint = make_universal(tmp_path / "hf", tmp_path)
+    assert_equal_logits(megatron_logits(checkpoint), hf_logits(tmp_path / "hf"))
     convert_huggingface.main(["--load", str(tmp_path), "--output", str(tmp_path / "again")])
-    before = dict(_all_weights(tmp_path / "theirs"))
+    before = dict(_all_weights(tmp_path / "hf"))
     after = dict(_all_weights(tmp_path / "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    assert_equal_logits(their_logits(tmp_path / "again"), their_logits(tmp_path / "theirs"))
+    assert_equal_logits(hf_logits(tmp_path / "again"), hf_logits(tmp_path / "hf"))
 
 
 def _all_weights(folder):
@@ -145,20 +145,20 @@ OURS = {
         (FALCON, Row(tp=2), "FalconForCausalLM"),
     ],
 )
-def test_a_checkpoint_of_ours_survives_a_round_trip(model, row, architecture, tmp_path):
+def test_a_megatron_checkpoint_survives_a_round_trip(model, row, architecture, tmp_path):
     config = config_of(row, model=model)
     wholes = random_wholes(config)
     write_native(tmp_path / "native", config, wholes)
     native = read_checkpoint(tmp_path / "native")
-    write_hugging_face(open_checkpoint(native.folder), tmp_path / "theirs")
-    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"] == [architecture]
-    assert_equal_logits(their_logits(tmp_path / "theirs"), our_logits(native))
-    weights = dict(read_hugging_face(tmp_path / "theirs").weights())
+    write_hugging_face(open_checkpoint(native.folder), tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [architecture]
+    assert_equal_logits(hf_logits(tmp_path / "hf"), megatron_logits(native))
+    weights = dict(read_hugging_face(tmp_path / "hf").weights())
     assert weights.keys() == wholes.keys()
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
 
 
-# A model of ours that is written as each type.
+# A Megatron model that is written as each type.
 OF_TYPE = {
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "gpt2": {},
@@ -175,11 +175,11 @@ OF_TYPE = {
 @pytest.mark.parametrize("eod", [EOD, None])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_type, eod, tmp_path):
-    """The defaults of their classes are other models' tokens; OLMo 2's padding would be token 1."""
+    """The defaults of Hugging Face's classes are other models' tokens; OLMo 2's padding would be token 1."""
     write_settings(config_of(Row(), model=OF_TYPE[model_type]), VOCAB, eod, "fp32", tmp_path)
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    assert theirs.model_type == model_type
-    for settings in (theirs, GenerationConfig.from_pretrained(tmp_path)):
+    hf_config = AutoConfig.from_pretrained(tmp_path)
+    assert hf_config.model_type == model_type
+    for settings in (hf_config, GenerationConfig.from_pretrained(tmp_path)):
         ids = {name: value for name, value in settings.to_dict().items() if "token_id" in name}
         assert ids.pop("bos_token_id") == ids.pop("eos_token_id") == eod
         assert not any(value is not None for value in ids.values())
@@ -219,14 +219,14 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
     ],
 )
 def test_what_the_model_here_lacks_is_refused_by_name(name, changes, named, tmp_path):
-    save_theirs(tmp_path, name)
+    save_hf(tmp_path, name)
     change_config(tmp_path, **changes)
     with pytest.raises(ConfigError, match=named):
         read_hugging_face(tmp_path)
 
 
 def test_older_files_with_rope_theta_and_rope_scaling_are_read(tmp_path):
-    save_theirs(tmp_path, "llama-3.1")
+    save_hf(tmp_path, "llama-3.1")
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "float32"}
@@ -238,11 +238,11 @@ def test_older_files_with_rope_theta_and_rope_scaling_are_read(tmp_path):
 
 @torch.no_grad()
 def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, capsys):
-    theirs, native, again = (str(tmp_path / name) for name in ("theirs", "native", "again"))
-    (tmp_path / "theirs").mkdir()
-    tokens = save_tokenizer(tmp_path / "theirs")
-    save_theirs(tmp_path / "theirs", "llama-3", vocab_size=tokens + 3)
-    convert_huggingface.main(["--from", theirs, "--to", native])
+    hf, native, again = (str(tmp_path / name) for name in ("hf", "native", "again"))
+    (tmp_path / "hf").mkdir()
+    tokens = save_tokenizer(tmp_path / "hf")
+    save_hf(tmp_path / "hf", "llama-3", vocab_size=tokens + 3)
+    convert_huggingface.main(["--from", hf, "--to", native])
     flags = capsys.readouterr().out.split("start from it with: ")[1].split()
     run = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1".split()
     config = read_command_line([*flags, *run, "--dry-run"], {}).config
@@ -251,7 +251,7 @@ def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, caps
     convert_huggingface.main(["--from", native, "--to", again])
     logits = [
         AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits[..., :tokens]
-        for folder in (theirs, again)
+        for folder in (hf, again)
     ]
     assert_equal_logits(logits[1], logits[0])
     assert len(AutoTokenizer.from_pretrained(again)) == tokens
@@ -259,7 +259,7 @@ def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, caps
 
 def test_only_the_weights_in_use_are_mapped_into_memory(tmp_path):
     """Else the resident memory of a conversion would be the size of the model."""
-    save_theirs(tmp_path, "llama-3")
+    save_hf(tmp_path, "llama-3")
     files = {path.name for path in tmp_path.glob("*.safetensors")}
 
     def mappings() -> int:

@@ -59,12 +59,12 @@ def write_config(folder, kind, **settings):
 
 
 def assert_equal_frequencies(folder):
-    ours = RotaryEmbedding(ModelConfig(**read_settings(folder)[1]))
-    theirs = AutoConfig.from_pretrained(folder)
-    is_neox = theirs.model_type == "gpt_neox"
-    module = (GPTNeoXRotaryEmbedding if is_neox else LlamaRotaryEmbedding)(theirs)
-    torch.testing.assert_close(ours.inverse_frequency, module.inv_freq)
-    assert ours.multiplier == pytest.approx(module.attention_scaling)
+    rotary = RotaryEmbedding(ModelConfig(**read_settings(folder)[1]))
+    hf_config = AutoConfig.from_pretrained(folder)
+    is_neox = hf_config.model_type == "gpt_neox"
+    module = (GPTNeoXRotaryEmbedding if is_neox else LlamaRotaryEmbedding)(hf_config)
+    torch.testing.assert_close(rotary.inverse_frequency, module.inv_freq)
+    assert rotary.multiplier == pytest.approx(module.attention_scaling)
 
 
 def test_every_scaling_is_here():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import zipfile
 from argparse import Namespace
 
 import pytest
@@ -21,7 +20,7 @@ from megatron.checkpoint.report.inspect import inspect_checkpoint, inspect_folde
 from megatron.checkpoint.report.tables import size_text
 from megatron.config import ConfigError
 from megatron.testing.layouts import EOD, VOCAB, Row, config_of
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tools import inspect_checkpoint as tool
 
 TP2_PP2 = Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")
@@ -199,15 +198,6 @@ def test_a_damaged_run_file_is_a_problem(damage, tmp_path):
     assert not report.is_complete and not report.parameters
     assert len(report.problems) == 1 and "run.json" in report.problems[0]
     assert report.files[0].num_files == 12
-
-
-def flip_a_byte(path):
-    """In a tensor: the zip's directory and the pickle are as they were."""
-    with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda info: info.file_size)
-    content = bytearray(path.read_bytes())
-    content[largest.header_offset + 200] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_file_that_an_older_checkpoint_lacks_is_named(tmp_path, capsys):

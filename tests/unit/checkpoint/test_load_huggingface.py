@@ -17,7 +17,7 @@ from megatron.config import ConfigError, read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
-from tests.unit.checkpoint.test_huggingface_llama import change_config, save_theirs
+from tests.unit.checkpoint.test_huggingface_llama import change_config, save_hf
 
 RUN = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1 --dry-run".split()
 
@@ -30,7 +30,7 @@ def load_flags(folder, *flags):
 @pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
-    save_theirs(tmp_path, name)
+    save_hf(tmp_path, name)
     assert format_of(tmp_path) == HUGGING_FACE
     config = load_flags(tmp_path).config
     reader = open_reader(open_checkpoint(tmp_path))
@@ -57,7 +57,7 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
 
 def test_the_flags_come_from_the_folder(tmp_path):
     tokens = save_tokenizer(tmp_path)
-    save_theirs(tmp_path, "qwen-3", vocab_size=tokens + 3)
+    save_hf(tmp_path, "qwen-3", vocab_size=tokens + 3)
     config = load_flags(tmp_path, "--save", "runs").config
     assert (config.checkpoint.load, config.checkpoint.finetune) == (str(tmp_path), True)
     assert (config.model.qk_layernorm, config.model.kv_channels, config.model.seq_length) == (True, 16, 32)
@@ -77,7 +77,7 @@ def test_the_flags_come_from_the_folder(tmp_path):
     ],
 )
 def test_flags_that_contradict_it_are_refused(flags, named, tmp_path):
-    save_theirs(tmp_path, "llama-3")
+    save_hf(tmp_path, "llama-3")
     with pytest.raises(ConfigError, match=named):
         load_flags(tmp_path, *flags)
 
@@ -85,7 +85,7 @@ def test_flags_that_contradict_it_are_refused(flags, named, tmp_path):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no config.json"):
         load_flags(tmp_path)
-    save_theirs(tmp_path, "llama-3")
+    save_hf(tmp_path, "llama-3")
     change_config(tmp_path, hidden_act="gelu")
     with pytest.raises(ConfigError, match="hidden_act = gelu"):
         load_flags(tmp_path)
@@ -94,7 +94,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    save_theirs(tmp_path, "llama-3")
+    save_hf(tmp_path, "llama-3")
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

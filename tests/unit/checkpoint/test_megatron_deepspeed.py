@@ -183,8 +183,8 @@ def test_other_rotary_angles_are_refused_if_there_are_any(argument: str, value: 
         folder = tmp_path / positions
         write(folder, {"position_embedding_type": positions}, **{argument: value})
         if is_refused:
-            ours = argument.replace("rope_theta", "rotary_base")
-            with pytest.raises(ConfigError, match=f"{ours} was {value}, is"):
+            flag = argument.replace("rope_theta", "rotary_base")
+            with pytest.raises(ConfigError, match=f"{flag} was {value}, is"):
                 find(folder, position_embedding_type=positions)
         else:
             assert find(folder, position_embedding_type=positions) is not None

@@ -43,11 +43,11 @@ def test_the_flags_of_a_published_model_are_those_of_its_config(name: str, tmp_p
     config = parse_args([*RUN, *flags], {})
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
     _, fields = read_settings(tmp_path)
-    theirs = ModelConfig(**fields)
+    published = ModelConfig(**fields)
     differing = {
         field.name
         for field in dataclasses.fields(ModelConfig)
-        if getattr(config.model, field.name) != getattr(theirs, field.name)
+        if getattr(config.model, field.name) != getattr(published, field.name)
     }
     assert differing <= LENGTHS
     total = plan_stages(config, config.model.vocab_size).total_parameters

@@ -27,7 +27,7 @@ class Harm:
         return os.system, (f"touch {self.mark}",)
 
 
-class Foreign:
+class External:
     """A class of no program of the family."""
 
 
@@ -99,10 +99,10 @@ def test_no_code_of_a_file_is_run(where, tmp_path):
     assert mark.exists(), "the file does no harm at all"
 
 
-@pytest.mark.parametrize("value", [Foreign(), Foreign, print, getattr, np.load, torch.load])
+@pytest.mark.parametrize("value", [External(), External, print, getattr, np.load, torch.load])
 def test_what_no_checkpoint_needs_is_refused_by_name(value, tmp_path):
     torch.save({"x": value}, tmp_path / "f")
-    name = getattr(value, "__name__", "Foreign")
+    name = getattr(value, "__name__", "External")
     with pytest.raises(ConfigError, match=rf"it names [\w.]+\.{name}"):
         read_file(tmp_path / "f")
 

@@ -20,7 +20,7 @@ class World:
     def __init__(self):
         self.now, self.events, self.said = 0.0, {}, []
         self.timing = Timing(
-            heartbeat_s=10.0, dead_after_s=60.0, poll_s=1.0, sleep=self.sleep, now=lambda: self.now
+            heartbeat_s=10.0, stale_after_s=60.0, poll_s=1.0, sleep=self.sleep, now=lambda: self.now
         )
 
     def sleep(self, seconds):
@@ -77,10 +77,10 @@ def test_a_second_job_on_the_same_machine_is_refused_at_once_with_the_name_of_th
     assert world.now == 0.0 and owner_numbers(tmp_path) == [1]
 
 
-def test_a_live_owner_elsewhere_is_known_by_its_next_heartbeat_whatever_its_clock_says(tmp_path):
+def test_an_active_owner_elsewhere_is_known_by_its_next_heartbeat_whatever_its_clock_says(tmp_path):
     world = World()
     first = world.acquire(tmp_path, replace(job("n1", "71", machine="A"), seen="1999-01-01 00:00:00"))
-    world.events[10.0] = first.beat
+    world.events[10.0] = first.write_heartbeat
     with pytest.raises(ConfigError, match="Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
     assert 10.0 <= world.now <= 12.0
@@ -98,7 +98,7 @@ def test_an_owner_elsewhere_without_a_heartbeat_is_taken_over_after_a_minute(tmp
     )
     assert second.problem() is None
     assert "was taken over by Slurm job 72 on n2" in first.problem()
-    assert not first.beat()
+    assert not first.write_heartbeat()
     first.release()
     assert second.problem() is None and owner_numbers(tmp_path) == [2]
 
@@ -110,7 +110,7 @@ def test_an_owner_whose_process_ended_on_this_machine_is_taken_over_at_once(tmp_
     assert world.now == 0.0 and "its process has ended" in world.said[0]
 
 
-def test_a_reused_process_id_is_not_a_live_owner(tmp_path):
+def test_a_reused_process_id_is_not_an_active_owner(tmp_path):
     world = World()
     world.acquire(tmp_path, replace(job("n1"), process_start="1"))
     world.acquire(tmp_path, job("n1"))
@@ -127,7 +127,7 @@ def test_a_job_that_slurm_has_requeued_takes_over_from_its_former_node_at_once(t
 def test_a_restart_in_the_same_job_waits_for_the_old_process_to_end(tmp_path):
     world = World()
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
-    world.events |= {at: first.beat for at in (10.0, 20.0)}  # its node has been lost since
+    world.events |= {at: first.write_heartbeat for at in (10.0, 20.0)}  # its node has been lost since
     world.acquire(tmp_path, job("n2", "71", machine="B"))
     assert 80.0 <= world.now <= 82.0
 
@@ -135,7 +135,7 @@ def test_a_restart_in_the_same_job_waits_for_the_old_process_to_end(tmp_path):
 def test_a_restart_in_the_same_job_gives_up_on_an_old_process_that_never_ends(tmp_path):
     world = World()
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
-    world.events |= {10.0 * n: first.beat for n in range(1, 20)}
+    world.events |= {10.0 * n: first.write_heartbeat for n in range(1, 20)}
     with pytest.raises(ConfigError, match="in use by Slurm job 71"):
         world.acquire(tmp_path, job("n2", "71", machine="B"))
     assert 60.0 <= world.now <= 72.0
@@ -157,7 +157,7 @@ def test_a_folder_that_was_released_is_free(tmp_path):
     assert world.said == [] and world.now == 0.0
 
 
-def test_of_two_jobs_that_find_the_owner_dead_at_once_one_gets_the_folder(tmp_path):
+def test_of_two_jobs_that_find_the_claim_stale_at_once_one_gets_the_folder(tmp_path):
     """The other one meets it between its look at the folder and its claim."""
     world = World()
     world.acquire(tmp_path, job("n0", machine="Z"))
@@ -165,7 +165,7 @@ def test_of_two_jobs_that_find_the_owner_dead_at_once_one_gets_the_folder(tmp_pa
     world.events[60.0] = lambda: taken.append(acquire(tmp_path, job("n1", "71", machine="A"), print, patient))
     clock = iter(range(0, 10_000, 30))
     patient = Timing(sleep=lambda _: None, now=lambda: next(clock))
-    world.events[70.0] = lambda: taken[0].beat()
+    world.events[70.0] = lambda: taken[0].write_heartbeat()
     with pytest.raises(ConfigError, match="Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
     assert taken[0].problem() is None
@@ -195,7 +195,7 @@ def test_a_removed_owner_file_stops_the_job(tmp_path):
     path = owner_file(tmp_path)
     path.unlink()
     assert f"lost its {path.name}" in held.problem()
-    assert not held.beat() and owner_numbers(tmp_path) == []
+    assert not held.write_heartbeat() and owner_numbers(tmp_path) == []
 
 
 def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_an_error(tmp_path):
@@ -215,14 +215,14 @@ def test_a_job_that_lost_the_folder_never_regains_it_even_if_numbers_restart(tmp
     third = world.acquire(tmp_path, job("n3", "73", machine="C"))
     content = owner_file(tmp_path).read_bytes()
     assert owner_numbers(tmp_path) == [1]
-    assert first.loss is None  # it reads no file
-    assert not first.beat()
-    assert "taken over by Slurm job 73 on n3" in first.loss and first.problem() == first.loss
+    assert first.lost_reason is None  # it reads no file
+    assert not first.write_heartbeat()
+    assert "taken over by Slurm job 73 on n3" in first.lost_reason and first.problem() == first.lost_reason
     first.release()
     assert owner_file(tmp_path).read_bytes() == content
-    assert third.problem() is None and third.beat() and third.loss is None
+    assert third.problem() is None and third.write_heartbeat() and third.lost_reason is None
     third.release()
-    assert not first.beat() and first.problem() is not None and owner_numbers(tmp_path) == []
+    assert not first.write_heartbeat() and first.problem() is not None and owner_numbers(tmp_path) == []
 
 
 def test_a_taker_whose_predecessors_file_cannot_be_removed_is_the_owner(tmp_path):
@@ -235,29 +235,29 @@ def test_a_taker_whose_predecessors_file_cannot_be_removed_is_the_owner(tmp_path
     assert "taken over by Slurm job 72 on n2" in first.problem() and second.problem() is None
 
 
-def test_a_job_that_was_suspended_before_its_claim_does_not_take_the_folder_of_a_live_one(
+def test_a_job_that_was_suspended_before_its_claim_does_not_take_the_folder_of_an_active_one(
     tmp_path, monkeypatch
 ):
-    """The owner that it found dead has had two successors; the second has begun with number 1 again."""
+    """The owner of the stale claim has had two successors; the second has begun with number 1 again."""
     world, elsewhere = World(), World()
     world.acquire(tmp_path, replace(job("n0"), **ended_process()))
-    live = []
+    active = []
 
     def succeed_twice():
         elsewhere.acquire(tmp_path, job("n1", "71", machine="A")).release()
-        live.append(elsewhere.acquire(tmp_path, job("n2", "72", machine="B")))
-        world.events[5.0] = live[0].beat
+        active.append(elsewhere.acquire(tmp_path, job("n2", "72", machine="B")))
+        world.events[5.0] = active[0].write_heartbeat
 
     before_claim(monkeypatch, succeed_twice)
     with pytest.raises(ConfigError, match="in use by Slurm job 72 on n2"):
         world.acquire(tmp_path, job("n3", "73", machine="C"))
-    assert live[0].problem() is None and live[0].loss is None and owner_numbers(tmp_path) == [1]
+    assert active[0].problem() is None and active[0].lost_reason is None and owner_numbers(tmp_path) == [1]
 
 
 def test_a_job_that_sees_an_old_list_of_the_folder_withdraws_from_its_claim(tmp_path, monkeypatch):
     world, listed = World(), owner._listed
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
-    world.events[5.0] = first.beat
+    world.events[5.0] = first.write_heartbeat
     old = iter([[]])
     monkeypatch.setattr(owner, "_listed", lambda folder: next(old, None) or listed(folder))
     with pytest.raises(ConfigError, match="in use by Slurm job 71 on n1"):

@@ -23,9 +23,9 @@ def report(rank: int, end: ExitStatus | None = None, **facts: Any) -> dict[str, 
 
 
 def last_line(*reports: dict[str, Any], **options: Any) -> str:
-    verdict = diagnose(reports, 4, **options)
-    assert verdict.code == 1
-    return verdict.text.splitlines()[-1]
+    diagnosis = diagnose(reports, 4, **options)
+    assert diagnosis.code == 1
+    return diagnosis.text.splitlines()[-1]
 
 
 def all_but(*others: dict[str, Any], end: ExitStatus | None, **facts: Any) -> list[dict[str, Any]]:
@@ -40,24 +40,26 @@ def test_run_that_ended_well_prints_nothing() -> None:
 
 
 def test_missing_report_of_a_finished_run_blames_the_folder() -> None:
-    verdict = diagnose(all_but(end=ExitStatus.FINISHED), 5)
-    assert verdict.code == 2 and "rank 4 wrote no report: the nodes do not share" in verdict.text
+    diagnosis = diagnose(all_but(end=ExitStatus.FINISHED), 5)
+    assert diagnosis.code == 2 and "rank 4 wrote no report: the nodes do not share" in diagnosis.text
 
 
 def test_run_without_a_step_is_not_requeued() -> None:
     reports = [{**report(rank, ExitStatus.REQUEUE)} for rank in range(4)]
     for one in reports:
         del one["iteration"]
-    verdict = diagnose(reports, 4)
-    assert verdict.code == 2 and "before its first step" in verdict.text
+    diagnosis = diagnose(reports, 4)
+    assert diagnosis.code == 2 and "before its first step" in diagnosis.text
     assert diagnose(reports, 4, ended_by_slurm=True).code == 75  # Slurm requeues it
 
 
 def test_first_failure_is_the_cause_with_its_traceback() -> None:
     error = "Traceback ...\nerror: rank 2 on n2: ValueError: x: y"
     first = report(2, ExitStatus.FAILED, text=error, ended=11.0, first=True)
-    verdict = diagnose(all_but(first, end=ExitStatus.FAILED, text="error: rank 0 on n1: lost", ended=10.0), 4)
-    assert verdict.text.splitlines() == [
+    diagnosis = diagnose(
+        all_but(first, end=ExitStatus.FAILED, text="error: rank 0 on n1: lost", ended=10.0), 4
+    )
+    assert diagnosis.text.splitlines() == [
         "Traceback ...",
         "error: rank 2 on n2, stage 1 (pid 102), after iteration 7: ValueError: x: y",
     ]
@@ -113,9 +115,11 @@ def test_rank_that_was_aborted_because_it_lost_another_is_not_the_cause() -> Non
 
 def test_native_crash_prints_its_stack() -> None:
     crashed = report(1, stacks="Fatal Python error: Segmentation fault\n\nCurrent thread\n  File x")
-    verdict = diagnose(all_but(crashed, end=ExitStatus.FAILED), 4)
-    assert "Current thread" in verdict.text
-    assert verdict.text.endswith("crashed: Segmentation fault") and "rank 1" in verdict.text.splitlines()[-1]
+    diagnosis = diagnose(all_but(crashed, end=ExitStatus.FAILED), 4)
+    assert "Current thread" in diagnosis.text
+    assert (
+        diagnosis.text.endswith("crashed: Segmentation fault") and "rank 1" in diagnosis.text.splitlines()[-1]
+    )
 
 
 def test_all_ranks_of_a_node_killed_blames_the_node() -> None:
@@ -199,15 +203,15 @@ def test_job_ended_by_slurm() -> None:
     ended = {"slurm": SlurmJob("CANCELLED"), "ended_by_slurm": True}
     line = last_line(*all_but(report(1), end=ExitStatus.FAILED), **ended)
     assert line == "error: Slurm ended the job (CANCELLED), after iteration 7"
-    verdict = diagnose(all_but(end=ExitStatus.REQUEUE), 4, **ended)
-    assert verdict == Diagnosis(
+    diagnosis = diagnose(all_but(end=ExitStatus.REQUEUE), 4, **ended)
+    assert diagnosis == Diagnosis(
         75, "Slurm ended the job (CANCELLED), after iteration 7: checkpoint saved, resumes after requeue"
     )
 
 
 def test_lost_node_is_named() -> None:
     line = last_line(*all_but(report(1), end=ExitStatus.FAILED), slurm=SlurmJob("RUNNING", ("n2",)))
-    assert line == "error: lost the node n2, which does not answer Slurm, after iteration 7"
+    assert line == "error: node n2 is down or not responding to Slurm, after iteration 7"
 
 
 def test_command_prints_to_stderr_and_sets_the_exit_code(tmp_path: Path) -> None:

@@ -55,26 +55,28 @@ def test_network_figures_are_those_of_the_slowest_node() -> None:
 
 def test_different_version_has_one_row_per_node() -> None:
     old = {**VERSIONS, "NCCL": "2.20.0"}
-    assert find_differences(facts(versions={2: old, 3: old})) == [("n1", "NCCL", "2.20.0, elsewhere 2.29.3")]
+    assert find_differences(facts(versions={2: old, 3: old})) == [
+        ("n1", "NCCL", "2.20.0, 2.29.3 on other nodes")
+    ]
     assert find_differences(facts(versions={5: {"torch": "2.13.0"}})) == [
-        ("n2", "NCCL", "missing, elsewhere 2.29.3")
+        ("n2", "NCCL", "missing, 2.29.3 on other nodes")
     ]
 
 
 def test_used_memory_names_the_rank() -> None:
     (row,) = find_differences(facts(free_share={4: 0.5}))
-    assert row == ("n2", "memory", "50% of the device of rank 4 free, elsewhere 98%")
+    assert row == ("n2", "memory", "rank 4: 50% of device memory free, up to 98% on other ranks")
     assert find_differences(facts(free_share={4: 0.95})) == []
     assert find_differences(facts(free_share=dict.fromkeys(range(6)))) == []  # CPUs
 
 
 def test_other_data_and_unshared_folders_name_the_node() -> None:
     found = find_differences(facts(data={3: "another corpus"}, folder_problems={0: {"--save": "not there"}}))
-    assert found == [("n0", "--save", "not there"), ("n1", "--data-path", "other data than elsewhere")]
+    assert found == [("n0", "--save", "not there"), ("n1", "--data-path", "data differ from the other nodes")]
     assert differences_table(found).splitlines() == [
         "  node  what         found",
         "  n0    --save       not there",
-        "  n1    --data-path  other data than elsewhere",
+        "  n1    --data-path  data differ from the other nodes",
     ]
 
 

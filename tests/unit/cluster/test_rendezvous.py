@@ -184,7 +184,7 @@ def test_missing_ranks_are_printed_while_waiting(port: int, monkeypatch) -> None
         line = lines.get(timeout=60)
         second = outcomes(port, [config()], 2, ranks=(1,))
         assert [*first.result(), *second] == ["hello"] * 2
-    assert line == f"waiting for 1 of 2 processes at 127.0.0.1:{port} (rank 1)"
+    assert line == f"waiting for 1 of 2 processes to connect to 127.0.0.1:{port} (rank 1)"
 
 
 def unused_port() -> socket.socket:
@@ -236,14 +236,14 @@ def test_time_is_limited_only_while_nobody_makes_progress(port: int, monkeypatch
     now = [0.0]
     monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    silence = rendezvous._Silence(store, 600.0)
+    idle_timer = rendezvous._IdleTimer(store, 600.0)
     for _ in range(10):
         now[0] += 599.0
-        assert not silence.is_too_long()
+        assert not idle_timer.has_expired()
         store.add(rendezvous.PROGRESS_KEY, 1)
-    assert not silence.is_too_long()  # sees the last progress
+    assert not idle_timer.has_expired()  # sees the last progress
     now[0] += 600.0
-    assert silence.is_too_long()
+    assert idle_timer.has_expired()
 
 
 def test_preparing_ranks_are_among_the_missing_ones(port: int, monkeypatch) -> None:

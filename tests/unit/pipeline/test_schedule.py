@@ -165,11 +165,11 @@ def polled_makespan(streams, forward, backward, transfer):
 
 
 @st.composite
-def plans(draw, chunks_per_rank, whole_groups=False):
+def plans(draw, chunks_per_rank, micro_batches_multiple_of_ranks=False):
     """(ranks, micro-batches, forward, backward, transfer), times in whole seconds."""
     ranks = draw(st.integers(1, 4))
     micro_batches = draw(st.integers(2 * ranks if chunks_per_rank == 2 else 1, 12))
-    if whole_groups:
+    if micro_batches_multiple_of_ranks:
         micro_batches = ranks * draw(st.integers(1, 4))
     chunks = ranks * chunks_per_rank
 
@@ -223,7 +223,7 @@ def check_that_it_could_be(timeline, seconds, transfer, micro_batches):
 def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
     fixed = {"dualpipev": 2, "interleaved": None}.get(name, 1)
     chunks = fixed or data.draw(st.integers(1, 3))
-    plan = data.draw(plans(chunks, whole_groups=name == "interleaved"))
+    plan = data.draw(plans(chunks, micro_batches_multiple_of_ranks=name == "interleaved"))
     ranks, micro_batches, forward, backward, transfer = plan
     timeline = simulate_schedule(name, forward, backward, transfer, micro_batches, chunks)
     # In zero-bubble a half of the backward pass by default, for which no other rank waits.

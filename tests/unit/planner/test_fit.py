@@ -11,7 +11,7 @@ from megatron.planner.memory.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES
 from megatron.planner.memory.stage_memory import plan_memory, planned_bytes
 from megatron.planner.report import memory_table, run_report
 from megatron.planner.stages import plan_stages
-from megatron.planner.timing.hardware import GIB
+from megatron.units import GIB
 
 VOCAB = 50_000
 MODEL = (

@@ -7,7 +7,8 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
-from megatron.planner.timing.hardware import GIB, H100_80GB, device_memory_bytes, find_gpu
+from megatron.planner.timing.hardware import H100_80GB, device_memory_bytes, find_gpu
+from megatron.units import GIB
 from tests.unit.config.command_lines import SMALL
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.sweep.folder import Record, RecordedRow
-
-GIB = 2**30
+from megatron.units import GIB
 
 
 def make_row(index: int, method: str, **changes: Any) -> RecordedRow:

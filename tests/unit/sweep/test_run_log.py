@@ -77,9 +77,9 @@ def test_the_memory_table_is_read(what: str) -> None:
         ),
         ("error: hang: rank 1 does not answer", "hang", "error: hang: rank 1 does not answer"),
         (
-            "error: rank 1 on n1: killed (SIGKILL), as by a kernel that is out of memory",
+            "error: rank 1 on n1: killed (SIGKILL), possibly by the kernel's out-of-memory killer",
             "killed",
-            "rank 1 on n1: killed (SIGKILL), as by a kernel that is out of memory",
+            "rank 1 on n1: killed (SIGKILL), possibly by the kernel's out-of-memory killer",
         ),
         ("some words\n\nthe last line\n", "failed", "the last line"),
         ("", "failed", "the run ended with exit code 1 and printed nothing"),

@@ -1,8 +1,7 @@
 """The rows of the memory table."""
 
 from megatron.training.logging.peak_memory import format_memory_row
-
-GIB = 2**30
+from megatron.units import GIB
 
 
 def test_row_has_the_range_of_its_ranks_and_the_plan():

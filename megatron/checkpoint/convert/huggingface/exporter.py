@@ -63,7 +63,7 @@ def write_hugging_face(
     reader = open_reader(checkpoint)
     with temporary_folder(output, ".tmp", _size_bytes(reader, precision)) as temporary:
         write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
-        _write_weights(_their_weights(reader, family, precision, verify), temporary, max_file_bytes)
+        _write_weights(_hf_weights(reader, family, precision, verify), temporary, max_file_bytes)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
         sync_tree(temporary)
@@ -80,10 +80,11 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
     from transformers import AutoConfig, GenerationConfig
 
     model_type, family = family_of(config.model)
-    settings = family.their_settings(config.model) | {"vocab_size": vocab_size}
-    # In our data a document starts after the end of another: one token marks both. No token is for padding:
-    # some classes have a default, with which transformers masks that token and does not train its embedding.
-    their_config = AutoConfig.for_model(
+    settings = family.hf_settings(config.model) | {"vocab_size": vocab_size}
+    # In the training data a document starts after the end of another: one token marks both. No token is for
+    # padding: some classes have a default, with which transformers masks that token and does not train its
+    # embedding.
+    hf_config = AutoConfig.for_model(
         model_type,
         **settings,
         bos_token_id=eod,
@@ -92,8 +93,8 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
         architectures=[family.architecture],
         dtype=PARAMETER_DTYPES[precision],
     )
-    their_config.save_pretrained(folder)
-    GenerationConfig.from_model_config(their_config).save_pretrained(folder)
+    hf_config.save_pretrained(folder)
+    GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
 
 
 def _needs_master_weights(config: Config, precision: str) -> bool:
@@ -108,12 +109,12 @@ def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
     return open_reader(checkpoint).weights_verification(master_weights)
 
 
-def _their_weights(
+def _hf_weights(
     reader: StateReader, family: Family, precision: str, verify: bool
 ) -> Iterator[tuple[str, Tensor]]:
     config = reader.checkpoint.config
     untied = config.model.untie_embeddings_and_output_weights
-    table = {parameter.ours: parameter for parameter in family.names(config.model.num_layers, untied)}
+    table = {parameter.megatron: parameter for parameter in family.names(config.model.num_layers, untied)}
     read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
     for name, tensor in read(verify=verify):
         parameter = table[name]
@@ -121,16 +122,19 @@ def _their_weights(
             tensor[: reader.specs[name].num_valid_rows], parameter, config.model, precision
         )
         del tensor  # its pages need not be resident while a file is written
-        yield from zip(parameter.theirs, parts, strict=True)
+        yield from zip(parameter.hf, parts, strict=True)
 
 
 def _converted_parts(used: Tensor, parameter: Parameter, model: ModelConfig, precision: str) -> list[Tensor]:
-    """Their tensors of one of our parameters. ConfigError if the precision cannot hold the values."""
+    """The Hugging Face tensors of one Megatron parameter. ConfigError if the precision cannot hold the
+    values."""
     converted = used.to(PARAMETER_DTYPES[precision])
     overflows = converted.dtype != used.dtype and count_non_finite(converted) and not count_non_finite(used)
     if overflows:
-        raise ConfigError(f"--dtype {precision} cannot hold the values of {parameter.ours}: use bf16 or fp32")
-    parts = parameter.transform.to_theirs(converted, model)
+        raise ConfigError(
+            f"--dtype {precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
+        )
+    parts = parameter.transform.to_hf(converted, model)
     # A file must not hold two views of one memory.
     return [part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts]
 

@@ -109,12 +109,12 @@ class HuggingFaceModel:
         return _config(self.fields, vocab_size, data, precision)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (our name, global weight) of every parameter, with `rows` word embeddings, in the dtype of
-        the files. Each is read when it is used."""
+        """Yields (Megatron name, global weight) of every parameter, with `rows` word embeddings, in the dtype
+        of the files. Each is read when it is used."""
         model = ModelConfig(**self.fields)
         for parameter in self.family.names(model.num_layers, model.untie_embeddings_and_output_weights):
-            parts = [self.stored[name].read() for name in parameter.theirs]
-            yield parameter.ours, parameter.transform.to_ours(parts, model)
+            parts = [self.stored[name].read() for name in parameter.hf]
+            yield parameter.megatron, parameter.transform.to_megatron(parts, model)
 
 
 def _config(
@@ -179,13 +179,13 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     try:
         # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
-        their_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the type depends on what is wrong
         # The first line names the check, the next ones what it found.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"transformers refuses {folder / 'config.json'} ({one_line(reason)})") from error
-    family, fields = _family_and_fields(their_config, settings, folder)
-    _check_names(folder, settings, family, type(their_config))
+    family, fields = _family_and_fields(hf_config, settings, folder)
+    _check_names(folder, settings, family, type(hf_config))
     return family, fields
 
 
@@ -212,14 +212,14 @@ def _check_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_names(
-    folder: Path, settings: dict[str, Any], family: Family, their_class: type[PreTrainedConfig]
+    folder: Path, settings: dict[str, Any], family: Family, hf_class: type[PreTrainedConfig]
 ) -> None:
-    """ConfigError for a setting that no table has, unless it has the default value of their class."""
+    """ConfigError for a setting that no table has, unless it has the default value of `hf_class`."""
     from transformers import PreTrainedConfig
 
     known = family.known_settings() | _NEVER_CHANGE_THE_MODEL | PreTrainedConfig().to_dict().keys()
-    known |= their_class.attribute_map.keys()
-    defaults = their_class().to_dict()
+    known |= hf_class.attribute_map.keys()
+    defaults = hf_class().to_dict()
     for name, value in settings.items():
         if name not in known and (name not in defaults or value != defaults[name]):
             raise ConfigError(
@@ -234,28 +234,28 @@ def _all_weights(folder: Path) -> dict[str, StoredWeight]:
 
 
 def _family_and_fields(
-    their_config: PreTrainedConfig, settings: Mapping[str, Any], folder: Path
+    hf_config: PreTrainedConfig, settings: Mapping[str, Any], folder: Path
 ) -> tuple[Family, dict[str, Any]]:
-    family = FAMILIES.load(their_config.model_type)
-    for name, expected in family.their_constants.items():
-        found = getattr(their_config, name, expected)
+    family = FAMILIES.load(hf_config.model_type)
+    for name, expected in family.hf_constants.items():
+        found = getattr(hf_config, name, expected)
         if found != expected:
             raise ConfigError(
                 f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
                 "converted"
             )
     try:
-        fields = family.our_settings(their_config)
+        fields = family.megatron_settings(hf_config)
         for pair in family.conversions:
-            pair.check_file(settings, their_config)
+            pair.check_file(settings, hf_config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     required = {field.name for field in dataclasses.fields(ModelConfig) if field.default is MISSING}
-    for ours, theirs in family.fields:
-        value = fields.get(ours)
-        if ours in required | {"vocab_size"} and (type(value) is not int or value < 1):
+    for field, setting in family.fields:
+        value = fields.get(field)
+        if field in required | {"vocab_size"} and (type(value) is not int or value < 1):
             raise ConfigError(
-                f"{folder} has {theirs} = {one_line(value)} in its config.json: expected a positive number"
+                f"{folder} has {setting} = {one_line(value)} in its config.json: expected a positive number"
             )
     return family, fields
 
@@ -269,13 +269,11 @@ def _known_weights(
         raise HostileFileError(
             f"{folder} has {num_layers:,} layers in its config.json, and {len(stored):,} weights in all"
         )
-    expected = {
-        name: parameter for parameter in family.names(num_layers, untied) for name in parameter.theirs
-    }
+    expected = {name: parameter for parameter in family.names(num_layers, untied) for name in parameter.hf}
     buffers = family.buffer_names(num_layers)
     found: dict[str, StoredWeight] = {}
     unexpected, heads = [], []
-    head_names = {LM_HEAD, *(family.head.theirs if family.head else ())}
+    head_names = {LM_HEAD, *(family.head.hf if family.head else ())}
     for stored_name, tensor in stored.items():
         name = family.aliases.get(stored_name, stored_name)
         full_name = name if name.startswith(family.prefix) or name in expected else family.prefix + name
@@ -292,7 +290,7 @@ def _known_weights(
             f"{folder} holds, beside those of the model, {len(unexpected)} weights, among them "
             f"{min(unexpected)}"
         )
-    (embeddings,) = (name for name, parameter in expected.items() if parameter.ours == WORD_EMBEDDINGS)
+    (embeddings,) = (name for name, parameter in expected.items() if parameter.megatron == WORD_EMBEDDINGS)
     if any(not torch.equal(head.read(), found[embeddings].read()) for head in heads):
         raise ConfigError(
             f"{folder} holds {LM_HEAD} that differs from {embeddings}, although its config.json ties them: "
@@ -353,9 +351,9 @@ def _check_shapes(model: HuggingFaceModel) -> None:
             raise ConfigError(f"{path}: {error}") from error
     untied = config.model.untie_embeddings_and_output_weights
     for parameter in model.family.names(config.model.num_layers, untied):
-        ours = torch.empty(specs[parameter.ours].global_shape, device="meta")
-        parts = parameter.transform.to_theirs(ours, config.model)
-        for name, part in zip(parameter.theirs, parts, strict=True):
+        weight = torch.empty(specs[parameter.megatron].global_shape, device="meta")
+        parts = parameter.transform.to_hf(weight, config.model)
+        for name, part in zip(parameter.hf, parts, strict=True):
             found = model.stored[name].shape
             if found != part.shape:
                 raise ConfigError(

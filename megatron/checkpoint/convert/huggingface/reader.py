@@ -49,7 +49,7 @@ class HuggingFaceReader(StateReader):
         names = self._model.family.names(
             self._config.num_layers, self._config.untie_embeddings_and_output_weights
         )
-        return {parameter.ours: parameter for parameter in names}
+        return {parameter.megatron: parameter for parameter in names}
 
     @property
     def stored_names(self) -> Collection[str]:
@@ -68,8 +68,8 @@ class HuggingFaceReader(StateReader):
         return full
 
     def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """See `StateReader`. Reads only a slice of their tensors, if it makes this rank's shard: not of the
-        vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
+        """See `StateReader`. Reads only a slice of the stored tensors if it makes this rank's shard: not of
+        the vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
         ranks, transform = tp_group.size, self._parameters[name].transform
         dim = spec.shard_dim if transform is SAME else transform.slice_dim
         is_whole = ranks == 1 or spec.shard_dim is None or dim is None or spec.num_valid_rows is not None
@@ -87,10 +87,10 @@ class HuggingFaceReader(StateReader):
         return self._converted(name, slices, of_rank).reshape(-1)
 
     def _parts(self, name: str) -> list[Tensor]:
-        return [self._model.stored[theirs].read() for theirs in self._parameters[name].theirs]
+        return [self._model.stored[hf_name].read() for hf_name in self._parameters[name].hf]
 
     def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
-        values = self._parameters[name].transform.to_ours(parts, model).float()
+        values = self._parameters[name].transform.to_megatron(parts, model).float()
         check_finite(values, self.folder, name)
         return values
 

@@ -45,9 +45,9 @@ def family_of(model: ModelConfig) -> tuple[str, Family]:
         name = next(iter(nearest))
         return name, families[name]
     fields = dict.fromkeys(field for needed in nearest.values() for field in needed)
-    ours = _joined({field: getattr(model, field) for field in fields})
-    theirs = "; ".join(f"{families[name].title} needs {_joined(needed)}" for name, needed in nearest.items())
-    raise ConfigError(f"a model with {ours} cannot be written for Hugging Face: {theirs}")
+    found = _joined({field: getattr(model, field) for field in fields})
+    needs = "; ".join(f"{families[name].title} needs {_joined(needed)}" for name, needed in nearest.items())
+    raise ConfigError(f"a model with {found} cannot be written for Hugging Face: {needs}")
 
 
 def _joined(settings: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Rotary settings: ours, and `rope_parameters` of a Hugging Face configuration.
+"""Rotary settings: fields of ModelConfig, and `rope_parameters` of a Hugging Face configuration.
 
 Older files have `rope_theta` and `rope_scaling`, from which transformers makes `rope_parameters`.
 """
@@ -17,7 +17,7 @@ from megatron.config.registries import ROPE_SCALINGS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Our fields of the scaling, and their keys.
+# Fields of ModelConfig for the scaling -> keys of rope_parameters.
 _KEYS = {
     "rope_scaling_factor": "factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
@@ -27,7 +27,7 @@ _KEYS = {
     "rope_beta_fast": "beta_fast",
 }
 # What transformers takes for a value that is null, 0 or absent. It has no default of the others.
-_THEIR_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
+_HF_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 # Values that say the same as no value. Of other keys null does, as transformers reads them.
 _WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1.0}
 # Settings beside rope_parameters, and their keys there.
@@ -35,7 +35,7 @@ _BESIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_
 _BESIDE_PARTIAL = {**_BESIDE, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
-def _to_theirs(model: ModelConfig) -> dict[str, Any]:
+def _to_hf(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.rope_scaling_type is not None:
         rope["rope_type"] = model.rope_scaling_type
@@ -55,7 +55,7 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
         for field in ROPE_SCALINGS[kind].settings:
             key = _KEYS[field]
             # YaRN's factor may be null: it is then a ratio of two contexts.
-            optional = key in _THEIR_DEFAULTS or (kind == "yarn" and key == "factor")
+            optional = key in _HF_DEFAULTS or (kind == "yarn" and key == "factor")
             if key in rope and not (rope[key] is None and optional):
                 _expect_number(key, rope[key], kind)
 
@@ -68,9 +68,9 @@ def _expect_number(key: str, value: Any, kind: str) -> None:
         )
 
 
-def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
+def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
     """read: keys of rope_parameters that the caller reads."""
-    found = getattr(their_config, "rope_parameters", None) or {}
+    found = getattr(hf_config, "rope_parameters", None) or {}
     if not isinstance(found, dict):
         raise ConfigError(f"the model's rope_parameters are {one_line(found)}: expected an object")
     rope: dict[str, Any] = dict(found)
@@ -84,10 +84,10 @@ def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict
     if kind != "default":
         for name in ROPE_SCALINGS[kind].settings:
             value = rope.pop(_KEYS[name], None)
-            values[name] = value or _THEIR_DEFAULTS.get(_KEYS[name], value)
+            values[name] = value or _HF_DEFAULTS.get(_KEYS[name], value)
         if kind == "yarn" and values["rope_scaling_factor"] is None:
             original = values["rope_original_max_position_embeddings"]
-            values["rope_scaling_factor"] = their_config.max_position_embeddings / original
+            values["rope_scaling_factor"] = hf_config.max_position_embeddings / original
     for name, value in values.items():
         _expect_number(_KEYS.get(name, "rope_theta"), value, kind)
     if kind != "default":
@@ -106,14 +106,14 @@ def _to_ours(their_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict
 
 
 def _check_beside(
-    settings: Mapping[str, Any], their_config: PreTrainedConfig, keys: Mapping[str, str] = _BESIDE
+    settings: Mapping[str, Any], hf_config: PreTrainedConfig, keys: Mapping[str, str] = _BESIDE
 ) -> None:
     """ConfigError for a rotary setting of a config.json that differs from what transformers uses.
 
     It reads rope_scaling before rope_parameters, and settings beside these only for keys that they lack.
     keys: names beside them -> keys in them.
     """
-    used = getattr(their_config, "rope_parameters", None) or {}
+    used = getattr(hf_config, "rope_parameters", None) or {}
     beside = {name: (settings.get(name), key) for name, key in keys.items()}
     if settings.get("rope_scaling") and settings.get("rope_parameters"):
         beside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
@@ -126,34 +126,34 @@ def _check_beside(
 
 
 ROPE = Conversion(
-    ours=("rotary_base", "rope_scaling_type", *_KEYS),
-    theirs=("rope_parameters", "rope_scaling", *_BESIDE),
-    to_theirs=_to_theirs,
-    to_ours=_to_ours,
+    megatron=("rotary_base", "rope_scaling_type", *_KEYS),
+    hf=("rope_parameters", "rope_scaling", *_BESIDE),
+    to_hf=_to_hf,
+    to_megatron=_to_megatron,
     check_file=_check_beside,
 )
 
 
-def _partial_to_theirs(model: ModelConfig) -> dict[str, Any]:
-    rope = _to_theirs(model)["rope_parameters"]
+def _partial_to_hf(model: ModelConfig) -> dict[str, Any]:
+    rope = _to_hf(model)["rope_parameters"]
     return {"rope_parameters": {**rope, "partial_rotary_factor": model.rotary_percent}}
 
 
-def _partial_to_ours(their_config: PreTrainedConfig) -> dict[str, Any]:
-    rope = getattr(their_config, "rope_parameters", None)
+def _partial_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    rope = getattr(hf_config, "rope_parameters", None)
     part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise ConfigError(
             f"the model rotates {one_line(part)} of each head: expected a number above 0 and at most 1"
         )
-    return {**_to_ours(their_config, ("partial_rotary_factor",)), "rotary_percent": float(part)}
+    return {**_to_megatron(hf_config, ("partial_rotary_factor",)), "rotary_percent": float(part)}
 
 
 PARTIAL_ROPE = Conversion(
-    ours=(*ROPE.ours, "rotary_percent"),
-    theirs=("rope_parameters", "rope_scaling", *_BESIDE_PARTIAL),
-    to_theirs=_partial_to_theirs,
-    to_ours=_partial_to_ours,
+    megatron=(*ROPE.megatron, "rotary_percent"),
+    hf=("rope_parameters", "rope_scaling", *_BESIDE_PARTIAL),
+    to_hf=_partial_to_hf,
+    to_megatron=_partial_to_megatron,
     check_file=partial(_check_beside, keys=_BESIDE_PARTIAL),
 )
 """For families in which a part of each head may be rotated."""

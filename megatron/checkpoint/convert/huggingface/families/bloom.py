@@ -27,13 +27,13 @@ BLOOM = Family(
         ("hidden_dropout", "hidden_dropout"),
         ("attention_dropout", "attention_dropout"),
     ),
-    our_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
-    our_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
+    megatron_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
+    megatron_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
     # BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
     # say nothing.
     default_seq_length=2048,
-    # slow_but_exact sums products in slices, to round as one training layout did. Ours does not.
-    their_constants={"tie_word_embeddings": True, "slow_but_exact": False},
+    # slow_but_exact sums products in slices, to round as one training layout did. Megatron does not.
+    hf_constants={"tie_word_embeddings": True, "slow_but_exact": False},
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),
         *with_bias(f"{EMBED}.word_embeddings.norm", "transformer.word_embeddings_layernorm"),

@@ -22,40 +22,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def _groups_to_theirs(model: ModelConfig) -> dict[str, Any]:
+def _groups_to_hf(model: ModelConfig) -> dict[str, Any]:
     groups = 1 if model.group_query_attention else model.num_attention_heads
     return {"multi_query": model.group_query_attention, "num_kv_heads": groups}
 
 
-def _groups_to_ours(theirs: PreTrainedConfig) -> dict[str, Any]:
-    heads, groups = theirs.num_attention_heads, theirs.num_kv_heads
-    if not theirs.multi_query and groups != heads:
+def _groups_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    heads, groups = hf_config.num_attention_heads, hf_config.num_kv_heads
+    if not hf_config.multi_query and groups != heads:
         raise ConfigError(
             f"the model has num_kv_heads = {one_line(groups)} without multi_query: expected "
             f"num_attention_heads, {one_line(heads)}"
         )
-    return {"group_query_attention": bool(theirs.multi_query)}
+    return {"group_query_attention": bool(hf_config.multi_query)}
 
 
-def _one_norm(theirs: PreTrainedConfig) -> dict[str, Any]:
-    if theirs.num_ln_in_parallel_attn not in (None, 1):
+def _one_norm(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    if hf_config.num_ln_in_parallel_attn not in (None, 1):
         raise ConfigError(
-            f"the model has num_ln_in_parallel_attn = {one_line(theirs.num_ln_in_parallel_attn)}: expected 1"
+            "the model has num_ln_in_parallel_attn = "
+            f"{one_line(hf_config.num_ln_in_parallel_attn)}: expected 1"
         )
     return {}
 
 
 QUERY_GROUPS = Conversion(
-    ours=("group_query_attention",),
-    theirs=("multi_query", "num_kv_heads"),
-    to_theirs=_groups_to_theirs,
-    to_ours=_groups_to_ours,
+    megatron=("group_query_attention",),
+    hf=("multi_query", "num_kv_heads"),
+    to_hf=_groups_to_hf,
+    to_megatron=_groups_to_megatron,
 )
 ONE_NORM = Conversion(
-    ours=(),
-    theirs=("num_ln_in_parallel_attn",),
-    to_theirs=lambda _model: {"num_ln_in_parallel_attn": 1},
-    to_ours=_one_norm,
+    megatron=(),
+    hf=("num_ln_in_parallel_attn",),
+    to_hf=lambda _model: {"num_ln_in_parallel_attn": 1},
+    to_megatron=_one_norm,
 )
 _LAYER = "transformer.h.{block}"
 
@@ -76,13 +77,13 @@ FALCON = Family(
         ("hidden_dropout", "hidden_dropout"),
         ("attention_dropout", "attention_dropout"),
     ),
-    our_constants={
+    megatron_constants={
         "position_embedding_type": "rotary",
         "layer_arrangement": "parallel-one-norm",
         "disable_bias_linear": True,
     },
-    our_derived={"kv_channels": equal_heads},
-    their_constants={
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={
         "alibi": False,
         "apply_residual_connection_post_layernorm": False,
         "bias": False,

@@ -50,9 +50,9 @@ GPT2 = Family(
         ("hidden_dropout", "embd_pdrop"),
         ("attention_dropout", "attn_pdrop"),
     ),
-    our_constants={"position_embedding_type": "absolute", "embed_layernorm": False},
-    our_derived={"kv_channels": equal_heads},
-    their_constants={
+    megatron_constants={"position_embedding_type": "absolute", "embed_layernorm": False},
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={
         "tie_word_embeddings": True,
         "activation_function": "gelu_new",
         "scale_attn_weights": True,

@@ -18,11 +18,11 @@ from megatron.checkpoint.convert.huggingface.rope import PARTIAL_ROPE
 # With use_parallel_residual, and without.
 _ARRANGEMENTS = {True: "parallel", False: "pre-norm"}
 ARRANGEMENT = Conversion(
-    ours=("layer_arrangement",),
-    theirs=("use_parallel_residual",),
-    to_theirs=lambda model: {"use_parallel_residual": model.layer_arrangement == _ARRANGEMENTS[True]},
-    to_ours=lambda theirs: {"layer_arrangement": _ARRANGEMENTS[bool(theirs.use_parallel_residual)]},
-    our_values={"layer_arrangement": tuple(_ARRANGEMENTS.values())},
+    megatron=("layer_arrangement",),
+    hf=("use_parallel_residual",),
+    to_hf=lambda model: {"use_parallel_residual": model.layer_arrangement == _ARRANGEMENTS[True]},
+    to_megatron=lambda hf_config: {"layer_arrangement": _ARRANGEMENTS[bool(hf_config.use_parallel_residual)]},
+    megatron_values={"layer_arrangement": tuple(_ARRANGEMENTS.values())},
 )
 _LAYER = "gpt_neox.layers.{block}"
 _ATTENTION = f"{_LAYER}.attention"
@@ -44,9 +44,9 @@ GPT_NEOX = Family(
         ("hidden_dropout", "hidden_dropout"),
         ("attention_dropout", "attention_dropout"),
     ),
-    our_constants={"position_embedding_type": "rotary"},
-    our_derived={"kv_channels": equal_heads},
-    their_constants={"attention_bias": True},
+    megatron_constants={"position_embedding_type": "rotary"},
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"attention_bias": True},
     conversions=(ARRANGEMENT, UNTIED, PARTIAL_ROPE, exact_or_tanh("hidden_act")),
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("gpt_neox.embed_in.weight",)),

@@ -39,14 +39,14 @@ def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
 
 
 HEADS = Transform(_split_heads, _join_heads, slice_dim=0, of_groups=True)
-# Ours is (value, gate); theirs are the gate and the value ("up").
+# Megatron has (value, gate); Hugging Face has the gate and the value ("up").
 GATE = Transform(
     lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]), slice_dim=0
 )
 
 
-def _our_groups(theirs: PreTrainedConfig) -> dict[str, Any]:
-    heads, groups = theirs.num_attention_heads, theirs.num_key_value_heads
+def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
         raise ConfigError(
             f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
@@ -56,16 +56,16 @@ def _our_groups(theirs: PreTrainedConfig) -> dict[str, Any]:
 
 
 QUERY_GROUPS = Conversion(
-    ours=("group_query_attention", "num_query_groups"),
-    theirs=("num_key_value_heads",),
-    to_theirs=lambda model: {"num_key_value_heads": model.query_groups},
-    to_ours=_our_groups,
+    megatron=("group_query_attention", "num_query_groups"),
+    hf=("num_key_value_heads",),
+    to_hf=lambda model: {"num_key_value_heads": model.query_groups},
+    to_megatron=_megatron_groups,
 )
 UNTIED = Conversion(
-    ours=("untie_embeddings_and_output_weights",),
-    theirs=("tie_word_embeddings",),
-    to_theirs=lambda model: {"tie_word_embeddings": not model.untie_embeddings_and_output_weights},
-    to_ours=lambda theirs: {"untie_embeddings_and_output_weights": not theirs.tie_word_embeddings},
+    megatron=("untie_embeddings_and_output_weights",),
+    hf=("tie_word_embeddings",),
+    to_hf=lambda model: {"tie_word_embeddings": not model.untie_embeddings_and_output_weights},
+    to_megatron=lambda hf_config: {"untie_embeddings_and_output_weights": not hf_config.tie_word_embeddings},
 )
 CONVERSIONS = (QUERY_GROUPS, UNTIED, ROPE)
 
@@ -116,9 +116,9 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     fields=(*FIELDS, HEAD_DIM),
     training_fields=TRAINING_FIELDS,
-    our_constants=CONSTANTS,
-    our_training=TRAINING,
-    their_constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    megatron_constants=CONSTANTS,
+    megatron_training=TRAINING,
+    hf_constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     conversions=CONVERSIONS,
     parameters=PARAMETERS,
     head=HEAD,

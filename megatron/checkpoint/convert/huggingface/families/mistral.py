@@ -9,17 +9,19 @@ from megatron.checkpoint.convert.huggingface.family import Conversion
 
 # Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
 WINDOW = Conversion(
-    ours=("window_size",),
-    theirs=("sliding_window",),
-    to_theirs=lambda model: {"sliding_window": model.window_size},
-    to_ours=lambda theirs: {} if theirs.sliding_window is None else {"window_size": theirs.sliding_window},
+    megatron=("window_size",),
+    hf=("sliding_window",),
+    to_hf=lambda model: {"sliding_window": model.window_size},
+    to_megatron=lambda hf_config: (
+        {} if hf_config.sliding_window is None else {"window_size": hf_config.sliding_window}
+    ),
 )
 
 MISTRAL = replace(
     LLAMA,
     title="Mistral",
     architecture="MistralForCausalLM",
-    their_constants={"hidden_act": "silu"},
+    hf_constants={"hidden_act": "silu"},
     conversions=(*CONVERSIONS, WINDOW),
     ignored=(),
 )

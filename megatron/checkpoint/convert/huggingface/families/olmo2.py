@@ -16,16 +16,16 @@ OLMO2 = replace(
     title="OLMo 2",
     architecture="Olmo2ForCausalLM",
     fields=FIELDS,
-    our_constants={
+    megatron_constants={
         **CONSTANTS,
         "layer_arrangement": "post-norm",
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
-    our_derived={"kv_channels": equal_heads},
-    their_constants={"hidden_act": "silu", "attention_bias": False},
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"hidden_act": "silu", "attention_bias": False},
     parameters=(
-        *(parameter for parameter in PARAMETERS if parameter.ours != _INPUT_NORM),
+        *(parameter for parameter in PARAMETERS if parameter.megatron != _INPUT_NORM),
         *QK_NORM_PARAMETERS,
         _OUTPUT_NORM,
     ),

@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def _window_to_theirs(model: ModelConfig) -> dict[str, Any]:
+def _window_to_hf(model: ModelConfig) -> dict[str, Any]:
     if model.window_size is None:
         return {"use_sliding_window": False}
     return {"use_sliding_window": True, "sliding_window": model.window_size, "max_window_layers": 0}
 
 
-def _window_to_ours(theirs: PreTrainedConfig) -> dict[str, Any]:
+def _window_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     # transformers makes them from max_window_layers if the file has none.
-    kinds = theirs.layer_types
-    if kinds == ["full_attention"] * theirs.num_hidden_layers:
+    kinds = hf_config.layer_types
+    if kinds == ["full_attention"] * hf_config.num_hidden_layers:
         return {}
-    if kinds == ["sliding_attention"] * theirs.num_hidden_layers and theirs.sliding_window is not None:
-        return {"window_size": theirs.sliding_window}
+    if kinds == ["sliding_attention"] * hf_config.num_hidden_layers and hf_config.sliding_window is not None:
+        return {"window_size": hf_config.sliding_window}
     raise ConfigError(
-        f"the model has use_sliding_window = {theirs.use_sliding_window} and layer_types = "
+        f"the model has use_sliding_window = {hf_config.use_sliding_window} and layer_types = "
         f"{one_line(kinds)}: expected a window in all layers or in none"
     )
 
 
 WINDOW = Conversion(
-    ours=("window_size",),
-    theirs=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-    to_theirs=_window_to_theirs,
-    to_ours=_window_to_ours,
+    megatron=("window_size",),
+    hf=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    to_hf=_window_to_hf,
+    to_megatron=_window_to_megatron,
 )
 
 QKV_BIAS = Parameter(
@@ -59,9 +59,9 @@ QWEN2 = replace(
     title="Qwen 2",
     architecture="Qwen2ForCausalLM",
     fields=FIELDS,
-    our_constants={**CONSTANTS, "add_qkv_bias": True},
-    our_derived={"kv_channels": equal_heads},
-    their_constants={"hidden_act": "silu", "use_mrope": False},
+    megatron_constants={**CONSTANTS, "add_qkv_bias": True},
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"hidden_act": "silu", "use_mrope": False},
     conversions=(*CONVERSIONS, WINDOW),
     parameters=(*PARAMETERS, QKV_BIAS),
     ignored=(),
