@@ -69,6 +69,7 @@ def test_tokens_are_those_that_were_read(single):
     assert state.consumed_tokens == sum(LENGTHS) * GLOBAL_BATCH
 
 
+@pytest.mark.full
 def test_short_steps_are_those_of_a_run_with_short_sequences(single):
     short = {"model": {"seq_length": 8}}
     history, _, _, _ = run_world(1, train, Row(), short, dataclasses.replace(CURRICULUM, lengths=(8, 8, 8)))[

@@ -124,7 +124,7 @@ def moments_of_one_process():
     return run_world(1, moments_and_table, Row(micro_batch=4))[0]
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "row",
     [

@@ -172,7 +172,7 @@ def test_8_bits_open_a_checkpoint_of_plain_adam(universal, saved):
         check_opened(OPENERS[opener], "8", folder, universal, ranks)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("universal", [False, True], ids=["native", "universal"])
 @pytest.mark.parametrize("saver", SAVERS)
 def test_the_layout_that_saved_resumes_to_the_last_bit(saver, universal, saved):

@@ -151,7 +151,7 @@ def with_nan(row, stability, bad_iterations, precision):
     return outcome(trainer)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0}])
 def test_steps_that_are_not_finite_are_skipped_up_to_k_in_a_row(precision):
     row = Row(tp=2, pp=2, micro_batch=4)

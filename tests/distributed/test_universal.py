@@ -238,6 +238,7 @@ def load_as_deepspeed(folder, tp_rank):
     return wrong
 
 
+@pytest.mark.full
 def test_deepspeeds_own_loader_reads_it(tmp_path):
     converted(saved(tmp_path, Row(tp=2, zero=1), GATED), tmp_path / "universal")
     for tp_rank in (0, 1):
@@ -438,6 +439,7 @@ def reseal(folder, run, *changed):
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("damage", ["args", "moment", "native"])
 def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, blooms):
     harm = blooms / "harm"

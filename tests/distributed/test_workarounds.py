@@ -34,6 +34,7 @@ destroy_distributed()
 """
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_when_the_process_group_is_made(tmp_path):
     """Entry 8: DeepSpeed would build its shared-memory operator in this folder, for half a minute."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

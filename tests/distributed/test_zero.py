@@ -117,6 +117,7 @@ def test_the_norm_counts_every_parameter_once(zero):
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * 4
 
 
+@pytest.mark.full
 def test_an_overflow_is_skipped_by_all_and_weights_stay():
     settings = {"initial_loss_scale": 2.0**40, "hysteresis": 1}
     row = Row(dp=2, zero=3, micro_batch=4, precision="fp16")

@@ -111,7 +111,7 @@ def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1):
     assert_close(found, expected, dtype)
 
 
-@pytest.mark.gate(rows=8)
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("shape,kind", itertools.product(SHAPES, KINDS))
 def test_fp32_is_that_of_dense_attention(shape, kind):
     """kind: whether ALiBi, document boundaries and dropout are used."""

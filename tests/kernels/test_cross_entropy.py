@@ -50,6 +50,7 @@ def reference(logits, targets, num_valid_columns, scale, z_loss_weight):
     return largest, (log_sum - largest).exp(), target_logit, scale * gradient
 
 
+@pytest.mark.gate(rows=10)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("scale,z_loss_weight", [(1.0, 0.0), (64.0, 0.01)])
@@ -89,6 +90,7 @@ def test_a_logit_that_is_not_finite_makes_its_row_nan(bad):
     assert logits.isfinite().all(dim=1).tolist() == [True, False]
 
 
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"z_loss_weight": 0.01}])
 @pytest.mark.parametrize("upstream", ["sum", "any"])

@@ -116,7 +116,7 @@ def test_the_start_needs_no_more_memory_than_a_step(name):
         assert record.start_peak <= record.peak.total, f"stage {record.stage}"
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32", "interleaved-2", "zero-bubble-4"]
 )

@@ -106,6 +106,7 @@ class _Case:
         return outcome(CASES[self.name][0], self.patched)
 
 
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_patch_makes_the_simulated_device_behave_as_a_real_one(name, outcomes):
     expected = CASES[name][1]

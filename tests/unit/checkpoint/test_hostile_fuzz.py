@@ -99,6 +99,7 @@ def read_all(folder: Path) -> None:
         weight.sum()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", MUTATIONS)
 def test_hostile_mutations_of_a_native_checkpoint(examples: int, victim: Path, tmp_path: Path) -> None:
     folder = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
