@@ -53,15 +53,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
-    """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, the first included. The
-    other rows get the mark `full`."""
+    """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, from the first to the
+    last: with two parameters, a step of N / count would find the same value of one of them again and again.
+    The other rows get the mark `full`."""
     rows = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gate") is not None:
             rows[item.nodeid.partition("[")[0]].append(item)
     for all_rows in rows.values():
         count = all_rows[0].get_closest_marker("gate").kwargs["rows"]
-        kept = {index * len(all_rows) // count for index in range(count)}
+        kept = {index * (len(all_rows) - 1) // max(count - 1, 1) for index in range(count)}
         for index, item in enumerate(all_rows):
             if index not in kept:
                 item.add_marker(pytest.mark.full)

@@ -70,7 +70,7 @@ def train(name: str, tasks: Tasks | None, stops: bool = False) -> tuple[Any, ...
     return trainer.metrics.steps, trainer.metrics.lines, records, drawn, state.iteration
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ROWS)
 def test_losses_and_random_numbers_are_those_of_a_run_without(name: str) -> None:
     world_size = ROWS[name][0].world_size

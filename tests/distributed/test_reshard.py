@@ -55,7 +55,7 @@ def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(p
     assert history[0][0] == pytest.approx(uninterrupted(changes)[0][0], rel=1e-6)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize("before, after", [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16")])
 def test_a_resume_may_change_the_precision(before, after, tmp_path):
     save_row, row = Row(tp=2, zero=1, precision=before), Row(pp=2, precision=after)

@@ -65,7 +65,7 @@ def sent_per_layer(row: Row) -> float:
     return (sum(many.values()) - sum(few.values())) / 2
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("row", "expected"),
     [

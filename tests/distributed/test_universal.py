@@ -359,6 +359,7 @@ def test_a_damaged_file_of_another_programs_checkpoint_is_named_before_it_is_loa
         assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; give another" in sentence
 
 
+@pytest.mark.full
 def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     checkpoint = find(blooms)
     line = describe_start(checkpoint, str(blooms))

@@ -99,6 +99,7 @@ def test_a_mistake_is_reported_once_before_the_processes_connect(
     assert run.stdout == ""  # the first line comes when the processes have met
 
 
+@pytest.mark.full
 def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_path: Path) -> None:
     """A folder is in the way of an index file, which rank 0 makes for all while the others wait."""
     for ending in (".bin", ".idx"):

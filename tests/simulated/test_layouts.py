@@ -20,7 +20,7 @@ from megatron.simulation.stages import all_calls, run_order, simulate_stages, sy
 from megatron.simulation.world import plan_of, simulate_rank, simulated_micro_batches
 from tests.simulated.layouts import LAYOUTS, config_of
 
-GATE_ROWS = 3
+GATE_ROWS = 2
 # Of planned bytes. The state has no more than padding and rounding to 512 bytes beside the plan.
 STATE_TOLERANCE, PEAK_TOLERANCE = 0.001, 0.01
 # The plan does not count 8-bit moments of the position table and 32-bit moments of biases apart.

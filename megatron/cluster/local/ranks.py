@@ -14,16 +14,18 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.exit_status import CONFIG_ERROR_EXIT_CODE, is_caused_here, sentence_of
 from megatron.cluster.launch import temporary_environment
 from megatron.cluster.processes import free_port
+from megatron.config import ConfigError
 
 # Seconds that the other ranks have to end once rank 0 has ended.
 _GRACE_S = 30.0
 # Seconds in which rank 0 itself prints why another rank has failed.
 _REASON_S = 5.0
 # Seconds in which the end of a rank is seen after rank 0 has lost the connection to it.
-_LOST_RANK_S = 5.0
+_LOST_RANK_S = 2 * _REASON_S
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _LIBC = ctypes.CDLL(None)
@@ -68,7 +70,7 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
         try:
             yield
         except BaseException as error:
-            if not is_caused_here(sentence_of(error)):
+            if not isinstance(error, ConfigError | RunStopped) and not is_caused_here(sentence_of(error)):
                 time.sleep(_LOST_RANK_S)  # `_follow` names the rank that is lost, and ends this process
             ended.set()
             _end(others)

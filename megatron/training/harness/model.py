@@ -210,7 +210,9 @@ def generated_tokens(settings: dict[str, Any], max_length: int) -> int:
     that leave no room for a prompt in an input of `max_length` tokens."""
     if settings.get("do_sample", settings.get("temperature", 0) not in (0, None)):
         raise ConfigError(f"a task requests sampling ({settings}): only greedy decoding is supported")
-    count = next((settings[name] for name in _LENGTHS if name in settings), MAX_GENERATED_TOKENS)
+    count = next(
+        (settings[name] for name in _LENGTHS if settings.get(name) is not None), MAX_GENERATED_TOKENS
+    )
     if count >= max_length:
         raise ConfigError(
             f"a task generates up to {count} tokens, expected fewer than the model's input of {max_length}: "

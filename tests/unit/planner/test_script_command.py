@@ -12,6 +12,8 @@ SCRIPT = str(ROOT / "examples" / "slurm" / "tr11-176B-ml.slurm")
 
 def test_sizes_in_the_environment_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `NNODES=2 sbatch SCRIPT` has them."""
+    for name in ("NNODES", "GPUS_PER_NODE", "NUM_LAYERS"):
+        monkeypatch.delenv(name, raising=False)
     assert read_script("--script", SCRIPT, [], script_environment()).processes == 48 * 8
     for name, value in {"NNODES": "2", "GPUS_PER_NODE": "3", "NUM_LAYERS": "5"}.items():
         monkeypatch.setenv(name, value)

@@ -44,5 +44,5 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
 def _is_write_error(error: BaseException, folder: Path) -> bool:
     """Whether it may be that of a write in the folder, as on a full disk; an error of another file is not."""
     if isinstance(error, OSError):
-        return error.filename is None or Path(error.filename).is_relative_to(folder)
+        return not isinstance(error.filename, str) or Path(error.filename).is_relative_to(folder)
     return isinstance(error, SafetensorError)
