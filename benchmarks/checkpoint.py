@@ -276,8 +276,9 @@ class AnonymousMemory:
 
     @staticmethod
     def now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+        from megatron.cluster.local.processes import status_bytes
+
+        return status_bytes("RssAnon")
 
 
 def make_config(layers: int, layout_name: str):

@@ -200,19 +200,16 @@ def _stacks_of(report: Report) -> list[str]:
 
 
 def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str:
-    crashes = [report for report in silent if _has_crashed(report)]
-    if not crashes and all(_crash(report) for report in silent):
-        crashes = list(silent)
-    if crashes:
+    killed = [report for report in silent if not _crash(report)]
+    if crashes := [report for report in silent if _has_crashed(report)] or ([] if killed else silent):
         where = f"{_describe_rank(crashes[0])}{_progress(reports)}"
         return f"{crashes[0]['stacks'].strip()}\nerror: {where}: crashed: {_crash(crashes[0])}"
-    silent = [report for report in silent if not _crash(report)]
-    host = silent[0]["host"]
+    host = killed[0]["host"]
     on_host = [report for report in reports if report["host"] == host]
     cause = "killed (SIGKILL), possibly by the kernel's out-of-memory killer"
-    if len(silent) == len(on_host) > 1 and len(on_host) < len(reports):
+    if len(killed) == len(on_host) > 1 and len(on_host) < len(reports):
         cause = "all processes of the node ended at once: killed, or the node is lost"
-    return f"error: {_describe_ranks(silent)}{_progress(reports)}: {cause}"
+    return f"error: {_describe_ranks(killed)}{_progress(reports)}: {cause}"
 
 
 def _sentence(report: Report) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.layout import TPGroup
+from megatron.mpu.logit_chunks import own_tokens
 
 # The logits of at most this many tokens exist at a time.
 _HEAD_TOKENS = 1024
@@ -59,15 +60,13 @@ def score_in_parts(
 
 
 def _argmax(logits: Tensor, tp_group: TPGroup, vocab_size: int) -> Tensor:
-    columns = logits.shape[-1]
-    first = tp_group.rank * columns
-    valid = min(max(vocab_size - first, 0), columns)
-    if not valid:
+    tokens = own_tokens(logits.shape[-1], tp_group, vocab_size)
+    if not tokens:
         largest = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)
         index = torch.full_like(largest, vocab_size, dtype=torch.int64)
     else:
-        own, index = logits[..., :valid].max(-1)
-        largest, index = own.float(), index + first
+        own, index = logits[..., : len(tokens)].max(-1)
+        largest, index = own.float(), index + tokens.start
     if tp_group.size > 1:
         own = largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group.group)

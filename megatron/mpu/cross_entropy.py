@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.logit_chunks import LogitChunks
+from megatron.mpu.logit_chunks import LogitChunks, own_targets, own_tokens
 from megatron.mpu.mappings import all_reduce_
 
 
@@ -150,16 +150,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         overwrite_logits: bool,
     ) -> torch.Tensor:
-        columns = logits.shape[-1]
-        first = tp_group.rank * columns
-        num_valid_columns = min(max(vocab_size - first, 0), columns)
+        own = own_tokens(logits.shape[-1], tp_group, vocab_size)
         # Detached: autograd would reject the in-place overwrite of its input.
         logits = logits.detach()
 
-        own_label = (labels >= first) & (labels < first + num_valid_columns)
-        target = (labels - first).masked_fill_(~own_label, 0).unsqueeze(-1)
+        own_label, target = own_targets(labels, own)
         target_logit = logits.gather(-1, target).squeeze(-1).float().masked_fill_(~own_label, 0.0)
-        probabilities, largest, exp_sum = _local_probabilities(logits, num_valid_columns, overwrite_logits)
+        probabilities, largest, exp_sum = _local_probabilities(logits, len(own), overwrite_logits)
 
         # From local to global softmax: exp(logit - global max) / global sum = local probability * scale.
         if tp_group.size == 1:

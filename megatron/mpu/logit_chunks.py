@@ -52,6 +52,19 @@ def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_
     )
 
 
+def own_tokens(columns: int, tp_group: TPGroup, vocab_size: int) -> range:
+    """The tokens of this rank's columns of the logits. The columns after them are padding; there may be no
+    token."""
+    first = tp_group.rank * columns
+    return range(first, first + min(max(vocab_size - first, 0), columns))
+
+
+def own_targets(labels: torch.Tensor, own: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """labels: tokens [...]. Returns whether each is in `own`, and its column [..., 1], 0 if it is not."""
+    is_own = (labels >= own.start) & (labels < own.stop)
+    return is_own, (labels - own.start).masked_fill_(~is_own, 0).unsqueeze(-1)
+
+
 class LogitChunks:
     """This rank's columns of the logits, one chunk of tokens at a time, in one reused buffer.
 
@@ -71,10 +84,9 @@ class LogitChunks:
     ) -> None:
         tokens, columns = hidden.shape[0], weight.shape[0]
         self.hidden, self.weight, self.tp_group, self.z_loss_weight = hidden, weight, tp_group, z_loss_weight
-        first = tp_group.rank * columns
-        self.num_valid_columns = min(max(vocab_size - first, 0), columns)
-        self.own_label = (labels >= first) & (labels < first + self.num_valid_columns)
-        self.target = (labels - first).masked_fill_(~self.own_label, 0).unsqueeze(-1)
+        own = own_tokens(columns, tp_group, vocab_size)
+        self.num_valid_columns = len(own)
+        self.own_label, self.target = own_targets(labels, own)
         size = hidden.element_size()
         self.sizes = chunk_sizes(tokens, columns, hidden.shape[1], size, on_cpu=hidden.device.type == "cpu")
         per_chunk, self.rows = self.sizes.tokens, self.sizes.softmax_rows

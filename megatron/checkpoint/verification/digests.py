@@ -94,9 +94,7 @@ def fragment_digests(
     """
     length, device = next((value.numel(), value.device) for value in values.values())
     sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
-    num_valid_elements = None
-    if spec.num_valid_rows is not None:
-        num_valid_elements = spec.num_valid_rows * math.prod(spec.global_shape[1:])
+    num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
         local = torch.arange(start + first, start + last, device=device)

@@ -167,11 +167,31 @@ class _LayerChoices:
     rotates: bool
     rotary_percent: float
     """The share of each head that is rotated."""
-    repeats: bool
-    """Whether keys and values are copied for each head of their group."""
+    shares: bool
+    """Whether heads of queries share keys and values."""
     one_norm: bool
     chunks: int
     """Of --tp-comm-overlap."""
+
+    @property
+    def unfused(self) -> bool:
+        """Whether attention stores all scores."""
+        return self.attention == Implementation.UNFUSED
+
+    @property
+    def biased(self) -> bool:
+        """Whether attention is PyTorch's fused kernel with a bias."""
+        return self.attention == Implementation.BIASED_SDPA
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether attention is the Triton kernel."""
+        return self.attention == Implementation.TRITON
+
+    @property
+    def repeats(self) -> bool:
+        """Whether keys and values are copied for each head of their group."""
+        return self.shares and not self.in_kernel
 
     @property
     def hashed(self) -> bool:
@@ -200,19 +220,18 @@ class _LayerChoices:
 
 
 def _layer_choices(config: Config) -> _LayerChoices:
-    model, attention = config.model, attention_of(config)
-    shares = model.query_groups < model.num_attention_heads
+    model = config.model
     return _LayerChoices(
         size=_element_bytes(config),
         kernels=counts_kernels(config),
         dropout=model.hidden_dropout > 0,
-        attention=attention,
+        attention=attention_of(config),
         gated=model.glu_activation is not None,
         biases=not model.disable_bias_linear,
         keys=model.key_width / model.query_width,
         rotates=model.position_embedding_type == "rotary",
         rotary_percent=model.rotary_percent,
-        repeats=shares and attention != Implementation.TRITON,
+        shares=model.query_groups < model.num_attention_heads,
         one_norm=len(LAYER_ARRANGEMENTS[model.layer_arrangement].norms) == 1,
         chunks=overlap_chunks(config),
     )
@@ -222,28 +241,26 @@ def _forward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
     """Without kernels the masks of dropout are hashed by 44 operations that move 79 bytes per element. The
     kernel reads and writes what the residual addition does; the keys of the samples are copied before."""
     model, tp_size, size = config.model, config.parallel.tensor_model_parallel_size, layer.size
-    unfused, biased = (layer.attention == one for one in (Implementation.UNFUSED, Implementation.BIASED_SDPA))
-    in_kernel = layer.attention == Implementation.TRITON
     # Copies of queries that share keys and values.
-    splits = tp_size < model.query_groups < model.num_attention_heads
+    splits = layer.shares and model.query_groups > tp_size
     # Over several ranks the biases of row-parallel layers are added alone, or by the kernel of the dropout.
     in_dropout = skips_bias_add(config) and layer.kernels and layer.dropout
     biases_alone = 2 * (tp_size > 1 and layer.biases and not in_dropout)
-    units = 6 if unfused else 14 if biased else 8
+    units = 6 if layer.unfused else 14 if layer.biased else 8
     units_of_heads = units - 2 * (1 - layer.keys) + layer.rotary
     norms, _ = _qk_norm_traffic(config)
     return Traffic(
         hidden=size * (14 + 2 * biases_alone - 2 * layer.one_norm) + 2 * 79 * layer.hashed,
         attention=norms.attention + size * (units_of_heads + layer.joins + layer.copies + 2 * splits),
         mlp=size * (8 if layer.gated else 4),
-        score=(12 * size + 2 + 79) * unfused,
+        score=(12 * size + 2 + 79) * layer.unfused,
         launches=10
         + biases_alone
         + layer.gated
-        + 2 * biased
+        + 2 * layer.biased
         + (44 if layer.hashed else 1) * 2 * layer.dropout
-        + 50 * unfused
-        + (in_kernel and model.attention_dropout > 0)
+        + 50 * layer.unfused
+        + (layer.in_kernel and model.attention_dropout > 0)
         + (10 + 2 * layer.partial) * layer.rotates
         + 2 * layer.repeats
         + splits
@@ -256,9 +273,7 @@ def _forward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
 def _backward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
     """Without recomputation."""
     model, size, gated, biases = config.model, layer.size, layer.gated, layer.biases
-    unfused, biased = (layer.attention == one for one in (Implementation.UNFUSED, Implementation.BIASED_SDPA))
-    in_kernel = layer.attention == Implementation.TRITON
-    units = 21 if unfused else 27 if biased else 29 if in_kernel else 25
+    units = 21 if layer.unfused else 27 if layer.biased else 29 if layer.in_kernel else 25
     units_of_heads = (
         units - (10 if model.qkv_bias else 8) * (1 - layer.keys) - (0 if model.qkv_bias else 3) + layer.rotary
     )
@@ -268,12 +283,12 @@ def _backward_traffic(config: Config, layer: _LayerChoices) -> Traffic:
         + (15 if layer.hashed else 4 * size) * layer.dropout,
         attention=norms.attention + size * (units_of_heads + 3 * layer.joins + layer.copies),
         mlp=size * ((21 if gated else 8) - (0 if biases else 2 if gated else 1)),
-        score=52 * unfused,
+        score=52 * layer.unfused,
         launches=(33 if biases else 23)
         + 3 * gated
         + (10 if layer.hashed else 2) * layer.dropout
-        + 5 * unfused
-        + in_kernel
+        + 5 * layer.unfused
+        + layer.in_kernel
         + (10 + 6 * layer.partial) * layer.rotates
         + 2 * layer.repeats
         - layer.one_norm
