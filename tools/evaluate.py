@@ -341,10 +341,11 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.loaded_model import load_distributed_model
 
+    leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
     with announce_errors():  # rank 0 prints that another rank has no device
         rank = init_distributed(config)
     # A run may have saved another one meanwhile.
-    shared = share_checkpoint(checkpoint)
+    shared = share_checkpoint(checkpoint, leads_node=leads_node)
     assert shared is not None
     model = load_distributed_model(shared, config, rank, size)
     if evaluation is None:

@@ -130,7 +130,7 @@ def select_valid_checkpoint(
     each file. Collective."""
     damaged: dict[str, str] = {}
     while True:
-        checkpoint = share_checkpoint(checkpoint)
+        checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0)
         problem = None if checkpoint is None else _find_damage(checkpoint, heartbeat)
         if checkpoint is None or problem is None:
             return checkpoint

@@ -11,6 +11,7 @@ from megatron.cluster.launch import node_name
 from megatron.config import ConfigError, ParallelConfig
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.environ) -> int:
@@ -29,6 +30,19 @@ def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.
         "processes per node (--nproc_per_node, --ntasks-per-node), or give each task its own device (srun "
         "--gpus-per-task=1)"
     )
+
+
+def choose_device(num_visible: int, env: MutableMapping[str, str] = os.environ) -> int:
+    """Returns `device_index` of LOCAL_RANK, and sets LOCAL_RANK to it.
+
+    DeepSpeed's engine selects the device LOCAL_RANK, which must be equal to mpirun's variable if that is set.
+    Afterwards only `config.parallel.local_rank` has this process's rank on its node.
+    """
+    index = device_index(int(env["LOCAL_RANK"]), num_visible, env)
+    for name in ("LOCAL_RANK", _MPI_LOCAL_RANK):
+        if name in env:
+            env[name] = str(index)
+    return index
 
 
 def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ) -> str:

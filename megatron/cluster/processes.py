@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.cluster.devices import device_id, device_index, set_max_connections
+from megatron.cluster.devices import choose_device, device_id, set_max_connections
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, ConfigError, LoggingConfig
 
@@ -59,10 +59,17 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     disable_shm_comm_jit()
     set_default_group_timeout(_MAX_WAIT)
     set_max_connections(config.parallel)
-    backend = config.parallel.distributed_backend or get_accelerator().communication_backend_name()
-    if backend == "nccl" and get_accelerator().device_name() == "cpu":
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    backend = config.parallel.distributed_backend or accelerator.communication_backend_name()
+    if backend == "nccl" and on_cpu:
         raise ConfigError(
-            "--distributed-backend nccl needs GPUs and this machine has none: omit the flag, or set gloo"
+            "--distributed-backend nccl needs GPUs and this machine has none: remove the flag, or set gloo"
+        )
+    if backend == "gloo" and not on_cpu and config.parallel.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "--distributed-backend gloo cannot send tensors of a GPU to another pipeline stage: remove the "
+            "flag, or set --pipeline-model-parallel-size 1"
         )
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -70,10 +77,11 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     address = Address.from_environment()
-    accelerator = get_accelerator()
-    device = device_index(int(os.environ["LOCAL_RANK"]), max(accelerator.device_count(), 1))
+    device = choose_device(max(accelerator.device_count(), 1))
     if store is None:
         store = connect_processes(address, config, device_id(accelerator, device))
+    # NCCL exchanges its ids through the store: a rank may arrive there late, as at a collective.
+    store.set_timeout(_MAX_WAIT)
     accelerator.set_device(device)
     dist.init_process_group(
         backend, store=store, rank=address.rank, world_size=address.world_size, timeout=_MAX_WAIT

@@ -47,7 +47,7 @@ def share(folder, failures, local_rank=0):
     start.open_checkpoint = open_late
     try:
         found = find_latest(folder) if rank == 0 else None  # other ranks do not search
-        shared = start.share_checkpoint(found, sleep=slept.append, env={"LOCAL_RANK": str(local_rank)})
+        shared = start.share_checkpoint(found, sleep=slept.append, leads_node=local_rank == 0)
         return None if shared is None else shared.folder.name, slept
     except ConfigError as error:
         return str(error), slept

@@ -292,9 +292,11 @@ def share_checkpoint(
     checkpoint: Checkpoint | None,
     delays_s: Sequence[float] = RETRY_DELAYS_S,
     sleep: Callable[[float], object] = time.sleep,
-    env: Mapping[str, str] = os.environ,
+    *,
+    leads_node: bool,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on every rank. Collective.
+    """Returns rank 0's checkpoint on every rank. leads_node: whether this is the first rank of its node.
+    Collective.
 
     The first rank of every node compares the sizes of its files, so that a checkpoint with thousands of files
     does not load the metadata server with a request per file and rank. Raises ConfigError on every rank if
@@ -304,7 +306,7 @@ def share_checkpoint(
     dist.broadcast_object_list(shared)
     (checkpoint,) = shared
     problem = None
-    if checkpoint is not None and dist.get_rank() != 0 and env.get("LOCAL_RANK", "0") == "0":
+    if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
         except ConfigError as error:
