@@ -167,15 +167,19 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
 
 def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
     """A hang. Prints the position of each rank, the rarest position first. Ranks without a report of the hang
-    are the cause."""
-    places = Counter(report["place"] for report in hung)
+    are the cause; otherwise ranks that wait for no other rank, otherwise those whose main thread is at the
+    rarest place."""
+    positions = Counter(map(hang_position, hung))
     lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout)"]
-    for place, _ in sorted(places.items(), key=lambda item: item[1]):
-        ranks = [report["rank"] for report in hung if report["place"] == place]
-        lines.append(f"  {rank_list(ranks)}: at {place}")
+    for position, _ in sorted(positions.items(), key=lambda item: item[1]):
+        ranks = [report["rank"] for report in hung if hang_position(report) == position]
+        lines.append(f"  {rank_list(ranks)}: at {position}")
     stopped = {rank for report in hung for rank in report.get("stopped", ())}
     reported = {report["rank"] for report in hung}
     suspects = [report for report in reports if report["rank"] in stopped or "end" not in report]
+    busy = [] if suspects else _waiting_for_none(hung)
+    suspects = suspects or busy
+    places = Counter(report["place"] for report in hung)
     if not suspects and len(places) > 1:
         rarest = min(places, key=lambda place: places[place])
         suspects = [report for report in hung if report["place"] == rarest]
@@ -187,11 +191,28 @@ def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
     first = suspects[0]
     lines[0:0] = _stacks_of(first)
     what = f"at {first.get('place')}, where the others are not"
-    if first["rank"] in stopped:
+    if busy:
+        what = f"at {hang_position(first)}, waits for no other rank"
+    elif first["rank"] in stopped:
         what = "stopped by a signal (SIGSTOP)"
     elif first["rank"] not in reported:
         what = "does not answer"
     return "\n".join([*lines, f"error: hang: {_describe_ranks(suspects)}: {what}"])
+
+
+def hang_position(report: Report) -> str:
+    """Where a rank hangs: its main thread, its device, and the calls in which it waits for other ranks."""
+    parts = [report.get("place", "an unknown place")]
+    parts += [f"device {report['device']}"] if report.get("device") else []
+    parts += [f"waits in {report['waits_in']}"] if report.get("waits_in") else []
+    return "; ".join(parts)
+
+
+def _waiting_for_none(hung: Sequence[Report]) -> list[Report]:
+    """The ranks without an unfinished call to others, if others have one. Of ranks with a device only: the
+    recorder of a CPU's process group knows no point-to-point calls."""
+    free = [report for report in hung if "device" in report and not report.get("waits_in")]
+    return free if len(free) < len(hung) and all("device" in report for report in hung) else []
 
 
 def _stacks_of(report: Report) -> list[str]:

@@ -12,12 +12,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import NoReturn
 
+from megatron.cluster.diagnosis import hang_position
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
 from megatron.cluster.hang_detector import HangDetector, Phase
 from megatron.cluster.launch import node_name
@@ -29,6 +30,7 @@ from megatron.config.sections.training import EXIT_SIGNALS
 # After a hang a rank waits this long before it exits, so that the other ranks can report the hang too.
 _GRACE_S = 3.0
 _TICK_S = 1.0
+_DEVICE_ANSWER_S = 5.0
 # A rank whose node has lost another rank ends after this time: usually its next collective fails earlier.
 _ABORT_AFTER_S = 10.0
 # After SIGINT before the training loop, the main thread has this long to end by KeyboardInterrupt.
@@ -48,6 +50,7 @@ class Watchdog:
         self._handled: frozenset[int] = frozenset()
         self._signalled_at = self._aborting_since = 0.0
         self._stopped = False
+        self._device_facts: Callable[[], Mapping[str, str]] = dict
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
@@ -83,6 +86,11 @@ class Watchdog:
     def set_handled_signals(self, numbers: frozenset[int]) -> None:
         """From now on the main thread handles these signals: they do not end the process."""
         self._handled = numbers
+
+    def set_device_facts(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """From now on the report of a hang also has what `facts` returns: `device`, what this rank's device
+        does, and `waits_in`, the calls in which the rank waits for others."""
+        self._device_facts = facts
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -147,12 +155,27 @@ class Watchdog:
         stopped = [
             other["rank"] for other in self.report.siblings() if process_state(other["pid"]) in ("T", "t")
         ]
-        if not self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped):
+        facts = self._ask_device()
+        if not self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped, **facts):
             where = f"rank {self.report.rank} on {node_name(os.environ)}"
-            print(f"error: {where}: {problem} (--hang-timeout), at {place}", file=sys.stderr, flush=True)
+            at = hang_position({"place": place, **facts})
+            print(f"error: {where}: {problem} (--hang-timeout), at {at}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         conclude(self.report)
         os._exit(HANG_EXIT_CODE)
+
+    def _ask_device(self) -> Mapping[str, str]:
+        """The facts of `set_device_facts`; none if the device's library does not answer either."""
+        found: list[Mapping[str, str]] = []
+
+        def ask() -> None:
+            with suppress(Exception):
+                found.append(self._device_facts())
+
+        thread = threading.Thread(target=ask, name="device facts", daemon=True)
+        thread.start()
+        thread.join(_DEVICE_ANSWER_S)
+        return found[0] if found else {}
 
     def _exit(self, status: ExitStatus, code: int, sentence: str) -> NoReturn:
         if self.report.end(status):

@@ -16,6 +16,7 @@ from megatron.config.checks.batch import check_batch_size
 from megatron.data.loader import MicroBatch
 from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
+from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.instructions import evaluation_schedule, training_schedule
 from megatron.engine.multi_stage import MultiStageEngine
 from megatron.engine.pass_times import PassTimes
@@ -45,6 +46,7 @@ class GPTEngine(PatchedPipelineEngine):
         # Per stage of this rank: the samples of the micro-batches not yet run.
         self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         self._heartbeat: Callable[[], None] = _no_heartbeat
+        self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
         # Sequence length of the stages' communication buffers.
         self._seq_length = config.model.seq_length
@@ -148,6 +150,7 @@ class GPTEngine(PatchedPipelineEngine):
         )
         in_order = [tuple(row) for row in samples.tolist()]
         self._samples_to_come = [iter(in_order) for _ in range(self.run_config.parallel.stages_per_rank)]
+        self.device_progress.begin_step()
         if self.pass_times:
             self.pass_times.begin_step()
         with profiler_range(TRAIN_STEP):

@@ -24,11 +24,15 @@ def profiler_range(message: str) -> Iterator[None]:
 
 
 def in_profiler_range(name: str, method: Callable) -> Callable:
-    """A method that runs an instruction of a schedule, in a range such as 'ForwardPass buffer_id=0'."""
+    """A method that runs an instruction of a schedule, in a range such as 'ForwardPass buffer_id=0', and
+    records it in the engine's `device_progress`."""
 
     @wraps(method)
     def run(self: Any, **arguments: int) -> Any:
-        with profiler_range(" ".join([name, *(f"{key}={value}" for key, value in arguments.items())])):
-            return method(self, **arguments)
+        message = " ".join([name, *(f"{key}={value}" for key, value in arguments.items())])
+        with profiler_range(message):
+            result = method(self, **arguments)
+        self.device_progress.record(message)
+        return result
 
     return run

@@ -96,6 +96,7 @@ def run(
     metrics.print(f"\n{data_table}")
     on_exit.enter_context(explained_out_of_memory(config, vocab.size, plan, layout.pipeline_stage))
     engine = build_engine(config, layout, tp_group, vocab, plan)
+    watchdog.set_device_facts(engine.device_progress.facts)
     saved_to = config.checkpoint.save or ""
     checkpoints = manager.CheckpointManager(
         engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner, watchdog.heartbeat

@@ -219,3 +219,32 @@ def test_command_prints_to_stderr_and_sets_the_exit_code(tmp_path: Path) -> None
     command = [sys.executable, "-m", "megatron.cluster.diagnosis", str(tmp_path), "--processes", "1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "error: --lr is 0\n")
+
+
+def test_hang_on_gpus_names_the_rank_whose_device_waits_for_none() -> None:
+    """With NCCL every host waits at the end of the step: only the devices differ."""
+    waits = "has completed SendActivation buffer_id=0 (instruction 5 of the step), runs RecvGrad buffer_id=0"
+    stuck = (
+        "has completed LoadMicroBatch buffer_id=0 (instruction 1 of the step), runs ForwardPass buffer_id=0"
+    )
+    others = {"place": "x.py:1 tolist", "device": waits, "waits_in": "recv 1->0 (call 4) of ranks 0, 2"}
+    hung = report(3, ExitStatus.HANG, place="x.py:1 tolist", device=stuck, waits_in="")
+    reports = all_but(hung, end=ExitStatus.HANG, **others)
+    text = diagnose(reports, 4).text
+    assert text.splitlines()[-1] == (
+        "error: hang: rank 3 on n2, stage 1 (pid 103): at x.py:1 tolist; device "
+        f"{stuck}, waits for no other rank"
+    )
+    assert f"at x.py:1 tolist; device {waits}; waits in recv 1->0 (call 4) of ranks 0, 2" in text
+    assert last_line(*all_but(end=ExitStatus.HANG, **others)).endswith("for the network or for each other")
+
+
+def test_hang_on_cpus_is_judged_by_the_hosts() -> None:
+    """gloo records no point-to-point call, so a rank without a recorded call may still wait."""
+    reports = [
+        report(
+            rank, ExitStatus.HANG, place="x.py:1 wait", waits_in="all_reduce (call 2) of ranks 0, 1" * wait
+        )
+        for rank, wait in enumerate((True, True, False, False))
+    ]
+    assert last_line(*reports).endswith("for the network or for each other")

@@ -1,0 +1,102 @@
+"""How far the device has come with the instructions of the schedule, for the report of a hang.
+
+A host that trains on a GPU does not wait for its collectives: at a hang the hosts of all ranks wait at the
+end of the step, at one line of code. An event after every instruction shows what each device has completed,
+and torch's flight recorder, which NCCL's and gloo's process groups write, shows the calls that have not
+ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+# Steps of more instructions than this are seen in part. The host waits once per step for the device.
+_MOST_EVENTS = 2048
+_MOST_CALLS_SHOWN = 2
+_MOST_RANKS_SHOWN = 8
+
+
+class DeviceProgress:
+    """The instructions that this rank has launched, each with an event of the device."""
+
+    def __init__(self, accelerator: Any) -> None:
+        """accelerator: of DeepSpeed."""
+        self._launched: deque[tuple[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._in_step = 0
+        # On a CPU an instruction has ended when its code has.
+        self._records = accelerator.device_name() != "cpu"
+        self._accelerator = accelerator
+
+    def begin_step(self) -> None:
+        """Instructions are counted from here."""
+        self._in_step = 0
+
+    def record(self, instruction: str) -> None:
+        """Marks the end of an instruction on the current stream."""
+        if not self._records:
+            return
+        # An event that is old enough to be forgotten is used again.
+        full = len(self._launched) == _MOST_EVENTS
+        event = self._launched.popleft()[1] if full else self._accelerator.Event()
+        event.record()
+        self._in_step += 1
+        self._launched.append((f"{instruction} (instruction {self._in_step} of the step)", event))
+
+    def facts(self) -> dict[str, str]:
+        """For the rank's report. Any thread may call it.
+
+        device: the last instruction that the device has completed, and the one after it; missing on a CPU.
+        waits_in: the calls of collectives that have not ended. gloo records no point-to-point calls.
+        """
+        facts = {"waits_in": " and ".join(pending_calls(_flight_record()))}
+        if self._records:
+            facts["device"] = _describe([(name, event.query()) for name, event in list(self._launched)])
+        return facts
+
+
+def _describe(launched: list[tuple[str, bool]]) -> str:
+    """launched: names of instructions, and whether the device has completed each."""
+    done = next((i for i in reversed(range(len(launched))) if launched[i][1]), -1)
+    if done == len(launched) - 1:
+        return "idle, has completed all that was launched"
+    last = f"has completed {launched[done][0]}" if done >= 0 else "has completed no instruction"
+    return f"{last}, runs {launched[done + 1][0]}"
+
+
+def _flight_record() -> Mapping[str, Any]:
+    """The calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE)."""
+    # NCCL's process groups have a recorder of their own. Stacks are not asked for: they need Python's lock.
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
+    found: Mapping[str, Any] = json.loads(dump(includeCollectives=True, onlyActive=False))
+    return found
+
+
+def pending_calls(flight_record: Mapping[str, Any]) -> list[str]:
+    """The oldest call of each process group that has not ended, oldest first, such as
+    'all_reduce (call 17) of ranks 0, 2'. flight_record: in the JSON format 2.10 of torch's flight recorder."""
+    oldest: dict[str, Mapping[str, Any]] = {}
+    for entry in flight_record.get("entries", ()):
+        if not entry["retired"] and entry["state"] != "completed":
+            oldest.setdefault(entry["process_group"][0], entry)
+    return [_describe_call(group, entry) for group, entry in oldest.items()][:_MOST_CALLS_SHOWN]
+
+
+def _describe_call(group: str, entry: Mapping[str, Any]) -> str:
+    name = entry["profiling_name"].partition(":")[2]
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    return f"{name} (call {number}) of {_members(group)}"
+
+
+def _members(group: str) -> str:
+    try:
+        ranks = sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)))
+    except (LookupError, RuntimeError, ValueError):
+        return f"group {group}"
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS_SHOWN]))
+    return f"ranks {shown}{', ...' if len(ranks) > _MOST_RANKS_SHOWN else ''}"

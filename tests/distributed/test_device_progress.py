@@ -1,0 +1,125 @@
+"""What a hung rank reports of its device and of its unfinished calls."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megatron.engine.device_progress import DeviceProgress, pending_calls
+from megatron.testing.layouts import Row, build_engine, config_of, train
+from megatron.testing.pool import run_world
+
+
+class Device:
+    """An accelerator whose device has completed the first `done` events."""
+
+    def __init__(self, done: int) -> None:
+        self.done, self.recorded = done, 0
+
+    def device_name(self) -> str:
+        return "sim"
+
+    def Event(self):  # noqa: N802 -- as in DeepSpeed's accelerators
+        device = self
+
+        class Event:
+            def record(self) -> None:
+                device.recorded += 1
+                self.number = device.recorded
+
+            def query(self) -> bool:
+                return self.number <= device.done
+
+        return Event()
+
+
+@pytest.mark.parametrize(
+    ("done", "expected"),
+    [
+        (0, "has completed no instruction, runs LoadMicroBatch buffer_id=0 (instruction 1 of the step)"),
+        (
+            2,
+            "has completed ForwardPass buffer_id=0 (instruction 2 of the step), "
+            "runs BackwardPass buffer_id=0 (instruction 3 of the step)",
+        ),
+        (99, "idle, has completed all that was launched"),
+    ],
+)
+def test_the_last_instruction_that_the_device_completed_is_named(done, expected):
+    progress = DeviceProgress(Device(done))
+    for name in ("LoadMicroBatch", "ForwardPass", "BackwardPass"):
+        progress.record(f"{name} buffer_id=0")
+    assert progress.facts()["device"] == expected
+
+
+def recorded_instructions(row):
+    """The instructions of the second of two steps, with an accelerator that has completed them all."""
+    engine = build_engine(config_of(row))
+    engine.device_progress = DeviceProgress(Device(10**6))
+    train(engine, range(2))
+    return [name for name, _ in engine.device_progress._launched]
+
+
+def test_every_instruction_of_the_schedule_is_recorded():
+    first, last = run_world(2, recorded_instructions, Row(pp=2, micro_batch=4))
+    second_step = [name for name in last if name.endswith("(instruction 1 of the step)")]
+    assert len(second_step) == 2 and last[-1].startswith("OptimizerStep (instruction ")
+    assert any(name.startswith("SendActivation buffer_id=") for name in first)
+    assert any(name.startswith("RecvActivation buffer_id=") for name in last)
+
+
+def calls_while_another_rank_is_late():
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2), group=group)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["seen"])
+    work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+    waits_in = ""
+    while dist.get_rank() == 0 and "all_reduce" not in waits_in:
+        time.sleep(0.01)  # gloo's thread records the call
+        waits_in = DeviceProgress(get_accelerator()).facts()["waits_in"]
+    if dist.get_rank() == 0:
+        store.set("seen", "")
+    work.wait()
+    dist.barrier()
+    return waits_in, DeviceProgress(get_accelerator()).facts()
+
+
+def test_the_call_in_which_a_rank_waits_is_named_with_its_ranks():
+    """With gloo, whose calls torch's flight recorder has, too."""
+    (waits_in, facts), _ = run_world(2, calls_while_another_rank_is_late)
+    assert waits_in == "all_reduce (call 2) of ranks 0, 1"
+    assert facts == {"waits_in": ""}
+
+
+def test_the_oldest_unfinished_call_of_each_group_is_shown():
+    """As torch 2.13 writes the calls of NCCL (flight recorder 2.10), without fields that are not read."""
+
+    def entry(name, group, state, *, retired=False, is_p2p=False, number=1):
+        return {
+            "profiling_name": name,
+            "process_group": [group, "undefined"],
+            "state": state,
+            "retired": retired,
+            "is_p2p": is_p2p,
+            "collective_seq_id": 0 if is_p2p else number,
+            "p2p_seq_id": number if is_p2p else 0,
+        }
+
+    entries = [
+        entry("nccl:all_reduce", "5", "completed", number=7),
+        entry("nccl:recv 0<-1", "3", "started", is_p2p=True, number=4),
+        entry("nccl:all_reduce", "5", "scheduled", number=8),
+        entry("nccl:all_reduce", "5", "scheduled", number=9),
+        entry("nccl:broadcast", "6", "scheduled", retired=True),
+        entry("nccl:broadcast", "7", "scheduled"),
+    ]
+    assert pending_calls({"version": "2.10", "entries": entries}) == [
+        "recv 0<-1 (call 4) of group 3",
+        "all_reduce (call 8) of group 5",
+    ]
