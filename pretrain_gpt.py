@@ -10,8 +10,9 @@ import sys
 from contextlib import ExitStack
 
 from megatron.checkpoint.saved_config import read_saved_config
+from megatron.cluster.devices import set_library_defaults, set_max_connections
 from megatron.cluster.exit_codes import exit_code, exit_on_error
-from megatron.cluster.launch import init_from_slurm_env, set_allocator_default
+from megatron.cluster.launch import init_from_slurm_env
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import read_command_line
@@ -23,12 +24,13 @@ def main() -> None:
     watchdog = Watchdog(report)
     with exit_on_error(report):
         init_from_slurm_env()
-    set_allocator_default()
+    set_library_defaults()
     with exit_on_error(report, same_on_all_ranks=True):
         command_line = read_command_line(read_saved_config=read_saved_config)
     with exit_on_error(report), ExitStack() as on_exit:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
+        set_max_connections(settings.config.parallel)
         # Imported here: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging, is_main_process

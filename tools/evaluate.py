@@ -337,6 +337,7 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     import torch.distributed as dist
 
     from megatron.checkpoint.lineage.start import share_checkpoint
+    from megatron.cluster.preflight import check_kernels
     from megatron.cluster.processes import init_distributed
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.loaded_model import load_distributed_model
@@ -344,6 +345,9 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
     with announce_errors():  # rank 0 prints that another rank has no device
         rank = init_distributed(config)
+    for note in check_kernels(required=False):
+        if rank == 0:
+            print(note, file=sys.stderr, flush=True)
     # A run may have saved another one meanwhile.
     shared = share_checkpoint(checkpoint, leads_node=leads_node)
     assert shared is not None

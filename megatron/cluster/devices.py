@@ -1,5 +1,4 @@
-"""The device of a process, and CUDA's settings that the overlap of communication and computation relies
-on."""
+"""The device of a process, and the variables that CUDA, PyTorch's allocator and Triton read."""
 
 from __future__ import annotations
 
@@ -8,9 +7,12 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from megatron.cluster.launch import node_name
+from megatron.cluster.local.processes import private_temporary_folder
 from megatron.config import ConfigError, ParallelConfig
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+# The settings of PyTorch's allocator, by its current and former names.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
@@ -61,7 +63,8 @@ def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] 
 
     With one hardware queue the GPU starts kernels in the order of their launches, so a tensor-parallel
     collective starts before the matrix product that it overlaps with (Megatron-LM requires this). The
-    all-gathers of ZeRO-2 and 3 would wait for the computation instead. Call it before CUDA is initialized.
+    all-gathers of ZeRO-2 and 3 would wait for the computation instead. Call it before DeepSpeed is imported:
+    the import initializes CUDA's driver to count devices.
     """
     if parallel.tensor_model_parallel_size == 1 or parallel.zero_stage >= 2:
         return None
@@ -71,3 +74,21 @@ def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] 
         f"{_CONNECTIONS} is {env[_CONNECTIONS]}: expected 1, so that tensor-parallel communication overlaps "
         "with matrix products"
     )
+
+
+def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what PyTorch's allocator and Triton read when they are imported, unless the user has set it.
+
+    The allocator grows its segments, so that sizes that change (a batch-size ramp-up, a curriculum, an
+    evaluation) do not fragment the memory. Triton keeps compiled kernels on the node: its default is the home
+    folder, where hundreds of ranks on a network file system disturb each other (EBUSY, FileNotFoundError).
+    """
+    if not allocator_settings(env):
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if "TRITON_CACHE_DIR" not in env and (folder := private_temporary_folder()) is not None:
+        env["TRITON_CACHE_DIR"] = str(folder / "triton")
+
+
+def allocator_settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that set PyTorch's allocator, by name."""
+    return {name: env[name] for name in _ALLOCATOR_VARIABLES if name in env}

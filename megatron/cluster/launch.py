@@ -28,8 +28,6 @@ _MPI_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "$OMPI_COMM_WORLD_RANK and $OMPI_COMM_WORLD_LOCAL_RANK",
     "PMI_SIZE": "$PMI_RANK and $MPI_LOCALRANKID",
 }
-# The settings of PyTorch's allocator, by its current and former names.
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def rank_of(env: Mapping[str, str]) -> str:
@@ -96,19 +94,6 @@ def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
         if env.get(name) == "":
             del env[name]
     env.update(torch_variables(env))
-
-
-def set_allocator_default(env: MutableMapping[str, str] = os.environ) -> None:
-    """Lets PyTorch's CUDA allocator grow its segments, so that sizes that change (a batch-size ramp-up, a
-    curriculum, an evaluation) do not fragment the memory, unless the user has set the allocator. Call it
-    before torch is imported."""
-    if not allocator_settings(env):
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def allocator_settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that set PyTorch's allocator, by name."""
-    return {name: env[name] for name in _ALLOCATOR_VARIABLES if name in env}
 
 
 def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.cluster.exit_codes import SharedConfigError
 from megatron.cluster.launch import node_name
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
+from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.planner.timing.network_figures import NetworkFigures, write_network_figures
 from megatron.text_table import format_table
 
@@ -91,6 +93,33 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     return [
         f"{describe(facts)}; {len(missing)} index files to build; {seconds:.1f} s (--no-preflight)",
         *problems,
+    ]
+
+
+def check_kernels(required: bool) -> list[str]:
+    """Returns a sentence for the log if a rank cannot run the Triton kernels on its device: then all ranks
+    compute with PyTorch, so that replicas stay equal. Collective, after `init_distributed`.
+
+    required: --require-kernels. Raises SharedConfigError on every rank if one cannot run them.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().device_name()
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, (node_name(os.environ), reason_against_kernels(device)))
+    rank, node, reason = next(
+        ((rank, node, reason) for rank, (node, reason) in enumerate(reasons) if reason), (0, "", None)
+    )
+    if reason is None:
+        return []
+    if required:
+        raise SharedConfigError(f"--require-kernels: rank {rank} on {node} cannot run the kernels: {reason}")
+    if device == "cpu":
+        return []
+    use_pytorch()
+    return [
+        f"all ranks compute with PyTorch's operations, which are slower than the Triton kernels: rank {rank} "
+        f"on {node}: {reason} (--require-kernels makes this an error)"
     ]
 
 

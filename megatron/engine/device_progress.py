@@ -79,7 +79,7 @@ def _flight_record() -> Mapping[str, Any]:
 
 def pending_calls(flight_record: Mapping[str, Any]) -> list[str]:
     """The oldest call of each process group that has not ended, oldest first, such as
-    'all_reduce (call 17) of ranks 0, 2'. flight_record: in the JSON format 2.10 of torch's flight recorder."""
+    'all_reduce (call 17) of ranks 0, 2'. flight_record: in torch's JSON format 2.10."""
     oldest: dict[str, Mapping[str, Any]] = {}
     for entry in flight_record.get("entries", ()):
         if not entry["retired"] and entry["state"] != "completed":

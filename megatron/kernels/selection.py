@@ -16,6 +16,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 _LOG = logging.getLogger(__name__)
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+_MOST_ERROR_CHARACTERS = 200
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,6 +43,12 @@ def forget_decisions() -> None:
     _device_uses_kernels.cache_clear()
 
 
+def use_pytorch() -> None:
+    """From now on this process computes with PyTorch only."""
+    os.environ["MEGATRON_KERNELS"] = "pytorch"
+    forget_decisions()
+
+
 def reason_against_kernels(device_type: str) -> str | None:
     """Why kernels do not run on the current accelerator of this type, or on the CPU; None if they do.
 
@@ -57,4 +65,25 @@ def reason_against_kernels(device_type: str) -> str | None:
         return f"triton does not support this {device_type} device (compute capability 8.0 or newer)"
     if device_type == "cuda" and find_spec("triton") is None:
         return "triton is not installed (pip install triton, or the extra [gpu])"
-    return None
+    return _launch_failure(device_type) if device_type == "cuda" else None
+
+
+@lru_cache
+def _launch_failure(device_type: str) -> str | None:
+    """Launches one kernel; returns its error in one line, None if it computes.
+
+    At its first launch on a node, triton compiles a library in C, and it writes to its cache.
+    """
+    from megatron.kernels.norms import fused_norms
+
+    try:
+        norm = fused_norms([torch.ones(1, device=device_type)]).item()
+        problem = None if norm == 1.0 else f"the norm of 1 is {norm}"
+    except Exception as error:  # of triton, of the C compiler, of the driver, of the file system
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_ERROR_CHARACTERS]}"
+    if problem is None:
+        return None
+    return (
+        f"triton cannot launch a kernel ({problem}): it needs a C compiler ($CC, gcc or clang), Python's "
+        f"header files and a cache folder that it can write to ({_CACHE_VARIABLE})"
+    )

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import OutOfMemory
-from megatron.cluster.launch import allocator_settings
 from megatron.config import Config
 from megatron.planner.memory.fit import memory_flags
 from megatron.planner.memory.stage_memory import planned_bytes

@@ -11,7 +11,7 @@ from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.hang_detector import Phase
 from megatron.cluster.launch import node_name
-from megatron.cluster.preflight import preflight
+from megatron.cluster.preflight import check_kernels, preflight
 from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
@@ -78,7 +78,8 @@ def run(
         fingerprint = run_fingerprint(config, length, vocab)
     watchdog.start(config.training.hang_timeout)
     with watchdog.phase(Phase.PREFLIGHT):
-        notes = [*notes, *preflight(config, fingerprint, length), *processes.device_notes(config)]
+        notes = [*notes, *check_kernels(config.training.require_kernels)]
+        notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
         checkpoint = manager.select_valid_checkpoint(
             checkpoint, config, vocab.size, fingerprint, watchdog.heartbeat

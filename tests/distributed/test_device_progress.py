@@ -23,7 +23,7 @@ class Device:
     def device_name(self) -> str:
         return "sim"
 
-    def Event(self):  # noqa: N802 -- as in DeepSpeed's accelerators
+    def Event(self):
         device = self
 
         class Event:

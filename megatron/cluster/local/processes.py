@@ -75,7 +75,13 @@ def earlier_folders(folder: Path) -> list[Path]:
 
 
 def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
-    """A folder that the ranks of one start share on this node, and that other users cannot write to; None if
+    """A folder that the ranks of one start share on this node; None if it cannot be created."""
+    base = private_temporary_folder()
+    return None if base is None else str(base / f"{_start_key(env)}-{_pid_namespace()}@{node}")
+
+
+def private_temporary_folder() -> Path | None:
+    """This user's folder among the temporary files of this node, which other users cannot write to; None if
     it cannot be created."""
     base = Path(tempfile.gettempdir()) / f"megatron-{os.getuid()}"
     try:
@@ -85,7 +91,7 @@ def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         return None
-    return str(base / f"{_start_key(env)}-{_pid_namespace()}@{node}")
+    return base
 
 
 def _start_key(env: Mapping[str, str]) -> str:

@@ -113,6 +113,11 @@ class TrainingConfig(Section):
         help="compile the transformer layers with torch.compile (needs a C++ compiler); the first iteration "
         "and the first evaluation take up to a minute longer, less with a warm compile cache",
     )
+    require_kernels: bool = flag(
+        False,
+        help="stop at the start if a rank cannot run the Triton kernels; by default all ranks then compute "
+        "with PyTorch's operations, and the log names the rank and the reason",
+    )
     loss_implementation: str = flag(
         "fused",
         choices=("fused", "plain"),

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from megatron.cluster.devices import device_index, set_max_connections
+from megatron.cluster.devices import (
+    choose_device,
+    device_index,
+    set_library_defaults,
+    set_max_connections,
+)
 from megatron.config import ConfigError, ParallelConfig
 
 
@@ -14,6 +25,12 @@ from megatron.config import ConfigError, ParallelConfig
 )
 def test_device_is_chosen_among_the_visible_ones(local_rank: int, visible: int, expected: int) -> None:
     assert device_index(local_rank, visible) == expected
+
+
+def test_one_visible_device_is_the_one_that_deepspeed_selects_again() -> None:
+    env = {"LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    assert choose_device(1, env) == 0
+    assert env == {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 
 
 def test_fewer_devices_than_processes_are_one_sentence() -> None:
@@ -39,3 +56,67 @@ def test_max_connections_follow_the_layout_unless_set(parallel, given, expected,
     env = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
     note = set_max_connections(ParallelConfig(**parallel), env)
     assert env.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected and bool(note) is noted
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_of_the_allocator_and_of_the_kernel_cache_are_kept(name: str) -> None:
+    env = {name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/scratch/kernels"}
+    set_library_defaults(env)
+    assert env == {name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/scratch/kernels"}
+
+
+def test_the_kernel_cache_is_on_the_node_and_nobody_else_can_write_to_it(tmp_path, monkeypatch) -> None:
+    """Libraries are loaded from it: a folder that others can write to would run their code."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    env: dict[str, str] = {}
+    set_library_defaults(env)
+    assert env.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    cache = Path(env.pop("TRITON_CACHE_DIR"))
+    assert cache.is_relative_to(tmp_path) and stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
+    cache.parent.chmod(0o777)
+    set_library_defaults(env)
+    assert "TRITON_CACHE_DIR" not in env
+
+
+_STOP_AT_IMPORT = """
+import os, runpy, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "deepspeed"):
+            connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+            print(name, connections, "TRITON_CACHE_DIR" in os.environ, flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Stop())
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+
+
+def test_variables_are_set_before_cuda_can_be_probed(tmp_path) -> None:
+    for name in ("x.bin", "x.idx", "v", "m"):
+        (tmp_path / name).touch()
+    root = Path(__file__).resolve().parents[3]
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 1 "
+    )
+    flags += "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 "
+    flags += "--tensor-model-parallel-size 2 "
+    flags += f"--data-path {tmp_path}/x --vocab-file {tmp_path}/v --merge-file {tmp_path}/m"
+    launched = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "9",
+    }
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    found = subprocess.run(
+        [sys.executable, "-c", _STOP_AT_IMPORT, *flags.split()],
+        cwd=root,
+        env={**env, **launched},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.stdout == "torch 1 True\n", found.stderr

@@ -10,7 +10,6 @@ from megatron.cluster.launch import (
     local_world_size_of,
     port_of_job,
     rank_of,
-    set_allocator_default,
     torch_variables,
     world_size_of,
 )
@@ -178,16 +177,6 @@ def test_local_world_size(env: dict[str, str], expected: int | None) -> None:
 
 def test_world_size_before_the_variables_are_set() -> None:
     assert [world_size_of(env) for env in ({}, TASK, LAUNCHED, {"WORLD_SIZE": "x"})] == [1, 4, 4, 1]
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_allocator_default_does_not_replace_a_users_setting(name: str) -> None:
-    env: dict[str, str] = {}
-    set_allocator_default(env)
-    assert env == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    env = {name: "max_split_size_mb:64"}
-    set_allocator_default(env)
-    assert env == {name: "max_split_size_mb:64"}
 
 
 def test_rank_of() -> None:

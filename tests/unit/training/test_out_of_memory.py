@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import OutOfMemory
-from megatron.cluster.launch import allocator_settings
 from megatron.config import Config, parse_args
 from megatron.planner.memory.fit import memory_flags
 from megatron.planner.memory.stage_memory import planned_bytes

@@ -1,0 +1,81 @@
+"""Triton without a C compiler: one sentence instead of a traceback at the first kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megatron.cluster.exit_codes import SharedConfigError
+from megatron.cluster.preflight import check_kernels
+from megatron.testing.pool import run_world
+
+# The simulated device is a CPU with NVIDIA's driver of triton, which compiles its library before it looks for
+# a GPU. Only the search for CUDA's library is answered for it.
+LAUNCH = """
+from triton.backends import backends
+from triton.runtime import driver
+
+
+class Driver:
+    def __getattr__(self, name):
+        return getattr(backends["nvidia"].driver(), name)
+
+
+driver._default = Driver()
+from megatron.kernels.selection import _launch_failure
+print(_launch_failure("cpu"))
+"""
+
+
+def test_no_compiler_is_named_with_what_to_install(tmp_path):
+    """A real launch, up to the compilation of triton's library."""
+    pytest.importorskip("triton")
+    env = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
+    env |= {"PATH": "", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", LAUNCH], env=env, capture_output=True, text=True, timeout=120
+    )
+    sentence = found.stdout.splitlines()[-1]
+    assert sentence.startswith("triton cannot launch a kernel (RuntimeError: Failed to find C compiler"), (
+        found
+    )
+    assert "Python's header files" in sentence and "TRITON_CACHE_DIR" in sentence
+
+
+def outcome(failing_rank, required):
+    """The sentence or the error of `check_kernels`, and whether kernels may still be used; on a device 'sim'
+    on which one rank cannot launch."""
+
+    def reason(device_type):
+        assert device_type == "sim"
+        return "no compiler" if dist.get_rank() == failing_rank else None
+
+    with (
+        patch.dict(os.environ),
+        patch.object(get_accelerator(), "device_name", lambda: "sim"),
+        patch("megatron.cluster.preflight.reason_against_kernels", reason),
+    ):
+        try:
+            found = check_kernels(required)
+        except SharedConfigError as error:
+            found = str(error)
+        return found, os.environ.get("MEGATRON_KERNELS")
+
+
+def test_no_compiler_on_one_node_means_no_kernels_on_all():
+    for found, setting in run_world(2, outcome, 1, False):
+        assert len(found) == 1 and "rank 1 on " in found[0] and found[0].count("no compiler") == 1
+        assert setting == "pytorch"
+    assert run_world(2, outcome, None, True) == [([], None)] * 2
+
+
+def test_no_compiler_with_require_kernels_is_an_error_on_all_ranks():
+    first, second = run_world(2, outcome, 0, True)
+    assert first == second
+    assert first[0].startswith("--require-kernels: rank 0 on ") and first[0].endswith(": no compiler")
