@@ -30,6 +30,8 @@ _FACTORS = {
     Phase.EVALUATION: 1.0,
     Phase.SAVE: 4.0,
 }
+# torch.compile compiles in the first one of each, without progress of its own.
+_COMPILING_PHASES = {Phase.STEP, Phase.EVALUATION}
 # The limit is at least this many times the median duration of the phase's last occurrences.
 _MEDIAN_FACTOR = 3.0
 _WINDOW = 21
@@ -47,9 +49,10 @@ class HangDetector:
     The main thread calls `enter`, `leave` and `heartbeat`, the watchdog thread `tick`.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        """timeout_s: --hang-timeout; 0: no limit."""
+    def __init__(self, timeout_s: float, compiles: bool = False) -> None:
+        """timeout_s: --hang-timeout; 0: no limit. compiles: --compile."""
         self._timeout_s = timeout_s
+        self._compiles = compiles
         self._open: list[tuple[Phase, float]] = []
         self._durations: dict[Phase, deque[float]] = {phase: deque(maxlen=_WINDOW) for phase in Phase}
         self._heartbeats = self._seen_heartbeats = 0
@@ -81,9 +84,12 @@ class HangDetector:
     def limit_s(self) -> float:
         """The longest time without progress in the current phase."""
         phase = self.phase
+        factor = _FACTORS[phase]
+        if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:
+            factor = _FACTORS[Phase.START]
         # An evaluation before the first one has ended is compared with steps, which take longer.
         seen = self._durations[phase] or self._durations[Phase.STEP]
-        return max(_FACTORS[phase] * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
+        return max(factor * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
 
     def tick(self, now: float, io_bytes: int = 0) -> bool:
         """Whether the process hangs. Call it about every second. io_bytes: read and written by the process so

@@ -66,9 +66,9 @@ class Watchdog:
         os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         self._thread.start()
 
-    def start(self, timeout_s: float) -> None:
-        """From now on hangs are detected, with --hang-timeout timeout_s; 0: never."""
-        self._hangs = HangDetector(timeout_s)
+    def start(self, timeout_s: float, compiles: bool = False) -> None:
+        """From now on hangs are detected, see `HangDetector`."""
+        self._hangs = HangDetector(timeout_s, compiles)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

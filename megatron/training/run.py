@@ -76,7 +76,7 @@ def run(
     rank = processes.init_distributed(config)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
-    watchdog.start(config.training.hang_timeout)
+    watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *check_kernels(config.training.require_kernels)]
         notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]

@@ -69,6 +69,18 @@ def test_an_fp32_gradient_stays_a_view_of_the_flat_buffer(steps):
     assert run_world(1, gradients_share_memory, steps) == [True]
 
 
+def kept_timings():
+    engine = build_engine(config_of(Row(micro_batch=4)))
+    train(engine, range(3))
+    return [len(timer.event_timers) for timer in engine.timers.get_timers().values()]
+
+
+def test_no_timing_of_a_step_is_kept():
+    """Entry 20: on a GPU two events per step, for months."""
+    (kept,) = run_world(1, kept_timings)
+    assert kept and not any(kept)
+
+
 def losses_with_bounds(row, bounds, changes):
     return train(build_engine(config_of(row, **changes), bounds), range(3))
 

@@ -73,7 +73,8 @@ class TrainingConfig(Section):
         metavar="SECONDS",
         help="time without progress (a micro-batch, a step, bytes of a checkpoint) after which the run "
         "prints the stacks of all threads and aborts; 0: no limit. A load or save has 4 times this limit, "
-        "the start 10 times, and every phase at least 3 times its median duration",
+        "the start 10 times (with --compile the first step and evaluation, too), and every phase at least 3 "
+        "times its median duration",
     )
     no_preflight: bool = flag(
         False, help="skip the check at the start that nodes are consistent, have memory and see the files"

@@ -40,6 +40,17 @@ def test_step_without_progress_hangs_after_the_timeout() -> None:
     assert Process().hangs_in(Phase.STEP, TIMEOUT_S + 5)
 
 
+@pytest.mark.parametrize("phase", [Phase.STEP, Phase.EVALUATION])
+def test_a_cold_compilation_is_not_a_hang(phase: Phase) -> None:
+    process = Process()
+    process.detector = HangDetector(TIMEOUT_S, compiles=True)
+    assert not process.hangs_in(phase, 10 * TIMEOUT_S - 5)
+    process.detector = HangDetector(TIMEOUT_S, compiles=True)
+    assert process.hangs_in(phase, 10 * TIMEOUT_S + 5)
+    process.detector = HangDetector(TIMEOUT_S, compiles=True)
+    assert not process.hangs_in(phase, 1) and process.hangs_in(phase, TIMEOUT_S + 5)
+
+
 def test_long_steps_with_micro_batches_do_not_hang() -> None:
     """BigScience measured 586 to 706 s per step for 104B parameters on 32 nodes."""
     process = Process()
