@@ -135,7 +135,8 @@ run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of 
     RANK_REPORTS=$REPORTS srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
         --kill-on-bad-exit=1 --wait=60 \
         bash -c "$task" "$PYTHON" --nnodes "$NNODES" --nproc_per_node "$GPUS_PER_NODE" \
-        --master_addr "$MASTER_ADDR" --master_port "$port" "$REPO/pretrain_gpt.py" "$@" &
+        --master_addr "$MASTER_ADDR" --master_port "$port" --rdzv_id "$SLURM_JOB_ID.$launched" \
+        "$REPO/pretrain_gpt.py" "$@" &
     step=$!
     while [ -n "$waiting" ]; do # a signal interrupts the wait, not the step
         wait "$step" || true

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.local.processes import io_bytes
-from megatron.cluster.rendezvous import PROGRESS_KEY, Address, open_store, preparing_key
+from megatron.cluster.rendezvous import PROGRESS_KEY, Address, mark_preparing, open_store
 from megatron.config import Config, ConfigError
 
 _INTERVAL_S = 5.0
@@ -62,7 +62,7 @@ class Preparation:
         # The main thread raises the same errors when it connects.
         with suppress(ConfigError, RunStopped, dist.DistError):
             store = self._store or open_store(self._address, time.monotonic() + self._timeout_s)
-            store.set(preparing_key(self._address.rank), "")
+            mark_preparing(store, self._address.rank)
             cpu_s, bytes_ = time.process_time(), io_bytes()
             while not self._ended.wait(self._interval_s):
                 now_cpu_s, now_bytes = time.process_time(), io_bytes()

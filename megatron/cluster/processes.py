@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.cluster.devices import choose_device, device_id, set_max_connections
 from megatron.cluster.rendezvous import Address, connect_processes
-from megatron.config import Config, ConfigError, LoggingConfig
+from megatron.config import Config, ConfigError, LoggingConfig, ParallelConfig
 
 # DeepSpeed logs this in every process without a GPU; the run report already names the device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
@@ -43,34 +43,17 @@ def configure_logging(logging_config: LoggingConfig) -> None:
         deepspeed_logger.setLevel(level)
 
 
-def init_distributed(config: Config, store: dist.Store | None = None) -> int:
-    """Creates the default process group; returns this process's global rank.
+def connect(config: Config) -> dist.Store:
+    """Waits until all processes of the run have connected; returns their store. Selects the device.
 
     Reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A process that
-    was started without a launcher has world size 1. store: if given, the processes need not connect. Raises
-    ConfigError for a backend that the device does not support, and the errors of
-    `rendezvous.connect_processes`.
+    was started without a launcher has world size 1. Raises ConfigError for a backend that the device does not
+    support, and the errors of `rendezvous.connect_processes`.
     """
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
-
-    disable_shm_comm_jit()
-    set_default_group_timeout(_MAX_WAIT)
-    set_max_connections(config.parallel)
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
-    backend = config.parallel.distributed_backend or accelerator.communication_backend_name()
-    if backend == "nccl" and on_cpu:
-        raise ConfigError(
-            "--distributed-backend nccl needs GPUs and this machine has none: remove the flag, or set gloo"
-        )
-    if backend == "gloo" and not on_cpu and config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            "--distributed-backend gloo cannot send tensors of a GPU to another pipeline stage: remove the "
-            "flag, or set --pipeline-model-parallel-size 1"
-        )
+    _check_backend(config.parallel, on_cpu=accelerator.device_name() == "cpu")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", str(config.parallel.local_rank or 0))
@@ -78,19 +61,46 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     address = Address.from_environment()
     device = choose_device(max(accelerator.device_count(), 1))
-    if store is None:
-        store = connect_processes(address, config, device_id(accelerator, device))
+    store = connect_processes(address, config, device_id(accelerator, device))
     # NCCL exchanges its ids through the store: a rank may arrive there late, as at a collective.
     store.set_timeout(_MAX_WAIT)
-    accelerator.set_device(device)
-    dist.init_process_group(
-        backend, store=store, rank=address.rank, world_size=address.world_size, timeout=_MAX_WAIT
-    )
+    return store
+
+
+def _check_backend(parallel: ParallelConfig, on_cpu: bool) -> None:
+    if parallel.distributed_backend == "nccl" and on_cpu:
+        raise ConfigError(
+            "--distributed-backend nccl needs GPUs and this machine has none: remove the flag, or set gloo"
+        )
+    if parallel.distributed_backend == "gloo" and not on_cpu and parallel.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "--distributed-backend gloo cannot send tensors of a GPU to another pipeline stage: remove the "
+            "flag, or set --pipeline-model-parallel-size 1"
+        )
+
+
+def init_distributed(config: Config, store: dist.Store | None = None) -> int:
+    """Creates the default process group of the processes that `connect` returned `store` to; returns this
+    process's global rank. Without a store it connects first."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
+
+    store = connect(config) if store is None else store
+    disable_shm_comm_jit()
+    set_default_group_timeout(_MAX_WAIT)
+    set_max_connections(config.parallel)
+    accelerator = get_accelerator()
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = config.parallel.distributed_backend or accelerator.communication_backend_name()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_MAX_WAIT)
     # DeepSpeed uses the existing process group.
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=_MAX_WAIT
     )
-    return address.rank
+    return rank
 
 
 def device_notes(config: Config) -> list[str]:

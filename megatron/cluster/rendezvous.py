@@ -4,6 +4,10 @@ torch's rendezvous waits silently and does not compare flags. Here rank 0 prints
 the configurations are compared before any process group exists. Ranks with different flags would hang or
 train different models. The ranks wait until for --start-timeout seconds none has connected and none has made
 progress with its preparation, see `preparation`.
+
+The store knows no passwords: whoever reaches the port can write to it, so a cluster's network must be
+trusted. Texts that come from it are shown as one printable line. Hundreds of idle connections make its
+answers slow, so no wait asks it a question per rank.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from megatron.cluster.exit_codes import RunStopped, SharedConfigError
 from megatron.cluster.launch import node_name
 from megatron.config import Config, ConfigError
 from megatron.config.config import SECTIONS
+from megatron.config.errors import one_line
 from megatron.config.fields import option_name
 
 # Time between two lines about missing ranks.
@@ -45,6 +50,9 @@ _STORE_TIMEOUT_S = 30.0
 _OPERATION_TIMEOUT = timedelta(minutes=5)
 # Counts connected ranks, and progress of ranks that are not connected yet.
 PROGRESS_KEY = "progress"
+_CONNECTED_KEY, _PREPARING_KEY = "connected ranks", "preparing ranks"
+# Of a message that comes from the store.
+_MOST_CHARACTERS = 2000
 _MISSING_RANKS_SHOWN = 8
 _DIFFERENCES_SHOWN = 3
 # Differs between ranks by design.
@@ -67,8 +75,7 @@ class Address:
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Address:
         """From the variables that a launcher or `launch.init_from_slurm_env` has set."""
-        rank = int(env["RANK"])
-        has_agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        rank, has_agent_store = int(env["RANK"]), _has_agent_store(env)
         return cls(
             rank,
             int(env["WORLD_SIZE"]),
@@ -98,6 +105,7 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
     store.set(f"device {address.rank}", device)
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
     store.set(f"digest {address.rank}", _digest(config))
+    store.append(_CONNECTED_KEY, f"{address.rank} ")
     store.add("connected", 1)
     store.add(PROGRESS_KEY, 1)
     if address.rank == 0:
@@ -141,18 +149,40 @@ def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
 def open_store(address: Address, deadline: float) -> dist.Store:
     """The store of the run, which this process starts or waits for. Errors as `connect_processes`."""
     _resolve(address)
-    # After a restart the launcher's store may still hold the keys of the last attempt.
+    # After a restart the launcher's store may still hold the keys of the last attempt. The launcher's id
+    # separates this launch from another one that was given the same port.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt {attempt}", _connect(address, deadline))
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "") if _has_agent_store(os.environ) else ""
+    return dist.PrefixStore(f"launch {launch} attempt {attempt}", _connect(address, deadline))
+
+
+def _has_agent_store(env: Mapping[str, str]) -> bool:
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def mark_preparing(store: dist.Store, rank: int) -> None:
+    """Records that a rank, which has not connected yet, prepares the run."""
+    store.append(_PREPARING_KEY, f"{rank} ")
+
+
+def _ranks_in(store: dist.Store, key: str) -> set[int]:
+    """The ranks that have added themselves to a key."""
+    words = store.get(key).decode(errors="replace").split() if store.check([key]) else []
+    return {int(word) for word in words if word.isdecimal()}
+
+
+def _text(store: dist.Store, key: str) -> str:
+    """A value for a message."""
+    return one_line(store.get(key).decode(errors="replace"), _MOST_CHARACTERS)
 
 
 def _take_rank(store: dist.Store, address: Address) -> None:
     """Raises ConfigError if another process already has this rank, and informs rank 0."""
     me = f"{node_name(os.environ)} {secrets.token_hex(8)}"
-    first = store.compare_set(f"process {address.rank}", "", me).decode()
+    first = store.compare_set(f"process {address.rank}", "", me).decode(errors="replace")
     if first != me:
         mistake = (
-            f"two processes have RANK {address.rank}, one on {first.rpartition(' ')[0]} and one on "
+            f"two processes have RANK {address.rank}, one on {one_line(first.rpartition(' ')[0])} and one on "
             f"{node_name(os.environ)}: give each of the {address.world_size} processes a different rank"
         )
         store.set("mistake", mistake)
@@ -255,7 +285,7 @@ def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
     idle_timer, last = _IdleTimer(store, timeout_s), time.monotonic()
     while (connected := store.add("connected", 0)) < address.world_size:
         if store.check(["mistake"]):
-            return store.get("mistake").decode()
+            return _text(store, "mistake")
         now = time.monotonic()
         who = f"{address.world_size - connected} of {address.world_size} processes"
         if idle_timer.has_expired():
@@ -272,18 +302,13 @@ def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
 
 
 def _missing(store: dist.Store, world_size: int) -> str:
-    missing = [rank for rank in range(world_size) if not store.check([f"digest {rank}"])]
-    preparing = [rank for rank in missing if store.check([preparing_key(rank)])]
+    missing = sorted(set(range(world_size)) - _ranks_in(store, _CONNECTED_KEY))
+    preparing = sorted(_ranks_in(store, _PREPARING_KEY).intersection(missing))
     return f"rank {_first(missing)}" + (f"; preparing: rank {_first(preparing)}" if preparing else "")
 
 
 def _first(ranks: list[int]) -> str:
     return ", ".join([*map(str, ranks[:_MISSING_RANKS_SHOWN]), *["..."][: len(ranks) > _MISSING_RANKS_SHOWN]])
-
-
-def preparing_key(rank: int) -> str:
-    """The key that a rank sets before it has connected."""
-    return f"preparing {rank}"
 
 
 def _announce(store: dist.Store, outcome: str, others: int | None = None) -> None:
@@ -310,14 +335,14 @@ def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) 
                     on_all_ranks=False,
                 )
             if address.prints_waiting and not store.check(["digest 0"]):
-                state = "is preparing" if store.check([preparing_key(0)]) else "has not connected"
+                state = "is preparing" if 0 in _ranks_in(store, _PREPARING_KEY) else "has not connected"
                 _print(f"rank {address.rank} is waiting at {address} for rank 0, which {state}")
     except dist.DistError as error:
         raise RunStopped(
             f"rank {address.rank}: rank 0 does not answer at {address} ({_first_line(error)})",
             on_all_ranks=False,
         ) from None
-    kind, _, text = store.get("outcome").decode().partition(" ")
+    kind, _, text = _text(store, "outcome").partition(" ")
     store.add("informed", 1)
     if kind == "missing":
         raise RunStopped(text)
@@ -361,9 +386,12 @@ def _difference(store: dist.Store, world_size: int) -> str:
     if not differing:
         return ""
     first = differing[0]
-    reference, other = (json.loads(store.get(f"settings {rank}")) for rank in (0, first))
-    node = store.get(f"node {first}").decode()
-    shown = _differing_flags(reference, other)
+    node = _text(store, f"node {first}")
+    try:
+        reference, other = (json.loads(store.get(f"settings {rank}")) for rank in (0, first))
+        shown = [one_line(flag) for flag in _differing_flags(reference, other)]
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        shown = ["settings that no process of this program writes"]
     more = "" if len(differing) == 1 else f" ({len(differing)} ranks differ from rank 0)"
     return (
         f"the processes were started with different flags: {'; '.join(shown[:_DIFFERENCES_SHOWN])} on rank "
@@ -373,13 +401,14 @@ def _difference(store: dist.Store, world_size: int) -> str:
 
 def _shared_device(store: dist.Store, address: Address) -> str:
     """One sentence that names two ranks with the same device; "" if there are none."""
-    ranks: dict[str, int] = {}
-    for rank in range(address.world_size):
-        device = store.get(f"device {rank}").decode()
+    ranks: dict[bytes, int] = {}
+    devices = store.multi_get([f"device {rank}" for rank in range(address.world_size)])
+    for rank, device in enumerate(devices):
         if device and device in ranks:
+            node = one_line(device.decode(errors="replace").partition(" ")[0])
             return (
-                f"ranks {ranks[device]} and {rank} use the same device of {device.split()[0]}: start as many "
-                "processes per node as it has devices, or let each task see its own (srun --gpus-per-task=1)"
+                f"ranks {ranks[device]} and {rank} use the same device of {node}: start as many processes "
+                "per node as it has devices, or let each task see its own (srun --gpus-per-task=1)"
             )
         ranks[device] = rank
     return ""

@@ -21,6 +21,13 @@ class ConfigError(Exception):
     """
 
 
+def one_line(text: object, limit: int = 200) -> str:
+    """Another error, or a value from a file, for an error message: one line, short, printable."""
+    lines = str(text).strip().splitlines() or [type(text).__name__]
+    line = "".join(c if c.isprintable() else "?" for c in lines[0][: limit + 1])
+    return line if len(line) <= limit else f"{line[:limit]}..."
+
+
 @contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """End the program with exit code 2 on a ConfigError. Every rank exits, see `exit_with_error`."""

@@ -73,10 +73,13 @@ def run(
 
     preparation.end()
     on_exit.enter_context(early_out_of_memory())
-    rank = processes.init_distributed(config)
+    store = processes.connect(config)
+    # A rank that dies from here on leaves the others waiting for it.
+    watchdog.start(config.training.hang_timeout, config.training.compile)
+    with watchdog.phase(Phase.PREFLIGHT):
+        rank = processes.init_distributed(config, store)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
-    watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *check_kernels(config.training.require_kernels)]
         notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]

@@ -8,16 +8,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.cluster import processes  # noqa: E402
+from megatron.cluster import devices  # noqa: E402
 from megatron.cluster.devices import device_index  # noqa: E402
 from tools import evaluate  # noqa: E402
 
 
-def index_among_few(local_rank: int, num_visible: int) -> int:
+def index_among_few(local_rank: int, *_: object) -> int:
     return device_index(local_rank and 2, 2)
 
 
 if __name__ == "__main__":
-    processes.device_index = index_among_few
+    devices.device_index = index_among_few
     evaluate.__file__ = __file__  # the other ranks run this file
     evaluate.main()

@@ -1,9 +1,11 @@
-"""Processes that are started by hand: one that prepares for longer than --start-timeout, and another program
-at MASTER_PORT."""
+"""Processes that are started by hand: one that prepares for longer than --start-timeout, one that dies before
+the process group exists, another program at MASTER_PORT; and processes that see one device each."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cluster.rank_reports import read_reports
 from megatron.testing.ports import free_ports
-from tests.end_to_end.command import ROOT
+from tests.end_to_end.command import ROOT, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
 TIMEOUT_S = 4.0
@@ -59,6 +62,24 @@ def test_a_rank_that_prepares_does_not_use_up_the_time_of_the_others(data: list[
     outputs = [process.communicate(timeout=300) for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), outputs
     assert "iteration        2/       2" in outputs[0][0]
+
+
+def test_a_rank_that_dies_after_it_connected_ends_the_others(data: list[str], tmp_path: Path) -> None:
+    """Without a launcher nobody else does. Each node has its own folder of reports, as with two nodes."""
+    port, flags = free_ports(1)[0], [*data, "--hang-timeout", "2"]
+    first = start(0, port, flags, RANK_REPORTS=str(tmp_path / "0"))
+    second = start(1, port, flags, script="tests/end_to_end/dies_after_connecting.py")
+    assert second.wait(300) == -signal.SIGKILL
+    _, stderr = first.communicate(timeout=300)
+    (report,) = read_reports(tmp_path / "0")
+    assert (first.returncode, report["end"]) == (124, "hang"), stderr
+    assert re.fullmatch(r"no progress for \d+ s in the preflight", report["text"])
+
+
+def test_one_visible_device_per_process_is_enough(data: list[str]) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2", "--train-iters", "1"]
+    run = pretrain(flags, processes=2, script="tests/end_to_end/one_visible_device.py")
+    assert run.exit_code == 0 and len(run.steps) == 1, run.stderr
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.errors import one_line as one_line
 from megatron.files import HostileFileError, read_small
 
 # A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.
@@ -29,13 +30,6 @@ def shown(name: object) -> str:
     """A name for an error message: in quotes, short, without control characters."""
     text = repr(name[: 2 * _MAX_SHOWN]) if isinstance(name, (str, bytes)) else f"a {type(name).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def one_line(text: object, limit: int = 200) -> str:
-    """Another error, or a value from a file, for an error message: one line, short, printable."""
-    lines = str(text).strip().splitlines() or [type(text).__name__]
-    line = "".join(c if c.isprintable() else "?" for c in lines[0][: limit + 1])
-    return line if len(line) <= limit else f"{line[:limit]}..."
 
 
 def is_plain(name: object) -> bool:

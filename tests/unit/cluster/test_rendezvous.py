@@ -116,7 +116,7 @@ def test_missing_ranks_are_named_on_every_connected_rank(port: int) -> None:
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(outcomes, port, [config()], 4, ranks=(1,))
         # Rank 0 connects once rank 1 has, and times out at its first poll.
-        store.wait(["attempt 0/digest 1"], timedelta(seconds=60))
+        store.wait(["launch  attempt 0/digest 1"], timedelta(seconds=60))
         found = [*outcomes(port, [config(timeout=1e-9)], 4, ranks=(0,)), *first.result()]
     assert all(isinstance(error, RunStopped) for error in found)
     assert str(found[0]) == str(found[1])
@@ -268,3 +268,56 @@ def test_unresolvable_host_is_named(monkeypatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match="MASTER_ADDR is no-such-node, a name that .* cannot resolve"):
         connect_processes(Address(0, 2, "no-such-node", 29500, True, True), config())
+
+
+class CountingStore(dist.Store):
+    """Counts the questions to a store that answers slowly, as under hundreds of idle connections."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.questions = store, 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("add", "check", "get", "multi_get", "set", "append"):
+            self.questions += 1
+            return getattr(self.store, name)
+        return super().__getattribute__(name)
+
+
+def test_the_missing_ranks_of_a_large_run_take_few_questions(port: int) -> None:
+    store = CountingStore(dist.TCPStore("127.0.0.1", port, is_master=False))
+    rendezvous.mark_preparing(store, 7)
+    address = Address(0, 10_000, "127.0.0.1", port, False, True)
+    with pytest.raises(RunStopped, match=r"9999 of 10000 .*rank 1, 2, .*, \.\.\.; preparing: rank 7"):
+        store.append("connected ranks", "0 ")
+        store.add("connected", 1)
+        rendezvous._wait_for_all(store, address, timeout_s=0.0)
+    assert store.questions < 12
+
+
+@pytest.mark.parametrize(
+    "settings", [b"\x1b[2J", b"[]", b'{"model": 3}', b"[" * 100_000], ids=["text", "list", "number", "deep"]
+)
+def test_hostile_values_of_the_store_are_one_printable_line(port: int, settings: bytes) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    for name, value in {
+        "digest 0": b"a",
+        "digest 1": b"b",
+        "settings 0": b"{}",
+        "settings 1": settings,
+    }.items():
+        store.set(name, value)
+    store.set("node 1", b"n1\x1b]0;title\x07\nerror: all is lost\xff")
+    sentence = rendezvous._difference(store, 2)
+    assert sentence.isprintable() and "n1?]0;title?" in sentence and "all is lost" not in sentence
+
+
+def test_processes_of_two_launches_at_one_port_do_not_meet(port: int, monkeypatch) -> None:
+    address = Address(0, 2, "127.0.0.1", port, False, True)
+    stores = []
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for launch in ("17", "18"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+        stores.append(rendezvous.open_store(address, 0.0))
+    stores[0].set("key", "")
+    assert stores[0].check(["key"]) and not stores[1].check(["key"])
