@@ -45,6 +45,10 @@ class MultiStageEngine(PatchedPipelineEngine):
         super().__init__(*args, **kwargs)
         self._stages = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.stage_id]
         self._schedule = lru_cache(maxsize=4)(self.make_schedule)
+        # Messages of the default group would need a communicator of all ranks. All ranks of a group must take
+        # part in its first call, as they need not in an exchange of messages.
+        self._pipeline = self.grid.get_pipe_parallel_group()
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self._pipeline)
         self._messages: list[dist.P2POp] = []
         self._sending: tuple[list[dist.Work], list[dist.P2POp]] = ([], [])
         self._announced: set[int] = set()
@@ -198,7 +202,7 @@ class MultiStageEngine(PatchedPipelineEngine):
 
     def _queue(self, operation: Callable, tensors: Sequence[Tensor], rank: int) -> None:
         peer = self.grid.stage_to_global(rank)
-        self._messages += [dist.P2POp(operation, x, peer) for x in tensors]
+        self._messages += [dist.P2POp(operation, x, peer, self._pipeline) for x in tensors]
 
     def _exec_commit_p2p(self) -> None:
         """Sends and receives the queued messages. Waits for all of them; if nothing is received, at the next

@@ -21,7 +21,7 @@ from megatron.engine.instructions import evaluation_schedule, training_schedule
 from megatron.engine.multi_stage import MultiStageEngine
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
-from megatron.engine.workarounds import PatchedPipelineEngine
+from megatron.engine.workarounds import PatchedPipelineEngine, reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.buckets import divide_into_buckets
@@ -64,6 +64,7 @@ class GPTEngine(PatchedPipelineEngine):
             if config.parallel.optimizer_partitions > 1
             else [],
         )
+        reuse_tp_group(model.mpu(), tp_group.group)
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
             args=None,

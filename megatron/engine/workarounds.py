@@ -57,6 +57,9 @@ tests/distributed/test_optimizer.py unless another file is named.
    parameters meanwhile. tests/distributed/test_zero.py
 20. `train_batch` measures each step with two events of the device and keeps them until it prints, which is
    turned off. Here they are freed after the step. tests/distributed/test_workarounds.py
+21. The pipeline's grid creates a tensor-parallel group of its own. With NCCL a group that is used has a
+   communicator, whose buffers take hundreds of MB on each device. Here the grid gets the model's group.
+   tests/simulated/test_layouts.py
 """
 
 from datetime import timedelta
@@ -68,6 +71,7 @@ import deepspeed.runtime.pipe.engine as pipe_engine
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
@@ -87,6 +91,12 @@ def set_default_group_timeout(timeout: timedelta) -> None:
     """Entry 15. Call it before the process group is created."""
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+def reuse_tp_group(grid: PipelineParallelGrid, tp_group: dist.ProcessGroup | None) -> None:
+    """Entry 21. tp_group: None without tensor parallelism."""
+    if tp_group is not None:
+        grid.slice_proc_group = tp_group
 
 
 class _CachedPartitionedTensor(PartitionedTensor):

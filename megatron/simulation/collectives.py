@@ -22,7 +22,8 @@ def describe_call(name: str, args: tuple) -> CollectiveCall | None:
     if not full:
         return None
     elements = sum(x.numel() for x in full)
-    ranks = (int(args[2]),) if name in POINT_TO_POINT else _ranks_of(args)
+    ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group_of(args)))
+    ranks = (ranks[int(args[2])],) if name in POINT_TO_POINT else tuple(sorted(ranks))
     return CollectiveCall(
         name, ranks, str(full[0].dtype).removeprefix("torch."), elements, elements * full[0].element_size()
     )
@@ -36,11 +37,24 @@ def _flat(argument: Any) -> list[Tensor]:
     return []
 
 
-def _ranks_of(args: tuple) -> tuple[int, ...]:
-    """Global ranks of the process group among the arguments."""
+def group_of(args: tuple) -> dist.ProcessGroup:
+    """The process group among the arguments."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             name = dist.ProcessGroup.unbox(argument).group_name
-            group = dist.distributed_c10d._resolve_process_group(name)
-            return tuple(sorted(dist.get_process_group_ranks(group)))
+            return dist.distributed_c10d._resolve_process_group(name)
     raise ValueError("a collective call without a process group")
+
+
+def communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
+    """What NCCL keeps a communicator for, at the first call of the operation `name`; None for a group of one
+    rank, which needs no buffers.
+
+    It is a process group; of a message that is sent by itself, the pair of ranks. The default group sends
+    such messages, other groups send theirs in batches (`engine.multi_stage`).
+    """
+    group = group_of(args)
+    if dist.get_world_size(group) == 1:
+        return None
+    alone = name in POINT_TO_POINT and group == dist.group.WORLD
+    return group.group_name, int(args[2]) if alone else None

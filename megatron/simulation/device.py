@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from megatron.simulation.collectives import describe_call
+from megatron.simulation.collectives import communicator_of, describe_call
 from megatron.simulation.memory import MemoryTracker
 from megatron.simulation.trace import StepTrace, making_place
 
@@ -64,6 +64,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.memory = MemoryTracker()
         self.host_memory = MemoryTracker()
         self.trace = StepTrace(self.memory)
+        self.communicators: set[tuple[str, int | None] | None] = set()
         self._peers = peers
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -232,6 +233,7 @@ class SimulatedDevice(TorchDispatchMode):
     # --- collectives ---
 
     def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.communicators.add(communicator_of(name, args))
         call = describe_call(name, args)
         if call is not None:
             self.trace.add_call(call)

@@ -133,6 +133,8 @@ class StepRecord:
     end: Memory
     host_bytes: int
     """Large tensors in host memory at the end of the step: offloaded state, offloaded activations."""
+    communicators: int
+    """Of NCCL, from the start of the process."""
     first: Mapping[Instruction, Work]
     rest: Mapping[Instruction, Work]
     last: Mapping[Instruction, Work]

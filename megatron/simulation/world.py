@@ -289,6 +289,7 @@ def _record(
         peak=simulated.memory.peak_memory(),
         end=simulated.memory.current_memory(),
         host_bytes=simulated.host_memory.total,
+        communicators=len(simulated.communicators - {None}),
         first=first,
         rest=rest,
         last=last,

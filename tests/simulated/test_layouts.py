@@ -9,6 +9,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.planner.memory.fit import communicators
 from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.stages import layer_table
 from megatron.planner.timing.communication import ALL_REDUCE
@@ -93,6 +94,12 @@ def test_planned_flops_and_parameters_are_those_of_the_step(name):
         assert record.parameters == sum(map(plan.stage_parameters, stages))
         found = sum(work.flops for work in record.rest.values())
         assert found == sum(table.flops[layer] for layer in layers), f"stage {record.stage}"
+
+
+@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_communicators_are_those_of_the_run(name):
+    assert max(record.communicators for record in records_of(name)) == communicators(config_of(LAYOUTS[name]))
 
 
 @pytest.mark.gate(rows=GATE_ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from megatron.config import Config, ConfigError
@@ -14,9 +15,10 @@ from megatron.planner.timing.hardware import device_memory_bytes
 from megatron.units import GIB
 
 # What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,
-# and NCCL's buffers if there is more than one process. Assumptions, never measured here.
+# and the buffers of NCCL's communicators, for which 0.5 to 0.7 GB each were published for A100s. Assumptions,
+# never measured here.
 CONTEXT_BYTES = GIB
-NCCL_BYTES = GIB
+COMMUNICATOR_BYTES = 600_000_000
 # Memory that the allocator has reserved and cannot use, as a share of the plan, with expandable segments,
 # which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
 FRAGMENTATION = 0.05
@@ -25,10 +27,25 @@ _MAX_FLAGS = 3
 _MIN_SAVING = 0.02
 
 
+def communicators(config: Config) -> int:
+    """NCCL's communicators of the rank that has most: one for each process group of several ranks (all ranks,
+    tensor, data and pipeline parallel, those of a replica of the model, the stages of a tied embedding), and
+    one for each rank that messages are exchanged with."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = (parallel.world_size, tensor, parallel.data_parallel_size, pipeline, tensor * pipeline)
+    holders = parallel.rank_of_stage
+    exchanges = {frozenset(pair) for pair in pairwise(holders)}
+    pairs = [pair for pair in exchanges if len(pair) == 2]
+    if not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]:
+        pairs.append(frozenset((holders[0], holders[-1])))
+    most = max(sum(rank in pair for pair in pairs) for rank in holders)
+    return sum(size > 1 for size in sizes) + most
+
+
 def reserve_bytes(config: Config, planned: float) -> float:
     """Memory that a device needs beside `planned` bytes of tensors: see the constants of this module."""
-    communication = NCCL_BYTES if config.parallel.world_size > 1 else 0
-    return CONTEXT_BYTES + communication + FRAGMENTATION * planned
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators(config) + FRAGMENTATION * planned
 
 
 def spare_bytes(config: Config, planned: float) -> float | None:
@@ -55,7 +72,8 @@ def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) 
     name = config.training.gpu or f"{config.training.device_memory:g} GiB"
     needs = (
         f"stage {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
-        f"NCCL and the allocator, the device ({name}) has {_gib(device)}"
+        f"NCCL ({communicators(config)} communicators) and the allocator, the device ({name}) has "
+        f"{_gib(device)}"
     )
     spare = device - largest - reserve
     if fits(config, largest):

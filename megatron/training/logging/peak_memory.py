@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -16,8 +17,9 @@ def memory_table(layout: ParallelLayout, stages_per_rank: int, planned: Sequence
     """A row per pipeline rank: the least and the largest memory of its ranks, the rank of the largest, and
     the plan. Collective.
 
-    On an accelerator allocated, peak allocated and peak reserved bytes of PyTorch's allocator; on a CPU the
-    memory of the process. planned: bytes by pipeline rank, see `planned_bytes`.
+    On an accelerator allocated, peak allocated and peak reserved bytes of PyTorch's allocator, and on a GPU
+    all bytes in use on it; on a CPU the memory of the process. planned: bytes by pipeline rank, see
+    `planned_bytes`.
     """
     everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
     dist.all_gather_object(everywhere, (layout.pipeline_stage, local_memory()))
@@ -44,8 +46,13 @@ def local_memory() -> dict[str, int]:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return {"resident": status_bytes("VmRSS"), "peak resident": status_bytes("VmHWM")}
-    return {
+    found = {
         "allocated": accelerator.memory_allocated(),
         "peak allocated": accelerator.max_memory_allocated(),
         "peak reserved": accelerator.max_memory_reserved(),
     }
+    if accelerator.device_name() == "cuda":
+        # With what the allocator does not know: the CUDA context, NCCL's buffers, other processes.
+        free, total = torch.cuda.mem_get_info()
+        found["device in use"] = total - free
+    return found

@@ -7,7 +7,13 @@ import re
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.planner.memory.fit import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, fit_summary, reserve_bytes
+from megatron.planner.memory.fit import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    fit_summary,
+    reserve_bytes,
+)
 from megatron.planner.memory.stage_memory import plan_memory, planned_bytes
 from megatron.planner.report import memory_table, run_report
 from megatron.planner.stages import plan_stages
@@ -39,7 +45,8 @@ def test_without_a_device_there_is_no_fit_summary():
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     config, _, memory = planned()
     largest = max(part.total for part in memory)
-    reserve = CONTEXT_BYTES + NCCL_BYTES + FRAGMENTATION * largest
+    # All ranks, data parallel, pipeline, a replica, the tied embedding, the neighbour.
+    reserve = CONTEXT_BYTES + 6 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
     assert reserve_bytes(config, largest) == reserve
     fits, sentence = summary_of("--device-memory 64")
     assert fits and sentence.startswith(
