@@ -19,7 +19,8 @@ _POINTERS = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}
 @dataclass(frozen=True)
 class Variant:
     """A kernel with the types of its arguments. constants: values of the `constexpr` arguments; None for a
-    tensor that is left out. unaligned: arguments that are not multiples of 16."""
+    tensor that is left out. unaligned: arguments that are not multiples of 16. ones: integers that are 1 in
+    the launch, for which triton compiles another kernel, with constants."""
 
     name: str
     kernel: Any
@@ -27,6 +28,7 @@ class Variant:
     constants: dict[str, Any]
     options: dict[str, Any]
     unaligned: tuple[str, ...] = ()
+    ones: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,17 @@ class Resources:
 
 def variants() -> Iterator[Variant]:
     """What runs launch, of every kernel: each dtype, with and without the tensors that may be left out (of
-    attention only with all of them), aligned and unaligned lengths, padded and unpadded heads."""
+    attention only with all of them), aligned and unaligned lengths, padded and unpadded heads, micro-batches
+    of several samples and of one."""
     yield from _dropout_variants()
     yield from _norm_variants()
     yield from _embedding_variants()
     yield from _attention_variants()
     yield from _cross_entropy_variants()
+
+
+# A shard of one row, or one that begins at the second row.
+_EDGE = ("rows", "first_row", "first_column")
 
 
 def _dropout_variants() -> Iterator[Variant]:
@@ -58,15 +65,20 @@ def _dropout_variants() -> Iterator[Variant]:
         "rows columns batch inner outer_stride first_row first_column dropped_below".split(), "i32"
     )
     small = ("batch", "dropped_below")
-    for label, x, bias, residual, out in (
-        ("dropout fp32", "fp32", None, None, "fp32"),
-        ("dropout bf16", "bf16", None, None, "bf16"),
-        ("dropout fp16", "fp16", None, None, "fp16"),
-        ("dropout bf16, fp32 gradient", "fp32", None, None, "bf16"),
-        ("dropout + residual bf16", "bf16", None, "bf16", "bf16"),
-        ("dropout + residual fp32", "fp32", None, "fp32", "fp32"),
-        ("dropout + bias + residual bf16", "bf16", "bf16", "bf16", "bf16"),
-        ("dropout + bias + residual, fp32 residual", "bf16", "bf16", "fp32", "fp32"),
+    # Hidden states [seq, batch, hidden] have no dimension between batch and hidden.
+    hidden = ("inner", "outer_stride")
+    for label, x, bias, residual, out, ones in (
+        ("dropout fp32", "fp32", None, None, "fp32", ()),
+        ("dropout bf16", "bf16", None, None, "bf16", ()),
+        ("dropout bf16 of a hidden state", "bf16", None, None, "bf16", hidden),
+        ("dropout fp16", "fp16", None, None, "fp16", ()),
+        ("dropout bf16, fp32 gradient", "fp32", None, None, "bf16", ()),
+        ("dropout + residual bf16", "bf16", None, "bf16", "bf16", hidden),
+        ("dropout + residual fp32", "fp32", None, "fp32", "fp32", hidden),
+        ("dropout + bias + residual bf16", "bf16", "bf16", "bf16", "bf16", hidden),
+        ("dropout + bias + residual bf16, 1 sample", "bf16", "bf16", "bf16", "bf16", (*hidden, "batch")),
+        ("dropout + bias + residual bf16, 1 row", "bf16", "bf16", "bf16", "bf16", (*_EDGE, *hidden, "batch")),
+        ("dropout + bias + residual, fp32 residual", "bf16", "bf16", "fp32", "fp32", hidden),
     ):
         pointers = {"x": x, "bias": bias, "residual": residual, "out": out}
         absent: dict[str, Any] = {name: None for name, dtype in pointers.items() if dtype is None}
@@ -79,6 +91,7 @@ def _dropout_variants() -> Iterator[Variant]:
             {**absent, **flags, **tile},
             module.OPTIONS,
             (*small, "scale"),
+            ones,
         )
 
 
@@ -104,9 +117,9 @@ def _norm_variants() -> Iterator[Variant]:
 def _embedding_variants() -> Iterator[Variant]:
     from megatron.kernels import embedding_triton as module
 
-    for dtype in _POINTERS:
+    for dtype, ones in (*((dtype, ()) for dtype in _POINTERS), ("bf16", ("tokens",))):
         yield Variant(
-            f"embedding's gradient {dtype}",
+            f"embedding's gradient {dtype}{', 1 token' if ones else ''}",
             module.add_rows_kernel,
             {
                 "total": "*fp32",
@@ -118,6 +131,7 @@ def _embedding_variants() -> Iterator[Variant]:
             },
             {"BLOCK": module.BLOCK},
             module.OPTIONS,
+            ones=ones,
         )
 
 
@@ -133,14 +147,15 @@ def _cross_entropy_variants() -> Iterator[Variant]:
     unaligned = ("num_valid_columns", "gradient_scale", "z_loss_weight")
     for dtype, logits in _POINTERS.items():
         # Over several ranks the gradient is written later, when the numbers of all are known.
-        for with_gradient in (True, False):
+        for with_gradient, ones in ((True, ()), (False, ()), (True, ("rows",))):
             yield Variant(
-                f"cross entropy{'' if with_gradient else ', no gradient'} {dtype}",
+                f"cross entropy{'' if with_gradient else ', no gradient'} {dtype}{', 1 row' if ones else ''}",
                 module.logit_statistics_kernel,
                 {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
                 {"WITH_GRADIENT": with_gradient, "BLOCK": module.BLOCK},
                 module.OPTIONS,
                 unaligned,
+                ones,
             )
         yield Variant(
             f"cross entropy, gradient {dtype}",
@@ -160,18 +175,22 @@ _ATTENTION_TYPES = {
 }
 _ATTENTION_TENSORS = ("query", "key", "value", "out", "grad", "grad_query", "grad_key", "grad_value")
 _UNALIGNED = ("batch", "heads", "group", "first_head", "dropped_below", "scale", "keep_scale")
-# dtype, size of a head (80 and 96 are padded to 128), whether the sequence is a multiple of 16 tokens.
-_ATTENTION_SIZES = (
-    ("bf16", 128, True),
-    ("bf16", 128, False),
-    ("bf16", 96, True),
-    ("bf16", 80, True),
-    ("bf16", 64, True),
-    ("bf16", 64, False),
-    ("fp16", 128, True),
-    ("fp16", 64, True),
-    ("fp32", 128, True),
-    ("fp32", 64, True),
+# dtype, size of a head (80 and 96 are padded to 128), whether the sequence is a multiple of 16 tokens, and
+# what is 1: the micro-batch and, without grouped queries, the heads of a group; on TP rank 1, with a head per
+# rank, the number of the first head.
+_ATTENTION_SIZES: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
+    ("bf16", 128, True, ()),
+    ("bf16", 128, True, ("batch", "group")),
+    ("bf16", 128, True, ("batch", "group", "heads", "first_head")),
+    ("bf16", 128, False, ()),
+    ("bf16", 96, True, ()),
+    ("bf16", 80, True, ("group",)),
+    ("bf16", 64, True, ()),
+    ("bf16", 64, False, ("batch", "group")),
+    ("fp16", 128, True, ()),
+    ("fp16", 64, True, ("group",)),
+    ("fp32", 128, True, ()),
+    ("fp32", 64, True, ("group",)),
 )
 
 
@@ -188,7 +207,7 @@ def _attention_variants() -> Iterator[Variant]:
         "query": module.attention_backward_query_kernel,
         "key": module.attention_backward_key_kernel,
     }
-    for dtype, head_dim, aligned in _ATTENTION_SIZES:
+    for dtype, head_dim, aligned, ones in _ATTENTION_SIZES:
         for name, kernel in kernels.items():
             tiles = module.tiles(name, dtypes[dtype], head_dim)
             flags = dict.fromkeys(("HAS_SLOPES", "HAS_RANGES", "HAS_DROPOUT"), True)
@@ -202,9 +221,9 @@ def _attention_variants() -> Iterator[Variant]:
                 if argument not in constants
             }
             label = f"attention {'forward' if name == 'forward' else f'backward, {name}'} {dtype} {head_dim}"
-            label += "" if aligned else ", any length"
+            label += ("" if aligned else ", any length") + (f", {len(ones)} x 1" if ones else "")
             unaligned = _UNALIGNED if aligned else (*_UNALIGNED, "seq")
-            yield Variant(label, kernel, types, constants, tiles.options, unaligned)
+            yield Variant(label, kernel, types, constants, tiles.options, unaligned, ones)
 
 
 def compile_variant(variant: Variant, architecture: int) -> Resources:
@@ -220,13 +239,15 @@ def compile_variant(variant: Variant, architecture: int) -> Resources:
     from triton.compiler import ASTSource
 
     names = variant.kernel.arg_names
-    signature = {name: variant.types.get(name, "constexpr") for name in names}
+    types = {name: kind for name, kind in variant.types.items() if name not in variant.ones}
+    signature = {name: types.get(name, "constexpr") for name in names}
     attributes = {
         (index,): _ALIGNED
         for index, name in enumerate(names)
-        if name in variant.types and name not in variant.unaligned
+        if name in types and name not in variant.unaligned
     }
-    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    ones = {name: 1 for name in variant.ones if name in names}
+    constants = {(names.index(name),): value for name, value in {**variant.constants, **ones}.items()}
     source = ASTSource(variant.kernel, signature, constants, attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", architecture, 32), options=dict(variant.options)

@@ -34,7 +34,7 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
-KERNELS = {"dropout": 8, "norms": 2, "embedding": 3, "attention": 30, "cross entropy": 9}
+KERNELS = {"dropout": 11, "norms": 2, "embedding": 4, "attention": 36, "cross entropy": 12}
 
 
 @pytest.mark.gate(rows=2)
