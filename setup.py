@@ -18,7 +18,9 @@ setup(
         "megatron.training.harness.tasks": ["*.yaml"],
     },
     install_requires=[
-        "torch>=2.6",
+        # The lowest version whose source was read: GPUs need aten::addmm.dtype_out for CUDA, and a fused
+        # AdamW for buffers above 2^31 elements.
+        "torch>=2.13",
         # megatron/engine/workarounds.py overrides private methods: newer versions are to be tested first.
         "deepspeed>=0.19.8,<0.20",
         "matplotlib",

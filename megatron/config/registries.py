@@ -290,7 +290,7 @@ PIPELINE_SCHEDULES = Registry(
         ),
         "dualpipev": PipelineSchedule(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
-            "pipeline bubble (DualPipeV, arXiv:2412.19437)",
+            "pipeline bubble (DualPipeV, github.com/deepseek-ai/DualPipe)",
             "megatron.pipeline.orders:dual_pipe_v",
             engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
             stages_per_rank=2,

@@ -61,7 +61,7 @@ def _stage_costs(prefix: np.ndarray) -> np.ndarray:
 
 
 def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Bounds of 2 * ranks stages for a V schedule (DualPipeV, arXiv 2412.19437): rank r holds stages r and
+    """Bounds of 2 * ranks stages for a V schedule (DualPipeV): rank r holds stages r and
     2 * ranks - 1 - r. Layer i costs costs[s][i] on stage s.
 
     The cost of the heaviest rank is minimal; among such partitions the sum of squares over the stages is

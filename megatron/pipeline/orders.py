@@ -3,10 +3,10 @@
 The model's layers are divided into chunks (Megatron-LM: model chunks). Chunk c is stage c of the flags, the
 docs and `megatron.engine`; there its index among the chunks of its rank is called phase, as in DeepSpeed.
 Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b', called PipeDream-flush in arXiv 2104.04473;
-'zero-bubble', arXiv 2401.10241), two ('dualpipev', arXiv 2412.19437: rank r of p holds chunks r and
-2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved', arXiv 2104.04473
-section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order of work is a list of steps per rank.
-Each step exchanges messages and then computes.
+'zero-bubble', arXiv 2401.10241), two ('dualpipev', https://github.com/deepseek-ai/DualPipe: rank r of p
+holds chunks r and 2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved',
+arXiv 2104.04473 section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order of work is a list of
+steps per rank. Each step exchanges messages and then computes.
 
 '1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
 `DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:

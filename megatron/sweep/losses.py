@@ -1,6 +1,6 @@
 """Whether the runs of a sweep that must have the same losses have them.
 
-Layout, partition, schedule, micro-batch size and recomputation do not change the losses (invariant 1 of
+Layout, partition, schedule, micro-batch size and recomputation do not change the losses (the first section of
 docs/parallelism.md). Rows that differ in other settings, such as precision or learning rate, form separate
 groups and are not compared.
 """

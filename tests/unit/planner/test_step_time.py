@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from megatron.planner.timing.step_time import (
     StageTime,
     StepTime,
     find_cluster,
+    planned_step,
     predict_step,
     time_lines,
 )
@@ -270,3 +272,26 @@ def test_a_program_that_all_reduces_gradients_reduces_twice_as_long() -> None:
     )
     assert theirs.reduction == pytest.approx(2 * ours.reduction, rel=0.01)
     assert theirs.gather == ours.gather
+
+
+def test_the_costs_of_dropout_in_the_documentation_are_those_of_the_plan(monkeypatch) -> None:
+    flags = (
+        "--dry-run --world-size 64 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
+        "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
+        "--max-position-embeddings 2048 --vocab-size 50257 --micro-batch-size 1 --global-batch-size 512 "
+        "--train-samples 1000000 --lr 1e-4 --bf16 --zero-stage 1 --gpu a100-80gb"
+    )
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tuning.md").read_text()
+
+    def seconds(more: str = "") -> str:
+        config = parse_args([*flags.split(), *more.split()], {})
+        step = planned_step(config, plan_stages(config, 50257), 50257)
+        assert step is not None
+        return f"{step.total:.2f} s"
+
+    without, kernels = seconds("--hidden-dropout 0 --attention-dropout 0"), seconds()
+    monkeypatch.setenv("MEGATRON_KERNELS", "pytorch")
+    found = (
+        f"{without} per step without dropout, {kernels} with the kernels' dropout, {seconds()} with PyTorch's"
+    )
+    assert found in " ".join(page.split())
