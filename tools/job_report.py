@@ -29,6 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser
+from megatron.page.figure import new_figure
 from megatron.text_table import format_table
 from megatron.training.logging.log_lines import ParsedLine, parse_log_line
 
@@ -245,22 +246,12 @@ def draw(run: Run, title: str, output: Path) -> None:
 @contextmanager
 def _figure(output: Path, rows: int, **options: Any) -> Iterator[Sequence[Any]]:
     """Axes over the iterations, one below the other, which are written to `output` at the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, 1, sharex=True, squeeze=False, layout="constrained", **options)
-    try:
+    with new_figure(output, rows, sharex=True, **options) as (_, axes):
         yield axes[:, 0]
         for axis in axes[:, 0]:
             axis.grid(alpha=0.3)
         axes[-1, 0].set_xlabel("iteration")
         axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=120)
-    finally:
-        pyplot.close(figure)
 
 
 def _points(values: dict[int, float]) -> tuple[list[int], list[float]]:

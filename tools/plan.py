@@ -15,7 +15,6 @@ schedule and the partition method; all other flags stay. docs/tuning.md explains
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
 from megatron.config.cli import make_parser
 from megatron.config.tool_parser import ToolParser
+from megatron.files import write_json
 from megatron.page.write import Kind, write_page
 
 RECIPES = ("nodes", "micro-batch")
@@ -102,7 +102,7 @@ def main() -> None:
 
 def _write_json(path: Path, data: dict) -> None:
     try:
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(path, data, indent=1)
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written ({error.strerror}): give another file") from None
     print(f"data       {path}")

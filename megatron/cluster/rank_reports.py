@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name, rank_of, world_size_of
@@ -32,6 +32,7 @@ from megatron.cluster.local.processes import (
     shared_temporary_folder,
     started_by_living_launcher,
 )
+from megatron.files import open_own
 
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Reserved on the disk at the start, so that a rank can report a full disk.
@@ -63,7 +64,7 @@ class RankReport:
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
         self._file: int | None = None
-        self._stacks: TextIO | None = None
+        self._stacks: int | None = None
         if self.folder is None or not rank.isdigit():
             return
         with suppress(OSError):
@@ -77,9 +78,9 @@ class RankReport:
             if other["pid"] != os.getpid() and is_running(other["pid"]) and self.is_temporary:
                 return  # two processes with one RANK: this one has no report
         # Python writes the signal and the stack of a crash in native code there.
-        self._stacks = open(path.with_suffix(".stacks"), "w")
+        self._stacks = open_own(path.with_suffix(".stacks"))
         faulthandler.enable(self._stacks)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = open_own(path)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
@@ -133,7 +134,9 @@ class RankReport:
     def write_stacks(self) -> None:
         """Writes the stacks of all threads to `rank-<N>.stacks`; without reports to stderr."""
         with suppress(OSError, ValueError):
-            faulthandler.dump_traceback(self._stacks or sys.stderr, all_threads=True)
+            faulthandler.dump_traceback(
+                sys.stderr if self._stacks is None else self._stacks, all_threads=True
+            )
 
     def siblings(self) -> list[dict[str, Any]]:
         """The reports of the other ranks on this machine."""
@@ -154,7 +157,7 @@ class RankReport:
     def folder_lock(self) -> Iterator[None]:
         """Holds a lock among the ranks that share the folder."""
         assert self.folder is not None
-        with open(self.folder / "lock", "w") as file:
+        with os.fdopen(open_own(self.folder / "lock"), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -166,7 +169,7 @@ class RankReport:
     def _mark_failed(self, end: ExitStatus) -> None:
         if self.folder is not None and end not in _WITHOUT_FAILURE:
             with suppress(OSError):
-                (self.folder / FAILED_FILE).touch()
+                os.close(open_own(self.folder / FAILED_FILE))
 
     def _write(self) -> bool:
         if self._file is None:

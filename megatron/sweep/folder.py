@@ -26,7 +26,7 @@ from typing import Any
 import megatron
 from megatron.cluster.launch import node_name
 from megatron.config import ConfigError
-from megatron.files import expect_layout, read_json, write_json
+from megatron.files import expect_layout, open_own, read_json, write_json
 from megatron.sweep.axes import label_of
 
 FORMAT = 1
@@ -156,7 +156,7 @@ class SweepFolder:
         """Holds the folder; yields the descriptor, which a started run inherits, so that the folder stays
         locked while a run of a killed sweep still ends. ConfigError if another sweep holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_own(self.path / "lock", 0)
         try:
             deadline = time.monotonic() + _MAX_WAIT_FOR_LOCK_S
             while not _try_lock(descriptor):

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from megatron.cluster.launch import TORCH_VARIABLES
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
+from megatron.files import open_own
 from megatron.sweep.axes import run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
@@ -104,7 +105,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float | None) 
     assert process.stdout is not None
     # A pipe and not the file itself: its end shows that the diagnosis of a failure is complete, and the ranks
     # of a killed sweep end when they print.
-    with open(log, "wb") as file:
+    with os.fdopen(open_own(log), "wb") as file:
         copier = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
         copier.start()
         try:

@@ -26,6 +26,7 @@ from megatron.cluster.exit_status import ExitStatus, is_lost_connection
 from megatron.cluster.launch import has_torch_launcher, local_world_size_of, node_rank_of, world_size_of
 from megatron.cluster.local.processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
+from megatron.files import open_own
 
 # torch's launcher sends SIGKILL 30 s after SIGTERM.
 _MAX_WAIT_FOR_LAUNCHER_S = 90.0
@@ -65,7 +66,7 @@ def _is_responsible(report: RankReport) -> bool:
         if claim.exists():
             return False
         if not report.ended_well:
-            claim.touch()
+            os.close(open_own(claim))
             return True
         if not _running(report.folder):
             report.remove_folder()

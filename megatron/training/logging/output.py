@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TextIO
 
+from megatron.files import open_own, open_stream
 from megatron.training.logging.writers import Writer
+
+
+def open_log(path: str) -> TextIO:
+    """Opens the file of --log-path to append to it, or a device or a pipe. OSError for a link."""
+    stream = open_stream(Path(path))
+    return os.fdopen(open_own(path, os.O_APPEND) if stream is None else stream, "w")
 
 
 class Output:
