@@ -25,6 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
 from megatron.config.cli import make_parser
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
 from megatron.files import write_json
 from megatron.page.write import Kind, write_page
@@ -81,14 +82,14 @@ def main() -> None:
     command_line = read_command_line(words, {})
     config: Config = command_line.config
     for note in [*notes, *command_line.notes]:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     if arguments.search:
         report = plan_tool.search_report(config, words, arguments.top)
     elif arguments.recipe:
         report = plan_tool.recipe_report(config, words, arguments.recipe)
     else:
         report = plan_tool.plan_report(config)
-    print(report.text)
+    print(printable(report.text))
     if arguments.json:
         _write_json(Path(arguments.json), report.data)
     if arguments.plot:

@@ -31,6 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
 from megatron.files import write_atomically, write_json
 from megatron.page.write import write_page
@@ -156,11 +157,11 @@ def run(argv: Sequence[str] | None) -> None:
             for row in summary["rows"]:  # nothing is to be run
                 if row["status"] == "pending":
                     row.update(status="planned", reason=None)
-            print(report_text(summary))
+            print(printable(report_text(summary)))
         else:
             if options.action == "run":
                 _run(folder, options)
-            print(write_report(folder))
+            print(printable(write_report(folder)))
             summary = json.loads((folder.path / "report.json").read_text())
         if options.json:
             write_json(options.json, summary)
@@ -196,7 +197,7 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
     run_sweep(
         folder,
         record,
-        lambda text: print(text, flush=True),
+        lambda text: print(printable(text), flush=True),
         timeout_s=options.timeout,
         retry_failed=options.retry_failed,
     )

@@ -21,6 +21,17 @@ class ConfigError(Exception):
     """
 
 
+def printable(text: str) -> str:
+    """The text with escapes, as \\x1b, for characters that could move a terminal's cursor or hide other text.
+    Line breaks and tabs stay. For texts with names from files, hosts or the environment."""
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 @contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """End the program with exit code 2 on a ConfigError. Every rank exits, see `exit_with_error`."""
@@ -34,7 +45,7 @@ def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.enviro
     """Ends this rank with an error that rank 0 has too, or is sent. Only global rank 0 (environment variable
     RANK, 0 if unset or empty) prints the sentence."""
     if (env.get("RANK") or "0") == "0":
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print(printable(f"error: {sentence}"), file=sys.stderr, flush=True)
     else:
         # The launcher ends rank 0 as soon as this rank has ended, and all others as soon as rank 0 has.
         time.sleep(_RANK_0_PRINTS_S)

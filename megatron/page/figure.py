@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,10 @@ def new_figure(output: Path, rows: int, columns: int = 1, *, dpi: int = 120, **o
     try:
         yield figure, axes
         content = io.BytesIO()
-        figure.savefig(content, dpi=dpi, format=output.suffix[1:] or "png")
+        with warnings.catch_warnings():
+            # It quotes a character of a name, such as ESC, that the font lacks.
+            warnings.filterwarnings("ignore", "Glyph ", UserWarning)
+            figure.savefig(content, dpi=dpi, format=output.suffix[1:] or "png")
     finally:
         pyplot.close(figure)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from megatron.files import open_own
 from megatron.sweep.axes import run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
+from megatron.training.logging.log_lines import read_log_lines
 
 # The variables that a launcher sets: the sweep may itself run under one.
 _LAUNCHER = (*TORCH_VARIABLES, FOLDER_VARIABLE)
@@ -92,7 +93,7 @@ def _run_one(
         timed_out = _wait(process, log, timeout_s)
     finally:
         _end(process)
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = "\n".join(read_log_lines(log))
     result = read_result(row, repeat, text, process.returncode, record.steps)
     if timed_out:
         result |= {"status": "hang", "reason": f"not finished after {timeout_s:g} s (--timeout)"}

@@ -23,6 +23,7 @@ from megatron.planner.script_command import ScriptCommand, read_script, script_e
 from megatron.sweep.axes import run_words
 from megatron.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
+from megatron.training.logging.log_lines import read_log_lines
 
 # Variables of the scripts: full batches from the first step on, and nothing but steps.
 SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS": "0"}
@@ -138,7 +139,7 @@ def task_flags(file: Path, task: int) -> list[str]:
 def record_task(file: Path, task: int, code: int, log: Path) -> None:
     """Writes the result of an array task. code: the exit code of the run. log: its output."""
     record, row, repeat = _task(file, task)
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = "\n".join(read_log_lines(log))
     result = read_result(record.rows[row], repeat, text, code, record.steps)
     facts: Mapping[str, object] = {"started": None, "seconds": None, "log": log.name, "finished": now_text()}
     _folder(file).write_result({**result, **facts, **machine_facts()})

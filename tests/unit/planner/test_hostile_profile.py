@@ -1,0 +1,38 @@
+"""Files of --partition-profile that no run wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.config import parse_args
+from megatron.planner.timing.layer_times import read_layer_times
+from tests.unit.config.command_lines import SMALL
+from tests.unit.hostile import HOSTILE_VALUES, refusal
+
+
+def read(path: Path) -> object:
+    words = ["--partition-method", "profile", "--partition-profile", str(path)]
+    return read_layer_times(parse_args([*SMALL, *words], {}), 1000)
+
+
+def test_a_hostile_pipe_device_or_deep_file_is_one_sentence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    for name in ("pipe", "zero", "deep"):
+        assert f"--partition-profile {tmp_path / name} cannot be read" in refusal(
+            lambda n=name: read(tmp_path / n)
+        )
+
+
+@pytest.mark.parametrize("part", ["", "measured_for", "seconds"])
+def test_hostile_values_in_a_profile_are_refused(part: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile"
+    for value in [*HOSTILE_VALUES, {"x": 10**400}, [["a", "b"]]]:
+        profile = {"measured_for": {}, "seconds": {"layer": 1.0}, part: value} if part else value
+        file.write_text(json.dumps(profile))
+        assert str(file) in refusal(lambda: read(file))
