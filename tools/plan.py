@@ -6,8 +6,9 @@
     python tools/plan.py --search --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
     python tools/plan.py --recipe nodes --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
 
-The other flags are those of pretrain_gpt.py. --script runs the sbatch script with DRY_RUN=1, which starts
-nothing, and plans the command that it prints; further flags override the script's. A search varies the sizes
+The other flags are those of pretrain_gpt.py. --script executes the sbatch script as you, with DRY_RUN=1, and
+plans the command that it prints; further flags override the script's. The scripts of examples/slurm start
+nothing with DRY_RUN=1; read any other script before. A search varies the sizes
 of tensor and pipeline parallelism, the micro-batch, recomputation, sequence parallelism, the ZeRO stage, the
 schedule and the partition method; all other flags stay. docs/tuning.md explains the output.
 """
@@ -48,7 +49,11 @@ class PlanParser(ToolParser):
 def build_parser() -> PlanParser:
     """The command line."""
     parser = PlanParser(__doc__)
-    parser.add_argument("--script", metavar="FILE", help="sbatch script whose command is planned")
+    parser.add_argument(
+        "--script",
+        metavar="FILE",
+        help="sbatch script whose command is planned; it is executed as you, with DRY_RUN=1",
+    )
     parser.add_argument("--search", action="store_true", help="search the fastest layout that fits")
     parser.add_argument(
         "--recipe",

@@ -76,7 +76,9 @@ def build_parser() -> ToolParser:
         "--retry-failed", action="store_true", help="run those combinations again that failed"
     )
     parser.add_argument(
-        "--sbatch", metavar="SCRIPT", help="run this script of examples/slurm, as an array of jobs"
+        "--sbatch",
+        metavar="SCRIPT",
+        help="run this script of examples/slurm, as an array of jobs; it is first executed with DRY_RUN=1",
     )
     parser.add_argument(
         "--sbatch-options", metavar="TEXT", default="", help="options of sbatch, such as '--time=01:00:00'"

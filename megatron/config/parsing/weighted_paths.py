@@ -64,7 +64,7 @@ def read_groups_file(option: str, file: str) -> tuple[str, ...]:
     try:
         if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES):
             raise ConfigError(
-                f"{option}: {file} is not a regular file of {_MAX_FILE_BYTES:,} bytes at most: correct the path"
+                f"{option}: {file} is not a regular file of {_MAX_FILE_BYTES:,} bytes at most: correct it"
             )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
