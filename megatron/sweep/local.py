@@ -17,7 +17,7 @@ from typing import IO, Any
 from megatron.cluster.launch import TORCH_VARIABLES
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.files import open_own
-from megatron.sweep.axes import run_words
+from megatron.sweep.axes import checked_row, num_processes, run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
 from megatron.training.logging.log_lines import read_log_lines
@@ -59,10 +59,13 @@ def run_sweep(
 
 
 def run_command(base: list[str], row: RecordedRow, steps: int) -> list[str]:
-    """The command of a run: torch's launcher, or plain Python for one process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(row.processes)]
-    program = [str(ROOT / "pretrain_gpt.py"), *run_words(base, row.words, steps)]
-    return [sys.executable, "-u", *(launcher if row.processes > 1 else []), *program]
+    """The command of a run: torch's launcher, or plain Python for one process. ConfigError for settings that
+    no --vary could have made."""
+    # From the settings: sweep.json may have been changed since its rows were checked.
+    words = run_words(base, checked_row(row.settings, base).words, steps)
+    processes = num_processes(words)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [sys.executable, "-u", *(launcher if processes > 1 else []), str(ROOT / "pretrain_gpt.py"), *words]
 
 
 def run_environment(env: dict[str, str]) -> dict[str, str]:

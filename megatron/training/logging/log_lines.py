@@ -143,7 +143,7 @@ def _fields(text: str) -> ParsedLine:
     for field in text.split("|")[:-1]:  # a field without a final bar is cut off
         label, _, value = field.rpartition(":")
         label = label.strip()
-        number = _number(value.strip())
+        number = parse_number(value.strip())
         if not label or number is None:
             continue
         if label == _MILLISECONDS:
@@ -153,7 +153,8 @@ def _fields(text: str) -> ParsedLine:
     return fields
 
 
-def _number(text: str) -> int | float | None:
+def parse_number(text: str) -> int | float | None:
+    """The number that a field of a line holds; None if it is not one."""
     try:
         number = int(text)
         if abs(number) < _LARGEST_INTEGER:
