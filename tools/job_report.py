@@ -328,8 +328,8 @@ def run(argv: Sequence[str] | None) -> None:
             found = read_logs(options.logs)
             print(printable(report(found)))
             draw(found, options.title or options.logs[-1].name, options.output)
-    except OSError as error:
-        raise ConfigError(f"--output {options.output} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: an unknown format
+        raise ConfigError(f"--output {options.output} cannot be written: {error}") from error
     print(printable(f"wrote {options.output}"))
 
 

@@ -1,4 +1,4 @@
-"""Files of --partition-profile that no run wrote."""
+"""Files of --partition-profile that no run wrote, and impossible numbers of simulated ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import parse_args
 from megatron.planner.timing.layer_times import read_layer_times
+from megatron.simulation.stages import simulate_stages
 from tests.unit.config.command_lines import SMALL
 from tests.unit.hostile import HOSTILE_VALUES, refusal
 
@@ -36,3 +37,9 @@ def test_hostile_values_in_a_profile_are_refused(part: str, tmp_path: Path) -> N
         profile = {"measured_for": {}, "seconds": {"layer": 1.0}, part: value} if part else value
         file.write_text(json.dumps(profile))
         assert str(file) in refusal(lambda: read(file))
+
+
+def test_a_hostile_number_of_simulated_ranks_is_refused_at_once() -> None:
+    words = "--simulate --world-size 1000000 --global-batch-size 1000000 --train-samples 1000000".split()
+    config = parse_args([*SMALL, *words], {})
+    assert "--world-size 1000000: expected 16,384 at most" in refusal(lambda: simulate_stages(config))
