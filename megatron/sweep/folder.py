@@ -102,7 +102,8 @@ class SweepFolder:
         with expect_layout(file, "the record of a sweep"):
             if content["format"] != FORMAT:
                 raise ConfigError(
-                    f"{file} has format {content['format']}, expected {FORMAT}: use the program that wrote it"
+                    f"{file} has format {content['format']!r:.60}, expected {FORMAT}: use the program that "
+                    "wrote it"
                 )
             check_record(content)
             return Record(**{**content, "rows": [RecordedRow(**row) for row in content["rows"]]})
