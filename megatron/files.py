@@ -2,6 +2,7 @@
 
 Symbolic links are followed for reading, since users keep files on other disks and the caches of Hugging Face
 consist of links. The target must be a regular file: a device or a pipe is never opened.
+Links are not followed for writing: in a folder that others can write to, a link could name any of your files.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,15 +32,58 @@ class HostileFileError(ConfigError):
 
 def open_regular(path: Path | str) -> BinaryIO:
     """Opens a file for reading. OSError if it does not exist, or if it is not a regular file."""
-    # O_NONBLOCK: opening a pipe without a writer would block.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def open_own(path: Path | str, flags: int = os.O_TRUNC) -> int:
+    """Opens a file for reading and writing, and creates it; returns its descriptor. OSError for a link, for a
+    file with a second name, and for what is not a regular file."""
+    # The file is emptied only after the checks.
+    descriptor = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags & ~os.O_TRUNC)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        return os.fdopen(descriptor, "rb")
+        if os.fstat(descriptor).st_nlink > 1:
+            raise OSError(errno.EMLINK, "it has a second name (a hard link)", str(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
+    return descriptor
+
+
+def _open_regular(path: Path | str, flags: int) -> int:
+    # O_NONBLOCK: opening a pipe would wait for its other end.
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def open_stream(path: Path) -> int | None:
+    """The descriptor of a device, a pipe, or an open file of this process (/dev/stdout); None for any other
+    path. OSError for a pipe that nobody reads."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    parent = path.parent.resolve()
+    is_open_file = parent == Path("/dev") or Path("/proc") in parent.parents
+    if not (is_open_file or stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
+        return None
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
+            if os.path.samestat(status, os.fstat(stream.fileno())):
+                stream.flush()
+                return os.dup(stream.fileno())  # opened again, a redirected output would begin at its start
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -83,24 +128,34 @@ def _is_shallow(value: Any) -> bool:
     return False
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file through a temporary file, a sync and a rename: it is complete, or unchanged."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", opener=_not_through_a_link) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_file(path.parent)
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a small file through a temporary file, a sync and a rename: it is complete, or unchanged.
+
+    A link is replaced; its target does not change. A device or a pipe is written directly. Characters that
+    UTF-8 lacks, as in the name of a file with bytes of another encoding, are written as escapes.
+    """
+    if isinstance(content, str):
+        content = content.encode(errors="backslashreplace")
+    try:
+        if (stream := open_stream(path)) is not None:
+            with os.fdopen(stream, "wb") as file:
+                file.write(content)
+            return
+        temporary = path.with_name(path.name + ".tmp")
+        with os.fdopen(open_own(temporary), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_file(path.parent)
+    except OSError as error:
+        # A failed write does not name the file.
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
     """Writes a JSON file as `write_atomically`."""
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
-
-
-def _not_through_a_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager

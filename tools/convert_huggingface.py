@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, DataConfig, LoggingConfig, exit_on_config_error
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
@@ -226,7 +227,7 @@ def run(argv: Sequence[str] | None) -> None:
     configure_logging(LoggingConfig())
     notes = to_hugging_face(arguments) if arguments.load is not None else to_universal(arguments)
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(printable(f"note: {note}"), file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

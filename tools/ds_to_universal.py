@@ -26,6 +26,7 @@ from megatron.checkpoint.convert.source import Source, open_source
 from megatron.checkpoint.convert.to_universal import convert
 from megatron.checkpoint.integrity.manifest import file_problems
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
 
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
         )
         for warning in source.warnings:
-            print(f"warning: {warning}")
+            print(printable(f"warning: {warning}"))
         if arguments.verify_digests:
             print("note: --verify-digests is deprecated and ignored: digests are verified by default")
         if source.run is None:

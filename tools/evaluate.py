@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2, a rank that never came prints
     one and exits with code 1."""
     from megatron.cluster.exit_codes import RunStopped
-    from megatron.config.errors import exit_with_error
+    from megatron.config.errors import exit_with_error, printable
 
     with exit_on_config_error():
         try:
@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except RunStopped as error:
             if error.on_all_ranks:
                 exit_with_error(str(error), error.exit_code)
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(printable(f"error: {error}"), file=sys.stderr, flush=True)
             sys.exit(error.exit_code)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, LoggingConfig, exit_on_config_error
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
 
 DAMAGED_EXIT_CODE = 1
@@ -70,7 +71,7 @@ def show_two(folders: Sequence[Path], as_json: bool) -> None:
 
 
 def _print(report: Any, as_json: bool, as_text: Callable[[Any], str]) -> None:
-    print(json.dumps(asdict(report), indent=2) if as_json else as_text(report))
+    print(json.dumps(asdict(report), indent=2) if as_json else printable(as_text(report)))
 
 
 def run(argv: Sequence[str] | None) -> int:

@@ -28,17 +28,22 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
+from megatron.page.figure import new_figure
 from megatron.text_table import format_table
-from megatron.training.logging.log_lines import ParsedLine, parse_log_line
+from megatron.training.logging.log_lines import ParsedLine, parse_log_line, read_log_lines
 
 # Printed before training starts: by this repository, and by Megatron.
-_START = re.compile(
-    r"starting from .*, iteration (?P<resumed>\d+)|initializing from scratch|"
-    r"successfully loaded checkpoint .* at iteration (?P<loaded>\d+)"
-)
+_LOADED = {
+    "starting from ": re.compile(r", iteration (\d{1,18})"),
+    "successfully loaded checkpoint ": re.compile(r" at iteration (\d{1,18})"),
+}
+_FROM_SCRATCH = "initializing from scratch"
 # Fields that the pictures show below the loss, and their labels.
 _LABELS = {"grad_norm": "grad norm", "learning_rate": "lr", "samples_per_second": "samples / s"}
+# Sums of larger numbers overflow in matplotlib.
+_MOST_DRAWN = 1e100
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -95,11 +100,11 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
         start = Start(name)
         for line in lines:
             parsed = parse_log_line(line)
-            if found := _START.search(line):
+            if (begin := _begin_of(line)) is not None:
                 if start.lines:  # a requeued job continues the same log
                     run.starts.append(start)
                     start = Start(name)
-                start.begin = int(found["resumed"] or found["loaded"] or 0)
+                start.begin = begin
             if parsed is None:
                 continue
             # The line of an evaluation at the end of training may lack the iteration: it is the last one.
@@ -118,6 +123,15 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
         if start.lines:
             run.starts.append(start)
     return run
+
+
+def _begin_of(line: str) -> int | None:
+    """The iteration at which the line says that training begins; None for any other line."""
+    for words, iteration in _LOADED.items():
+        # The last number: the name of a checkpoint comes before it.
+        if found := iteration.findall(line.partition(words)[2]):
+            return int(found[-1])
+    return 0 if _FROM_SCRATCH in line else None
 
 
 def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
@@ -245,26 +259,16 @@ def draw(run: Run, title: str, output: Path) -> None:
 @contextmanager
 def _figure(output: Path, rows: int, **options: Any) -> Iterator[Sequence[Any]]:
     """Axes over the iterations, one below the other, which are written to `output` at the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, 1, sharex=True, squeeze=False, layout="constrained", **options)
-    try:
+    with new_figure(output, rows, sharex=True, **options) as (_, axes):
         yield axes[:, 0]
         for axis in axes[:, 0]:
             axis.grid(alpha=0.3)
         axes[-1, 0].set_xlabel("iteration")
         axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=120)
-    finally:
-        pyplot.close(figure)
 
 
 def _points(values: dict[int, float]) -> tuple[list[int], list[float]]:
-    iterations = sorted(values)
+    iterations = sorted(iteration for iteration, value in values.items() if not abs(value) > _MOST_DRAWN)
     return iterations, [values[iteration] for iteration in iterations]
 
 
@@ -289,10 +293,9 @@ def build_parser() -> ToolParser:
 def read_logs(logs: Sequence[Path]) -> Run:
     """The run in these logs. Raises ConfigError if they cannot be read, or contain no line of a run."""
     try:
-        texts = [(log.name, log.read_text(encoding="utf-8", errors="replace")) for log in logs]
+        found = read_run((log.name, read_log_lines(log)) for log in logs)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
-    found = read_run((name, text.splitlines()) for name, text in texts)
     if not found.starts and not found.validation:
         raise ConfigError(
             f"no training or validation line in {', '.join(map(str, logs))}: expected console logs of "
@@ -319,15 +322,15 @@ def run(argv: Sequence[str] | None) -> None:
     try:
         if options.compare:
             runs = read_runs(options.logs)
-            print(comparison(runs))
+            print(printable(comparison(runs)))
             draw_comparison(runs, options.title, options.output)
         else:
             found = read_logs(options.logs)
-            print(report(found))
+            print(printable(report(found)))
             draw(found, options.title or options.logs[-1].name, options.output)
-    except OSError as error:
-        raise ConfigError(f"--output {options.output} cannot be written: {error.strerror}") from error
-    print(f"wrote {options.output}")
+    except (OSError, ValueError) as error:  # ValueError: an unknown format
+        raise ConfigError(f"--output {options.output} cannot be written: {error}") from error
+    print(printable(f"wrote {options.output}"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,8 +6,9 @@
     python tools/plan.py --search --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
     python tools/plan.py --recipe nodes --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
 
-The other flags are those of pretrain_gpt.py. --script runs the sbatch script with DRY_RUN=1, which starts
-nothing, and plans the command that it prints; further flags override the script's. A search varies the sizes
+The other flags are those of pretrain_gpt.py. --script executes the sbatch script as you, with DRY_RUN=1, and
+plans the command that it prints; further flags override the script's. The scripts of examples/slurm start
+nothing with DRY_RUN=1; read any other script before. A search varies the sizes
 of tensor and pipeline parallelism, the micro-batch, recomputation, sequence parallelism, the ZeRO stage, the
 schedule and the partition method; all other flags stay. docs/tuning.md explains the output.
 """
@@ -15,7 +16,6 @@ schedule and the partition method; all other flags stay. docs/tuning.md explains
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -26,7 +26,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
 from megatron.config.cli import make_parser
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
+from megatron.files import write_json
 from megatron.page.write import Kind, write_page
 
 RECIPES = ("nodes", "micro-batch")
@@ -47,7 +49,11 @@ class PlanParser(ToolParser):
 def build_parser() -> PlanParser:
     """The command line."""
     parser = PlanParser(__doc__)
-    parser.add_argument("--script", metavar="FILE", help="sbatch script whose command is planned")
+    parser.add_argument(
+        "--script",
+        metavar="FILE",
+        help="sbatch script whose command is planned; it is executed as you, with DRY_RUN=1",
+    )
     parser.add_argument("--search", action="store_true", help="search the fastest layout that fits")
     parser.add_argument(
         "--recipe",
@@ -81,14 +87,14 @@ def main() -> None:
     command_line = read_command_line(words, {})
     config: Config = command_line.config
     for note in [*notes, *command_line.notes]:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     if arguments.search:
         report = plan_tool.search_report(config, words, arguments.top)
     elif arguments.recipe:
         report = plan_tool.recipe_report(config, words, arguments.recipe)
     else:
         report = plan_tool.plan_report(config)
-    print(report.text)
+    print(printable(report.text))
     if arguments.json:
         _write_json(Path(arguments.json), report.data)
     if arguments.plot:
@@ -102,7 +108,7 @@ def main() -> None:
 
 def _write_json(path: Path, data: dict) -> None:
     try:
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        write_json(path, data, indent=1)
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written ({error.strerror}): give another file") from None
     print(f"data       {path}")

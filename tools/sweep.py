@@ -19,7 +19,6 @@ report  prints the table of a folder, and writes report.md, .csv, .png and .json
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -31,10 +30,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
-from megatron.files import write_atomically, write_json
+from megatron.files import read_json, write_atomically, write_json
 from megatron.page.write import write_page
 from megatron.sweep.axes import check_base, make_rows, split_command
+from megatron.sweep.file_checks import MAX_REPEAT
 from megatron.sweep.folder import Record, RecordedRow, SweepFolder, new_record
 from megatron.sweep.picture import draw_summary
 from megatron.sweep.summary import summarize
@@ -75,7 +76,9 @@ def build_parser() -> ToolParser:
         "--retry-failed", action="store_true", help="run those combinations again that failed"
     )
     parser.add_argument(
-        "--sbatch", metavar="SCRIPT", help="run this script of examples/slurm, as an array of jobs"
+        "--sbatch",
+        metavar="SCRIPT",
+        help="run this script of examples/slurm, as an array of jobs; it is first executed with DRY_RUN=1",
     )
     parser.add_argument(
         "--sbatch-options", metavar="TEXT", default="", help="options of sbatch, such as '--time=01:00:00'"
@@ -147,8 +150,11 @@ def run(argv: Sequence[str] | None) -> None:
     """Run the tool. Raises ConfigError for a user's mistake."""
     options = build_parser().parse_args(argv)
     options.argv = argv
-    if options.steps < 1 or options.repeat < 1:
-        raise ConfigError(f"--steps {options.steps} --repeat {options.repeat}: expected at least 1")
+    if options.steps < 1 or not 1 <= options.repeat <= MAX_REPEAT:
+        raise ConfigError(
+            f"--steps {options.steps} --repeat {options.repeat}: expected at least 1, and at most "
+            f"{MAX_REPEAT:,} repeats"
+        )
     folder = SweepFolder(options.folder)
     try:
         if options.action == "plan":
@@ -156,12 +162,12 @@ def run(argv: Sequence[str] | None) -> None:
             for row in summary["rows"]:  # nothing is to be run
                 if row["status"] == "pending":
                     row.update(status="planned", reason=None)
-            print(report_text(summary))
+            print(printable(report_text(summary)))
         else:
             if options.action == "run":
                 _run(folder, options)
-            print(write_report(folder))
-            summary = json.loads((folder.path / "report.json").read_text())
+            print(printable(write_report(folder)))
+            summary = read_json(folder.path / "report.json")
         if options.json:
             write_json(options.json, summary)
         if options.html:
@@ -196,7 +202,7 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
     run_sweep(
         folder,
         record,
-        lambda text: print(text, flush=True),
+        lambda text: print(printable(text), flush=True),
         timeout_s=options.timeout,
         retry_failed=options.retry_failed,
     )

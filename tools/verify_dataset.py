@@ -21,7 +21,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.errors import CONFIG_ERROR_EXIT_CODE
+from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, printable
 from megatron.config.tool_parser import ToolParser
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.tokenizer.vocabulary_record import read_record, record_path
@@ -104,7 +104,7 @@ def report(prefix: str) -> bool:
     try:
         print(verify(prefix), flush=True)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         return False
     return True
 

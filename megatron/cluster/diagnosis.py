@@ -27,8 +27,10 @@ from megatron.cluster.exit_status import (
     ExitStatus,
     is_caused_here,
 )
-from megatron.cluster.rank_reports import read_reports
-from megatron.text_table import rank_list
+from megatron.cluster.launch import MAX_PROCESSES
+from megatron.cluster.rank_reports import read_report, read_reports
+from megatron.config.errors import printable
+from megatron.text_table import first_few, rank_list
 
 Report = dict[str, Any]
 
@@ -301,10 +303,16 @@ def main() -> None:
     )
     parser.add_argument("--slurm", nargs=2, metavar=("JOB", "NODES"), help="job and nodes to ask Slurm about")
     arguments = parser.parse_args()
+    if not 1 <= arguments.processes <= MAX_PROCESSES:
+        parser.error(f"--processes {arguments.processes}: expected 1 to {MAX_PROCESSES:,}")
     slurm = ask_slurm(*arguments.slurm) if arguments.slurm else SlurmJob()
     diagnosis = diagnose(read_reports(arguments.folder), arguments.processes, slurm, arguments.ended_by_slurm)
+    damaged = [path.name for path in sorted(arguments.folder.glob("rank-*.json")) if not read_report(path)]
+    if damaged and diagnosis.code:
+        text = f"note: {first_few(damaged)} in {arguments.folder} cannot be read as reports of a rank"
+        print(printable(text), file=sys.stderr)
     if diagnosis.text:
-        print(diagnosis.text, file=sys.stderr, flush=True)
+        print(printable(diagnosis.text), file=sys.stderr, flush=True)
     sys.exit(diagnosis.code)
 
 

@@ -21,7 +21,7 @@ from megatron.cluster.exit_status import (
 from megatron.cluster.launch import has_torch_launcher, node_name
 from megatron.cluster.local.diagnosis import conclude
 from megatron.cluster.rank_reports import RankReport
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, printable
 
 
 class RunStopped(Exception):
@@ -93,7 +93,7 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
     if report.end(end, text, **facts):
         conclude(report)
     else:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     _exit(code)
 
 

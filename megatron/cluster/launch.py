@@ -21,6 +21,8 @@ from megatron.config.errors import ConfigError
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
+# Of a run. Rank 0 asks for each process by itself, which for a typo takes minutes and GB.
+MAX_PROCESSES = 100_000
 # The variables that torch's launcher sets. Empty ones count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The number of processes that MPI's launcher has started, and the variables with their ranks.
@@ -120,10 +122,10 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 def _check_torch_variables(env: Mapping[str, str]) -> None:
     world_size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
-    if world_size < 1:
+    if not 1 <= world_size <= MAX_PROCESSES:
         raise ConfigError(
-            f"WORLD_SIZE is {world_size}: expected the number of processes, 1 or more; unset RANK and "
-            "WORLD_SIZE, or correct the script that sets them"
+            f"WORLD_SIZE is {world_size}: expected the number of processes, 1 or more (at most "
+            f"{MAX_PROCESSES:,}); unset RANK and WORLD_SIZE, or correct the script that sets them"
         )
     if not 0 <= rank < world_size:
         raise ConfigError(

@@ -14,15 +14,16 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import json
+import math
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name, rank_of, world_size_of
@@ -32,12 +33,16 @@ from megatron.cluster.local.processes import (
     shared_temporary_folder,
     started_by_living_launcher,
 )
+from megatron.config.errors import ConfigError, printable
+from megatron.files import open_own, open_regular, read_json
 
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Reserved on the disk at the start, so that a rank can report a full disk.
 _REPORT_BYTES = 16_384
 # Longer than a diagnosis waits.
 _DEAD_AFTER_S = 600.0
+# Of a hundred threads with a hundred frames each.
+_MAX_STACKS_BYTES = 1 << 20
 STOP_REQUEST_FILE = "leave"
 FAILED_FILE = "failed"
 
@@ -63,7 +68,7 @@ class RankReport:
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
         self._file: int | None = None
-        self._stacks: TextIO | None = None
+        self._stacks: int | None = None
         if self.folder is None or not rank.isdigit():
             return
         with suppress(OSError):
@@ -73,13 +78,14 @@ class RankReport:
             self.note(rank=int(rank), host=host, pid=os.getpid(), started=time.time())
 
     def _open(self, path: Path) -> None:
-        for other in _readable([path]):
-            if other["pid"] != os.getpid() and is_running(other["pid"]) and self.is_temporary:
+        other = read_report(path)
+        if other is not None and self.is_temporary:
+            if other["pid"] != os.getpid() and is_running(other["pid"]):
                 return  # two processes with one RANK: this one has no report
         # Python writes the signal and the stack of a crash in native code there.
-        self._stacks = open(path.with_suffix(".stacks"), "w")
+        self._stacks = open_own(path.with_suffix(".stacks"))
         faulthandler.enable(self._stacks)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = open_own(path)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
@@ -133,7 +139,9 @@ class RankReport:
     def write_stacks(self) -> None:
         """Writes the stacks of all threads to `rank-<N>.stacks`; without reports to stderr."""
         with suppress(OSError, ValueError):
-            faulthandler.dump_traceback(self._stacks or sys.stderr, all_threads=True)
+            faulthandler.dump_traceback(
+                sys.stderr if self._stacks is None else self._stacks, all_threads=True
+            )
 
     def siblings(self) -> list[dict[str, Any]]:
         """The reports of the other ranks on this machine."""
@@ -154,7 +162,7 @@ class RankReport:
     def folder_lock(self) -> Iterator[None]:
         """Holds a lock among the ranks that share the folder."""
         assert self.folder is not None
-        with open(self.folder / "lock", "w") as file:
+        with os.fdopen(open_own(self.folder / "lock"), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -166,7 +174,7 @@ class RankReport:
     def _mark_failed(self, end: ExitStatus) -> None:
         if self.folder is not None and end not in _WITHOUT_FAILURE:
             with suppress(OSError):
-                (self.folder / FAILED_FILE).touch()
+                os.close(open_own(self.folder / FAILED_FILE))
 
     def _write(self) -> bool:
         if self._file is None:
@@ -193,6 +201,7 @@ def remove_dead_folders(own: Path) -> None:
 
 def _fitting(facts: dict[str, Any]) -> bytes:
     """As JSON. A text that is too long is cut at its start."""
+    facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
     while len(encoded := json.dumps(facts).encode()) > _REPORT_BYTES:
         text = facts["text"]
         facts = {**facts, "text": text[len(text) // 4 + 1 :]}
@@ -201,14 +210,54 @@ def _fitting(facts: dict[str, Any]) -> bytes:
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
     """The reports in a folder, sorted by rank, without those that cannot be read."""
-    return sorted(_readable(folder.glob("rank-*.json")), key=lambda report: report["rank"])
+    reports = [report for path in folder.glob("rank-*.json") if (report := read_report(path)) is not None]
+    return sorted(reports, key=lambda report: report["rank"])
 
 
-def _readable(paths: Iterable[Path]) -> Iterable[dict[str, Any]]:
-    for path in paths:
-        with suppress(OSError, ValueError, KeyError):
-            report = json.loads(path.read_text())
-            report["rank"], report["pid"] = int(report["rank"]), int(report["pid"])
-            stacks = path.with_suffix(".stacks")
-            report["stacks"] = stacks.read_text() if stacks.exists() else ""
-            yield report
+def read_report(path: Path) -> dict[str, Any] | None:
+    """A report with its stacks; None if it cannot be read, or is not what a rank writes."""
+    try:
+        report = read_json(path)
+    except (OSError, ValueError, ConfigError):
+        return None
+    if not isinstance(report, dict) or not _is_complete(report):
+        return None
+    report["stacks"] = ""
+    with suppress(OSError), open_regular(path.with_suffix(".stacks")) as stacks:
+        report["stacks"] = stacks.read(_MAX_STACKS_BYTES).decode(errors="replace")
+    return report
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# What the diagnosis reads. Facts that it does not read may have any value.
+_EXPECTED: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("rank", "pid", "stage", "iteration", "saved_iteration", "first_rank"), _is_number),
+    **dict.fromkeys(("host", "text", "signal", "place", "device", "waits_in", "load_to_resume"), _is_text),
+    **dict.fromkeys(("first", "on_all_ranks"), _is_flag),
+    "ended": lambda value: type(value) in (int, float) and abs(value) < math.inf,
+    "end": lambda value: value in [status.value for status in ExitStatus],
+    "stopped": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+}
+
+
+def _is_complete(report: dict[str, Any]) -> bool:
+    """Whether the facts are of the expected types, and those that always stand together are there."""
+    needed = {"rank", "pid", "host"}
+    if "end" in report:
+        needed |= {"text", "ended"}
+    if report.get("end") == ExitStatus.HANG:
+        needed.add("place")
+    return needed <= report.keys() and all(
+        is_valid(report[name]) for name, is_valid in _EXPECTED.items() if name in report
+    )

@@ -21,10 +21,21 @@ class ConfigError(Exception):
     """
 
 
+def printable(text: str) -> str:
+    """The text with escapes, as \\x1b, for characters that could move a terminal's cursor or hide other text.
+    Line breaks and tabs stay. For texts with names from files, hosts or the environment."""
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def one_line(text: object, limit: int = 200) -> str:
     """Another error, or a value from a file, for an error message: one line, short, printable."""
     lines = str(text).strip().splitlines() or [type(text).__name__]
-    line = "".join(c if c.isprintable() else "?" for c in lines[0][: limit + 1])
+    line = printable(lines[0][: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]}..."
 
 
@@ -41,7 +52,7 @@ def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.enviro
     """Ends this rank with an error that rank 0 has too, or is sent. Only global rank 0 (environment variable
     RANK, 0 if unset or empty) prints the sentence."""
     if (env.get("RANK") or "0") == "0":
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        print(printable(f"error: {sentence}"), file=sys.stderr, flush=True)
     else:
         # The launcher ends rank 0 as soon as this rank has ended, and all others as soon as rank 0 has.
         time.sleep(_RANK_0_PRINTS_S)

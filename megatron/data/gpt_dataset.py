@@ -17,6 +17,9 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import SampleIndex, build_sample_order
 from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
 
+# Numbers of samples are exact in float64 up to it, and their sums fit 64 bits.
+_MOST_SAMPLES = 2**53
+
 
 class GPTDataset:
     """The samples of one split in training order, int64 [seq_length + 1] each."""
@@ -194,8 +197,13 @@ def index_requests(
 ) -> list[IndexRequest]:
     """One request per component, for its number of samples among the first `num_samples` of the group.
 
-    cache_folder: see `IndexRequest`.
+    cache_folder: see `IndexRequest`. ConfigError for a number of samples that no file can hold.
     """
+    if num_samples > _MOST_SAMPLES:
+        raise ConfigError(
+            f"the run reads {num_samples:,} samples of the {group.name} data, expected {_MOST_SAMPLES:,} at "
+            "most: reduce --train-samples or --train-iters, --eval-iters, or --global-batch-size"
+        )
     shares = BlendOrder(group.weights).samples_of_components(num_samples)
     return [
         # A component with a tiny weight can have 0 samples in a short run. Its dataset has at least one.

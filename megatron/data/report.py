@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config import DataConfig, parse_split
+from megatron.config import ConfigError, DataConfig, parse_split
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.data.blended_dataset import BlendOrder
 from megatron.data.gpt_dataset import index_requests, requested_groups
 from megatron.text_table import format_table
+
+# An evaluation that repeats its data so often has a typo in its flags. The index of so many samples takes
+# hundreds of MB and seconds, that of a hundred times as many all memory.
+_MAX_EVALUATION_EPOCHS = 1000
+_ALWAYS_ALLOWED_SAMPLES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -36,28 +41,42 @@ def dataset_usage(
 ) -> list[DatasetUsage]:
     """What a run reads. num_samples: samples of the train, valid and test split; 0: not read, no entry.
 
-    Raises ConfigError for damaged data and for a split with fewer tokens than one sample.
+    Raises ConfigError for damaged data, for a split with fewer tokens than one sample, and for evaluations
+    that repeat their data without end.
     """
     usages = []
     for is_training, groups in zip((True, False, False), requested_groups(data, num_samples), strict=True):
         for group, wanted in groups:
-            counts = BlendOrder(group.weights).samples_of_components(wanted)
             requests = index_requests(group, wanted, seq_length, seed, data.data_cache_path)
+            counts = BlendOrder(group.weights).samples_of_components(wanted)
             for request, samples in zip(requests, counts, strict=True):
                 tokens = request.plan().tokens_per_epoch
-                usages.append(
-                    DatasetUsage(
-                        group=group.name,
-                        prefix=request.dataset.prefix,
-                        documents=len(request.documents),
-                        tokens=tokens,
-                        samples=samples,
-                        share=samples / wanted,
-                        epochs=samples * seq_length / tokens,
-                        is_training=is_training,
-                    )
+                usage = DatasetUsage(
+                    group=group.name,
+                    prefix=request.dataset.prefix,
+                    documents=len(request.documents),
+                    tokens=tokens,
+                    samples=samples,
+                    share=samples / wanted,
+                    epochs=samples * seq_length / tokens,
+                    is_training=is_training,
                 )
+                _check_evaluation(usage)
+                usages.append(usage)
     return usages
+
+
+def _check_evaluation(usage: DatasetUsage) -> None:
+    if (
+        not usage.is_training
+        and usage.epochs > _MAX_EVALUATION_EPOCHS
+        and usage.samples > _ALWAYS_ALLOWED_SAMPLES
+    ):
+        raise ConfigError(
+            f"the evaluations of {usage.group} read {usage.samples:,} samples, which repeats the "
+            f"{usage.tokens:,} tokens of {usage.prefix} {usage.epochs:,.0f} times: reduce --eval-iters, or "
+            "raise --eval-interval"
+        )
 
 
 def splits_without_documents(data: DataConfig, num_samples: tuple[int, int, int]) -> list[str]:

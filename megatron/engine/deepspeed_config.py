@@ -20,6 +20,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import read_curriculum
 from megatron.config.sections.precision import PrecisionConfig
+from megatron.files import read_json
 
 # Keys that are passed to DeepSpeed unchanged: they monitor the run and do not change its results. Each has an
 # effect with the pipeline engine of DeepSpeed 0.19.8.
@@ -180,7 +181,7 @@ def _file_is_absent(config: Config) -> bool:
 
 def _load(path: str) -> dict[str, Any]:
     try:
-        settings = json.loads(Path(path).read_text())
+        settings = read_json(Path(path))
     except OSError as error:
         raise ConfigError(
             f"--deepspeed_config {path} cannot be read ({error.strerror}): correct the path, or drop the flag"
@@ -320,7 +321,8 @@ def _take_loss_scale(
     """The precision with the file's loss-scale settings. Adds a note for each setting that changes."""
     in_file = {key: fp16[key] for key in _FP16_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        is_number = not isinstance(value, bool) and isinstance(value, (int, float))
+        if not is_number or not abs(value) <= 2.0**_LARGEST_SCALE_POWER:  # NaN is not below it
             raise ConfigError(f"the DeepSpeed config's fp16.{key} is {json.dumps(value)}: expected a number")
     power = in_file.get("initial_scale_power", 0)
     if not 0 <= power <= _LARGEST_SCALE_POWER:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError
+from megatron.page.figure import new_figure
 from megatron.planner.command import replaced
 from megatron.planner.explain import (
     explain,
@@ -127,23 +128,14 @@ def _nothing_fits(config: Config, planned: Sequence[Candidate]) -> str:
 
 def draw(plan: Plan, path: str) -> None:
     """Writes the picture of a plan: memory of each rank by part, and the timeline of the schedule."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = 2 if plan.timeline else 1
-    figure, axes = pyplot.subplots(rows, 1, squeeze=False, layout="constrained", figsize=(11, 4 * rows))
-    _draw_memory(axes[0, 0], plan)
-    if plan.timeline:
-        _draw_timeline(axes[1, 0], plan)
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        with new_figure(Path(path), rows, figsize=(11, 4 * rows)) as (_, axes):
+            _draw_memory(axes[0, 0], plan)
+            if plan.timeline:
+                _draw_timeline(axes[1, 0], plan)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path} cannot be written ({error}): give another file") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _draw_memory(axis: Any, plan: Plan) -> None:

@@ -17,16 +17,26 @@ from megatron.simulation.world import simulate_rank
 from megatron.text_table import format_table
 from megatron.units import GIB
 
+# The calls of every rank name all members of its groups: 4,096 ranks take 3 GB and minutes. Every simulated
+# rank makes all groups: 16,384 ranks take half a minute, four times as many ten minutes.
+_MOST_MATCHED = 4096
+_MOST_SIMULATED = 16_384
+
 
 def simulate_stages(config: Config) -> list[StepRecord]:
     """A record of each pipeline rank, of its first tensor and data rank. ConfigError if the stages are not
-    known, SimulationError if a step cannot be simulated."""
+    known or the ranks are too many, SimulationError if a step cannot be simulated."""
     if config.optimizer.use_apex:
         raise ConfigError(
             "--use-apex cannot be simulated, apex needs a GPU: remove --use-apex or --simulate "
             "(PyTorch's norm and Adam keep the same tensors)"
         )
     parallel = config.parallel
+    if parallel.world_size > _MOST_SIMULATED:
+        raise ConfigError(
+            f"--simulate with --world-size {parallel.world_size}: expected {_MOST_SIMULATED:,} at most; plan "
+            "without --simulate, or with fewer data-parallel replicas"
+        )
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
     ranks = range(0, parallel.world_size, per_stage)
     return run_in_processes(simulate_rank, [(config, rank) for rank in ranks])
@@ -68,8 +78,11 @@ def simulation_report(config: Config) -> str:
         micro_batches_per_step(config),
         -(-few // parallel.micro_batch_multiple) * parallel.micro_batch_multiple,
     )
-    deadlock = find_deadlock(all_calls(config, records, few))
-    fit = deadlock or f"all calls of {parallel.world_size} ranks fit, with {few} micro-batches"
+    if parallel.world_size > _MOST_MATCHED:
+        fit = f"not compared: {parallel.world_size:,} ranks, expected {_MOST_MATCHED:,} at most"
+    else:
+        deadlock = find_deadlock(all_calls(config, records, few))
+        fit = deadlock or f"all calls of {parallel.world_size} ranks fit, with {few} micro-batches"
     notes = ["note: --compile is not simulated: the operations are those of the layers as written"]
     return "\n\n".join(
         [

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import itertools
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.fields import setting_option
 
 MAX_ROWS = 1000
+# A negative number is a value.
+_LIKE_A_FLAG = re.compile(r"-[^\d.]")
 # Flags that decide what a sweep measures. The sweep sets the first ones itself, after the base command.
 SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_interval", "logging.log_bubble")
 _REFUSED = {
@@ -119,14 +122,34 @@ def make_row(settings: Mapping[str, str]) -> Row:
     return Row(dict(settings), tuple(words))
 
 
+def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
+    """The row of settings that were read from a file. ConfigError if no --vary could have made it."""
+    (row,) = make_rows([Axis(flag, (value,)) for flag, value in settings.items()], base)
+    return row
+
+
+def num_processes(words: Sequence[str]) -> int:
+    """The processes of a run: --world-size, or tensor x pipeline size without that flag."""
+    given = given_flags(words)
+    sizes = [given.get(f"parallel.{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline")]
+    return int(given.get("parallel.world_size") or sizes[0] * sizes[1])
+
+
 def words_of(flag: str, value: str) -> list[str]:
-    """The words of a flag on the command line: none for the value '', and for a switch that is off."""
+    """The words of a flag on the command line: none for the value '', and for a switch that is off.
+    ConfigError for a value that the command line would take for another flag."""
     action = _actions()[flag]
     if _is_switch(action):
         return [flag] if value == "on" else []
     if value == "":
         return []
-    return [flag, *(shlex.split(value) if action.nargs is not None else [value])]
+    try:
+        words = shlex.split(value) if action.nargs is not None else [value]
+    except ValueError as error:
+        raise ConfigError(f"--vary {flag} {value}: a quotation mark is open ({error})") from error
+    if any(_LIKE_A_FLAG.match(word) for word in words):
+        raise ConfigError(f"--vary {flag} {value}: a value cannot begin with a dash, remove it")
+    return [flag, *words]
 
 
 def run_words(base: Sequence[str], words: Sequence[str], steps: int) -> list[str]:

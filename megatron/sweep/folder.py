@@ -26,8 +26,9 @@ from typing import Any
 import megatron
 from megatron.cluster.launch import node_name
 from megatron.config import ConfigError
-from megatron.files import expect_layout, read_json, write_json
-from megatron.sweep.axes import label_of
+from megatron.files import expect_layout, open_own, read_json, write_json
+from megatron.sweep.axes import checked_row, label_of
+from megatron.sweep.file_checks import check_record, check_result
 
 FORMAT = 1
 ROOT = Path(megatron.__path__[0]).parent
@@ -101,18 +102,22 @@ class SweepFolder:
         with expect_layout(file, "the record of a sweep"):
             if content["format"] != FORMAT:
                 raise ConfigError(
-                    f"{file} has format {content['format']}, expected {FORMAT}: use the program that wrote it"
+                    f"{file} has format {content['format']!r:.60}, expected {FORMAT}: use the program that "
+                    "wrote it"
                 )
+            check_record(content)
             return Record(**{**content, "rows": [RecordedRow(**row) for row in content["rows"]]})
 
     def begin(self, record: Record) -> Record:
         """Writes the record, or extends the one of this folder; returns what is run.
 
         Rows of the folder keep their numbers, new combinations are added. Raises ConfigError if the base
-        command, the number of steps or the script differ.
+        command, the number of steps or the script differ, and for rows that no command could have added.
         """
         if (self.path / "sweep.json").exists():
             record = _extend(self.read(), record, self.path)
+            for row in record.runnable:
+                checked_row(row.settings, record.base)
         (self.path / "runs").mkdir(parents=True, exist_ok=True)
         write_json(self.path / "sweep.json", asdict(record))
         return record
@@ -131,7 +136,8 @@ class SweepFolder:
                     f"{file} cannot be read ({error}): delete it, the run is repeated"
                 ) from error
             with expect_layout(file, "the result of a run"):
-                found[int(result["row"]), int(result["repeat"])] = result
+                check_result(result, file.stem)
+            found[result["row"], result["repeat"]] = result
         return found
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -156,7 +162,7 @@ class SweepFolder:
         """Holds the folder; yields the descriptor, which a started run inherits, so that the folder stays
         locked while a run of a killed sweep still ends. ConfigError if another sweep holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_own(self.path / "lock", 0)
         try:
             deadline = time.monotonic() + _MAX_WAIT_FOR_LOCK_S
             while not _try_lock(descriptor):

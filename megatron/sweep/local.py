@@ -16,9 +16,11 @@ from typing import IO, Any
 
 from megatron.cluster.launch import TORCH_VARIABLES
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
-from megatron.sweep.axes import run_words
+from megatron.files import open_own
+from megatron.sweep.axes import checked_row, num_processes, run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
+from megatron.training.logging.log_lines import read_log_lines
 
 # The variables that a launcher sets: the sweep may itself run under one.
 _LAUNCHER = (*TORCH_VARIABLES, FOLDER_VARIABLE)
@@ -57,10 +59,13 @@ def run_sweep(
 
 
 def run_command(base: list[str], row: RecordedRow, steps: int) -> list[str]:
-    """The command of a run: torch's launcher, or plain Python for one process."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(row.processes)]
-    program = [str(ROOT / "pretrain_gpt.py"), *run_words(base, row.words, steps)]
-    return [sys.executable, "-u", *(launcher if row.processes > 1 else []), *program]
+    """The command of a run: torch's launcher, or plain Python for one process. ConfigError for settings that
+    no --vary could have made."""
+    # From the settings: sweep.json may have been changed since its rows were checked.
+    words = run_words(base, checked_row(row.settings, base).words, steps)
+    processes = num_processes(words)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [sys.executable, "-u", *(launcher if processes > 1 else []), str(ROOT / "pretrain_gpt.py"), *words]
 
 
 def run_environment(env: dict[str, str]) -> dict[str, str]:
@@ -91,7 +96,7 @@ def _run_one(
         timed_out = _wait(process, log, timeout_s)
     finally:
         _end(process)
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = "\n".join(read_log_lines(log))
     result = read_result(row, repeat, text, process.returncode, record.steps)
     if timed_out:
         result |= {"status": "hang", "reason": f"not finished after {timeout_s:g} s (--timeout)"}
@@ -104,7 +109,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float | None) 
     assert process.stdout is not None
     # A pipe and not the file itself: its end shows that the diagnosis of a failure is complete, and the ranks
     # of a killed sweep end when they print.
-    with open(log, "wb") as file:
+    with os.fdopen(open_own(log), "wb") as file:
         copier = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
         copier.start()
         try:

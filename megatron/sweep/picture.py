@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.page.figure import new_figure
 from megatron.units import GIB
 
 _MEASURED, _PREDICTED = "tab:blue", "tab:orange"
@@ -15,18 +16,12 @@ _WIDTH = 0.4
 def draw_summary(summary: Mapping[str, Any], output: Path) -> None:
     """Writes the PNG. The rows are one below the other, measured above predicted; whiskers are the fastest
     and the slowest repeat. Refused rows are left out. Raises OSError if it cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     rows = [row for row in summary["rows"] if row["measured"] or row["predicted"]]
-    figure, axes = pyplot.subplots(
-        1, 3, sharey=True, layout="constrained", figsize=(13, 1.8 + 0.45 * max(len(rows), 1)), squeeze=False
-    )
-    time, memory, bubble = axes[0]
-    try:
+    size = (13, 1.8 + 0.45 * max(len(rows), 1))
+    with new_figure(output, 1, 3, dpi=110, sharey=True, figsize=size) as (figure, axes):
+        time, memory, bubble = axes[0]
         for place, row in enumerate(rows):
             _draw_row(time, memory, bubble, place, row["measured"], row["predicted"])
         for axis, label in (
@@ -41,9 +36,6 @@ def draw_summary(summary: Mapping[str, Any], output: Path) -> None:
         time.invert_yaxis()
         patches = [Patch(color=_MEASURED, label="measured"), Patch(color=_PREDICTED, label="predicted")]
         figure.legend(handles=patches, loc="outside upper right", ncols=2)
-        figure.savefig(output, dpi=110)
-    finally:
-        pyplot.close(figure)
 
 
 def _draw_row(time: Any, memory: Any, bubble: Any, place: int, measured: Any, predicted: Any) -> None:

@@ -17,7 +17,7 @@ from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.stages import micro_batches_per_step, plan_stages, stage_flops
 from megatron.planner.timing.layer_times import read_layer_times
 from megatron.planner.timing.step_time import planned_step
-from megatron.sweep.axes import Row, given_flags, run_words
+from megatron.sweep.axes import Row, num_processes, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
 
 # Stages x micro-batches of the largest simulated schedule, which takes a second.
@@ -102,7 +102,7 @@ def resolve_row(
     """
     try:
         words = run_words(base, row.words, steps)
-        processes = processes or _num_processes(words)
+        processes = processes or num_processes(words)
         more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
         command_line = read_command_line([*words, *more], {"WORLD_SIZE": str(processes)}, read_saved_config)
         config = read_deepspeed_config(command_line.config).config
@@ -128,12 +128,6 @@ def resolve_rows(
     if all(row.refused for row in resolved):
         raise ConfigError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
     return resolved
-
-
-def _num_processes(words: Sequence[str]) -> int:
-    given = given_flags(words)
-    sizes = [given.get(f"parallel.{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline")]
-    return int(given.get("parallel.world_size") or sizes[0] * sizes[1])
 
 
 def _check_full_batch(config: Config) -> None:

@@ -7,11 +7,11 @@ import statistics
 from typing import Any
 
 from megatron.sweep.folder import RecordedRow
-from megatron.training.logging.log_lines import parse_log_line
+from megatron.training.logging.log_lines import parse_log_line, parse_number
 from megatron.units import GIB
 
-_MEMORY_ROW = re.compile(r"^\s+(?:stage|pipeline rank)\s+(\d+) \| (.*)$")
-_MEMORY = re.compile(r"(\w[\w ]*?)\s+([\d.]+) to\s+([\d.]+) \(rank (\d+)\)")
+_MEMORY_ROW = re.compile(r"^\s+(?:stage|pipeline rank)\s+(\d{1,9}) \| (.*)$")
+_MEMORY = re.compile(r"(\w[\w ]*?)\s+(\d+\.?\d*) to\s+(\d+\.?\d*) \(rank (\d{1,9})\)")
 _BUBBLE = re.compile(r"^bubble, % of the passes' time per pipeline rank: ([\d. -]+)$", re.MULTILINE)
 _ERROR = re.compile(r"^(?:rank \d+ on \S+: )?error: ")
 # status -> what its reason contains, in the order in which they are tried.
@@ -100,8 +100,8 @@ def read_result(row: RecordedRow, repeat: int, log: str, exit_code: int, steps: 
 def parse_bubble(log: str, steps: int) -> float | None:
     """The mean idle share of the pipeline ranks, the median over the second half of the steps. None if it was
     not logged."""
-    shares = [[float(share) for share in line.split()] for line in _BUBBLE.findall(log) if "-" not in line]
-    means = [sum(ranks) / len(ranks) / 100 for ranks in shares]
+    shares = [[parse_number(share) for share in line.split()] for line in _BUBBLE.findall(log)]
+    means = [sum(ranks) / len(ranks) / 100 for ranks in shares if ranks and None not in ranks]
     return statistics.median(means[-((steps + 1) // 2) :]) if means else None
 
 

@@ -13,6 +13,7 @@ The second half needs no torch.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from pathlib import Path
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.files import expect_layout, read_json, write_json
 from megatron.planner.script_command import ScriptCommand, read_script, script_environment
-from megatron.sweep.axes import run_words
+from megatron.sweep.axes import checked_row, run_words
+from megatron.sweep.file_checks import is_count
 from megatron.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
+from megatron.training.logging.log_lines import read_log_lines
 
 # Variables of the scripts: full batches from the first step on, and nothing but steps.
 SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS": "0"}
@@ -67,7 +70,7 @@ def submit(
     arrays.mkdir(parents=True, exist_ok=True)
     file = arrays / f"{len(list(arrays.glob('*.json')))}.json"
     tasks = [{"row": row.index, "repeat": repeat} for row, repeat in todo]
-    write_json(file, {"folder": str(folder.path.resolve()), "job": None, "tasks": tasks})
+    write_json(file, {"job": None, "tasks": tasks})
     # One job at a time, so that the rows do not disturb each other.
     # There is nothing to save: the scripts' ten minutes of warning would stop a short job at its start.
     words = [
@@ -98,9 +101,10 @@ def submit(
         ) from None
     if run.returncode:
         file.unlink()
-        raise ConfigError(f"sbatch refuses the array: {run.stderr.strip().splitlines()[-1]}")
+        reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        raise ConfigError(f"sbatch refuses the array: {reason}")
     job = run.stdout.strip().partition(";")[0]
-    write_json(file, {**read_json(file), "job": job})
+    write_json(file, {"job": job, "tasks": tasks})
     return (
         f"submitted job {job}: an array of {len(tasks)} runs{waiting}; tools/sweep.py report {folder.path} "
         "shows their results"
@@ -116,43 +120,56 @@ def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
     """The runs of earlier arrays that wait or run."""
     queued: set[tuple[int, int]] = set()
     for file in sorted((folder.path / "arrays").glob("*.json")):
-        array = read_json(file)
-        if array["job"] is None:
+        job, runs = _read_array(file)
+        if job is None:
             continue
-        command = ["squeue", "--noheader", "--array", "--format=%K", "--jobs", array["job"]]
+        command = ["squeue", "--noheader", "--array", "--format=%K", "--jobs", job]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except FileNotFoundError:
             continue
-        tasks = [array["tasks"][int(word)] for word in run.stdout.split() if word.isdigit()]
-        queued |= {(task["row"], task["repeat"]) for task in tasks}
+        queued |= {runs[int(word)] for word in run.stdout.split() if word.isdigit() and int(word) < len(runs)}
     return queued
+
+
+def _read_array(file: Path) -> tuple[str | None, list[tuple[int, int]]]:
+    """The Slurm job of an array, None before it is submitted, and the (row, repeat) of its tasks."""
+    with expect_layout(file, "the tasks of an array"):
+        array = read_json(file)
+        job, runs = array["job"], [(task["row"], task["repeat"]) for task in array["tasks"]]
+        if job is not None and not re.fullmatch(r"[0-9]+", job):
+            raise ValueError("the job is not a number")
+        if not all(is_count(row, 0) and is_count(repeat, 1) for row, repeat in runs):
+            raise ValueError("a run has no numbers")
+    return job, runs
 
 
 def task_flags(file: Path, task: int) -> list[str]:
     """The flags that an array task appends to those of its script."""
     record, row, _ = _task(file, task)
-    return run_words([], record.rows[row].words, record.steps)
+    return run_words([], checked_row(record.rows[row].settings, record.base).words, record.steps)
 
 
 def record_task(file: Path, task: int, code: int, log: Path) -> None:
     """Writes the result of an array task. code: the exit code of the run. log: its output."""
     record, row, repeat = _task(file, task)
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = "\n".join(read_log_lines(log))
     result = read_result(record.rows[row], repeat, text, code, record.steps)
     facts: Mapping[str, object] = {"started": None, "seconds": None, "log": log.name, "finished": now_text()}
     _folder(file).write_result({**result, **facts, **machine_facts()})
 
 
 def _task(file: Path, task: int) -> tuple[Record, int, int]:
-    array = read_json(file)
-    with expect_layout(file, "the tasks of an array"):
-        entry = array["tasks"][task]
-        return _folder(file).read(), entry["row"], entry["repeat"]
+    _, runs = _read_array(file)
+    record = _folder(file).read()
+    if not 0 <= task < len(runs) or runs[task][0] >= len(record.rows) or runs[task][1] > record.repeat:
+        raise ConfigError(f"{file} has no task {task} of a run in sweep.json: submit the sweep again")
+    return record, *runs[task]
 
 
 def _folder(file: Path) -> SweepFolder:
-    return SweepFolder(Path(read_json(file)["folder"]))
+    """The sweep of an array's file, which is FOLDER/arrays/NUMBER.json."""
+    return SweepFolder(file.resolve().parent.parent)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

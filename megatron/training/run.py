@@ -2,7 +2,6 @@
 
 import os
 from contextlib import ExitStack
-from functools import partial
 
 from megatron.checkpoint import manager
 from megatron.checkpoint.compatibility import resumed_schedule
@@ -17,6 +16,7 @@ from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
 from megatron.config.batch import BatchSchedule, RunLength
+from megatron.config.errors import printable
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.schedule import schedule_of
@@ -64,10 +64,9 @@ def run(
     make_output_folders(config)
     if processes.is_main_process():
         owned = None if config.training.no_train else config.checkpoint.save
-        print_fn = partial(print, flush=True)
         with announce_errors():
             fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
-            folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), print_fn))
+            folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), _print))
             checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
             tasks = load_tasks(config)
 
@@ -123,6 +122,10 @@ def run(
     return trainer.exit_status
 
 
+def _print(line: str) -> None:
+    print(printable(line), flush=True)
+
+
 def _dry_run(
     config: Config,
     notes: list[str],
@@ -141,8 +144,8 @@ def _dry_run(
         lr_schedule = resumed_schedule(checkpoint, config)
         notes += found + start_notes(checkpoint, config, length, batches, lr_schedule)
         step = planned_step(config, plan, vocab.size)
-        print(run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step))
-        print("\n" + planned_data)
+        plan_text = run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)
+        print(printable(f"{plan_text}\n\n{planned_data}"))
         if sentence:
             print(f"\nmemory     {sentence}")
     return ExitStatus.FINISHED if fits else ExitStatus.CONFIG_ERROR

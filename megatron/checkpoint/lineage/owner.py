@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import ConfigError
+from megatron.files import open_regular
 
 # Earlier versions wrote names without a token.
 _FILE = re.compile(r"owner-([0-9]{6,12})(?:-([0-9a-f]{32}))?\.json")
+_LAST_NUMBER = 10**12 - 1
 # The file is overwritten in place with a fixed size, so a full disk does not stop the heartbeat.
 _FILE_BYTES = 1024
 _LONGEST_TEXT = 60
@@ -254,7 +256,13 @@ class _Attempt:
                 self._wait_for(other_claim, before.get(other_claim.path))
             return None
         if self.own is None:
-            number = 1 + max((claim.number for claim in others), default=0)
+            highest = max(others, default=None)
+            number = 1 + (0 if highest is None else highest.number)
+            if highest is not None and number > _LAST_NUMBER:
+                raise ConfigError(
+                    f"--save {self.folder}: {highest.path.name} has the last possible number, which no job "
+                    "has reached by counting: remove the file if no job uses the folder"
+                )
             self.own = _claim(self.folder, number, self.me)
             return self.step()
         return self._confirm(self.own, others, stale_reasons)
@@ -353,7 +361,7 @@ def _claim(folder: Path, number: int, me: Owner) -> _Claim:
 
 def _write(path: Path, owner: Owner) -> None:
     """Fills an owner file. It is never created here: if it was removed, another job owns the folder."""
-    descriptor = os.open(path, os.O_WRONLY)
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         os.pwrite(descriptor, _encoded(owner), 0)
         os.fsync(descriptor)
@@ -387,7 +395,7 @@ def _listed(folder: Path) -> list[Path]:
 def _content(path: Path) -> bytes | None:
     """The content of a file; None if the file does not exist."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(_FILE_BYTES)
     except OSError as error:
         if _is_missing(error):

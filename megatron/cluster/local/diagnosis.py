@@ -26,6 +26,8 @@ from megatron.cluster.exit_status import ExitStatus, is_lost_connection
 from megatron.cluster.launch import has_torch_launcher, local_world_size_of, node_rank_of, world_size_of
 from megatron.cluster.local.processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
+from megatron.config.errors import printable
+from megatron.files import open_own
 
 # torch's launcher sends SIGKILL 30 s after SIGTERM.
 _MAX_WAIT_FOR_LAUNCHER_S = 90.0
@@ -65,7 +67,7 @@ def _is_responsible(report: RankReport) -> bool:
         if claim.exists():
             return False
         if not report.ended_well:
-            claim.touch()
+            os.close(open_own(claim))
             return True
         if not _running(report.folder):
             report.remove_folder()
@@ -126,7 +128,7 @@ def print_diagnosis(folder: Path, processes: int, prints_errors_of_all: bool = T
         diagnosis, {report["rank"] for report in reports}, prints_errors_of_all
     )
     if diagnosis.text and not elsewhere:
-        print(diagnosis.text, file=sys.stderr, flush=True)
+        print(printable(diagnosis.text), file=sys.stderr, flush=True)
 
 
 def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:

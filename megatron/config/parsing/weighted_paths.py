@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.config.errors import ConfigError
 
 GROUP_FORM = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ...'"
+_MAX_FILE_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,13 @@ def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
 
 def read_groups_file(option: str, file: str) -> tuple[str, ...]:
     """The groups in a file, each in double quotes, unparsed. ConfigError if the file cannot be read."""
+    path = Path(file)
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES):
+            raise ConfigError(
+                f"{option}: {file} is not a regular file of {_MAX_FILE_BYTES:,} bytes at most: correct it"
+            )
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{option}: there is no file {file}: correct the path") from None
     except (OSError, UnicodeDecodeError) as error:

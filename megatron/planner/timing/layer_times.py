@@ -8,7 +8,6 @@ the file and do not measure, and a dry run can compute the partition.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -27,7 +26,7 @@ from megatron.config import Config, ConfigError
 from megatron.config.fields import flag_of
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.vocab import padded_vocab_size
-from megatron.files import write_json
+from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe, pipeline_layers
 from megatron.model.layer_context import LayerContext
 from megatron.model.loss import CrossEntropy
@@ -79,7 +78,7 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
     if path is None or not Path(path).exists():
         return None
     try:
-        profile = json.loads(Path(path).read_text())
+        profile = read_json(Path(path))
         measured_for = dict(profile["measured_for"])
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
@@ -89,7 +88,7 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
         now = _shapes(config, vocab_size)
         if missing := now.keys() - measured_for.keys():
             raise ValueError(f"the settings {', '.join(sorted(missing))} are missing in it")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, HostileFileError) as error:
         raise ConfigError(
             f"--partition-profile {path} cannot be read ({error}): delete the file, the next run measures "
             "and writes it"

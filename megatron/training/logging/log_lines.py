@@ -6,15 +6,26 @@ Needs no torch, so that tools which parse logs start at once.
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.files import HostileFileError, open_regular
 
 # Perplexity is capped at the exp() of this loss, as in Megatron-LM.
 _LARGEST_LOSS_FOR_PERPLEXITY = 20.0
 
-_TRAINING_START = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
-_VALIDATION_START = re.compile(r"([\w.-]+) loss at ([^|]*?)\s*\|")
-_ITERATION = re.compile(r"iteration (\d+)")
+# A longer line is read in pieces: the fields of this program's own lines have a few hundred characters.
+_MAX_LINE_BYTES = 8192
+_MAX_LOG_BYTES = 1 << 32
+_LARGEST_INTEGER = 2**63
+
+# Each is linear in the length of a line: no part of the text is tried from more than one start.
+_TRAINING_START = re.compile(r"iteration\s+(\d{1,18})\s*/\s*(\d{1,18})\s*\|")
+_VALIDATION_START = re.compile(r"(?<![\w.-])([\w.-]+) loss at ([^|]{0,200})\|")
+_ITERATION = re.compile(r"iteration (\d{1,18})")
 
 # Names that are not the field's text in lower_snake_case.
 _NAMES = {
@@ -113,15 +124,16 @@ def parse_log_line(line: str) -> ParsedLine | None:
             "iteration": int(start[1]),
             "total_iterations": int(start[2]),
         }
-        return {**head, **fields} if fields else None
+        return {**fields, **head} if fields else None
     start = _VALIDATION_START.search(line)
     if start:
         fields = _fields(line[start.end() :])
-        head = {"kind": "validation", "name": start[1], "at": start[2]}
+        fields.pop("iteration", None)
+        head = {"kind": "validation", "name": start[1], "at": start[2].rstrip()}
         iteration = _ITERATION.search(start[2])
         if iteration:
             head["iteration"] = int(iteration[1])
-        return {**head, **fields} if "lm_loss" in fields else None
+        return {**fields, **head} if "lm_loss" in fields else None
     return None
 
 
@@ -131,7 +143,7 @@ def _fields(text: str) -> ParsedLine:
     for field in text.split("|")[:-1]:  # a field without a final bar is cut off
         label, _, value = field.rpartition(":")
         label = label.strip()
-        number = _number(value.strip())
+        number = parse_number(value.strip())
         if not label or number is None:
             continue
         if label == _MILLISECONDS:
@@ -141,9 +153,12 @@ def _fields(text: str) -> ParsedLine:
     return fields
 
 
-def _number(text: str) -> int | float | None:
+def parse_number(text: str) -> int | float | None:
+    """The number that a field of a line holds; None if it is not one."""
     try:
-        return int(text)
+        number = int(text)
+        if abs(number) < _LARGEST_INTEGER:
+            return number
     except ValueError:
         pass
     try:
@@ -155,3 +170,13 @@ def _number(text: str) -> int | float | None:
 def _two_digits(value: float) -> str:
     """Two decimals, as Megatron-LM prints; four below 1."""
     return f"{value:.2f}" if value >= 1 else f"{value:.4f}"
+
+
+def read_log_lines(path: Path) -> Iterator[str]:
+    """The lines of a console log. OSError if it cannot be read, as a device or a pipe; HostileFileError if it
+    is longer than any log."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _MAX_LOG_BYTES:
+            raise HostileFileError(f"{path} has more than {_MAX_LOG_BYTES:,} bytes: give a part of it")
+        while line := file.readline(_MAX_LINE_BYTES):
+            yield from line.decode(errors="replace").splitlines()

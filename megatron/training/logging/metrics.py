@@ -23,7 +23,7 @@ from megatron.training.logging.log_lines import (
     parse_log_line,
     perplexity,
 )
-from megatron.training.logging.output import Output, Outputs
+from megatron.training.logging.output import Output, Outputs, open_log
 from megatron.training.logging.writers import Position, Writer
 
 __all__ = ["MetricsLogger", "StepRecord", "TaskRecord", "Throughput", "ValidationRecord", "parse_log_line"]
@@ -130,7 +130,7 @@ class MetricsLogger:
         self._console = Output("the console", sys.stdout if stream is None else stream)
         log = None
         if enabled and logging.log_path:
-            log = Output(f"--log-path {logging.log_path}", open(logging.log_path, "a"))
+            log = Output(f"--log-path {logging.log_path}", open_log(logging.log_path))
         self._outputs = Outputs(self._console, log, writers if enabled else [])
 
     def log_step(self, record: StepRecord) -> None:

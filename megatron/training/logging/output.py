@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TextIO
 
+from megatron.config.errors import printable
+from megatron.files import open_own, open_stream
 from megatron.training.logging.writers import Writer
+
+
+def open_log(path: str) -> TextIO:
+    """Opens the file of --log-path to append to it, or a device or a pipe. OSError for a link."""
+    stream = open_stream(Path(path))
+    return os.fdopen(open_own(path, os.O_APPEND) if stream is None else stream, "w")
 
 
 class Output:
@@ -69,6 +78,7 @@ class Outputs:
 
     def print(self, text: str, print_to_console: Callable[[str], object] | None = None) -> None:
         """Writes a line. print_to_console: called instead of the console's own write."""
+        text = printable(text)
         sound = [output for output in self._texts if output.problem is None]
         for output in sound:
             if output is self.console and print_to_console is not None:

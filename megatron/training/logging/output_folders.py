@@ -5,6 +5,7 @@ import os
 
 from megatron.cluster.processes import is_main_process
 from megatron.config import Config, ConfigError
+from megatron.training.logging.output import open_log
 
 
 def make_output_folders(config: Config) -> None:
@@ -18,7 +19,6 @@ def make_output_folders(config: Config) -> None:
     if logging.tensorboard_dir:
         _make_writable("--tensorboard-dir", logging.tensorboard_dir)
     for option, file in (
-        ("--log-path", logging.log_path),
         ("--partition-profile", parallel.partition_profile),
         ("--network-figures", parallel.network_figures),
     ):
@@ -26,6 +26,14 @@ def make_output_folders(config: Config) -> None:
             _make_writable(option, os.path.dirname(file) or ".")
             if os.path.isdir(file):
                 raise ConfigError(f"{option} {file} is a folder: set a file")
+    if logging.log_path:
+        try:
+            os.makedirs(os.path.dirname(logging.log_path) or ".", exist_ok=True)
+            open_log(logging.log_path).close()
+        except OSError as error:
+            raise ConfigError(
+                f"--log-path {logging.log_path} cannot be written ({error.strerror}): set another file"
+            ) from error
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or omit "

@@ -66,6 +66,7 @@ def test_code_in_a_hostile_folder_is_not_run_without_asking(
         {"n_layer": 0},
         {"n_layer": 1.5},
         {"n_layer": "x"},
+        {"num_labels": 10**9},
         {"n_head": 0},
         {"n_head": 7},
         {"n_embd": 1 << 39},

@@ -321,3 +321,18 @@ def test_an_owner_file_of_an_earlier_version_counts(tmp_path):
     owner_file(tmp_path).rename(tmp_path / "owner-000001.json")
     with pytest.raises(ConfigError, match="in use by Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n1", "72"))
+
+
+def test_a_hostile_owner_file_with_the_last_number_is_named(tmp_path):
+    world = World()
+    (tmp_path / "owner-999999999999.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"owner-999999999999\.json has the last possible number.*remove"):
+        world.acquire(tmp_path, job("n1"))
+    assert os.listdir(tmp_path) == ["owner-999999999999.json"]
+
+
+def test_a_hostile_pipe_as_an_owner_file_is_watched_as_an_empty_one(tmp_path):
+    world = World()
+    os.mkfifo(tmp_path / f"owner-000001-{'0' * 32}.json")
+    held = world.acquire(tmp_path, job("n1", machine="A"))
+    assert 60.0 <= world.now <= 62.0 and held.problem() is None and owner_numbers(tmp_path) == [2]

@@ -309,7 +309,7 @@ def test_hostile_values_of_the_store_are_one_printable_line(port: int, settings:
         store.set(name, value)
     store.set("node 1", b"n1\x1b]0;title\x07\nerror: all is lost\xff")
     sentence = rendezvous._difference(store, 2)
-    assert sentence.isprintable() and "n1?]0;title?" in sentence and "all is lost" not in sentence
+    assert sentence.isprintable() and "n1\\x1b]0;title\\x07" in sentence and "all is lost" not in sentence
 
 
 def test_processes_of_two_launches_at_one_port_do_not_meet(port: int, monkeypatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from megatron.config import ConfigError, parse_args
 from megatron.engine.deepspeed_config import DeepSpeedSettings, deepspeed_dict, read_deepspeed_config
 from tests.unit.config.command_lines import SMALL
+from tests.unit.hostile import HOSTILE_VALUES, refusal
 
 # As published scripts write it, for SMALL.
 PUBLISHED: dict[str, Any] = {
@@ -281,3 +284,33 @@ def test_a_passed_on_key_with_a_value_of_the_wrong_type_is_refused(read, file: d
     (key,) = file
     with pytest.raises(ConfigError, match=rf"{key} is .*: expected"):
         read(file)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"fp16":' * 5000, '{"fp16": "\\ud800"}', "\x00", "1"])
+def test_a_hostile_file_is_one_sentence(content: str, read) -> None:
+    assert "ds_config.json" in refusal(lambda: read(content))
+
+
+def test_a_hostile_pipe_or_device_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero")):
+        config = parse_args([*SMALL, "--deepspeed_config", str(file)], {})
+        assert str(file) in refusal(lambda config=config: read_deepspeed_config(config))
+
+
+@pytest.mark.parametrize(
+    "section", ["", "fp16", "bf16", "data_types", "zero_optimization", "checkpoint", "new"]
+)
+@pytest.mark.parametrize("words", [[], ["--fp16"]])
+def test_hostile_values_are_accepted_or_refused_by_a_sentence(section: str, words: list[str], read) -> None:
+    inside = PUBLISHED.get(section) or {
+        "parallel_write": {},
+        "offload_optimizer": "cpu",
+        "grad_accum_dtype": 1,
+    }
+    keys = inside if section else PUBLISHED
+    for key in keys:
+        for value in [*HOSTILE_VALUES, 10**400]:
+            changed = {**keys, key: value}
+            with suppress(ConfigError):
+                read({**PUBLISHED, section: changed} if section else changed, *words)

@@ -28,3 +28,9 @@ def test_a_config_error_ends_with_code_2_and_one_line(
 def test_other_errors_pass() -> None:
     with pytest.raises(KeyError), exit_on_config_error({}):
         raise KeyError("x")
+
+
+def test_a_hostile_text_in_an_error_is_printed_with_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), exit_on_config_error({}):
+        raise ConfigError("host \x1b[2J\udcff: expected a name")
+    assert capsys.readouterr().err == "error: host \\x1b[2J\\udcff: expected a name\n"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from megatron.config import ConfigError, parse_args, read_command_line
-from megatron.config.parsing.weighted_paths import PathGroup, WeightedPath, parse_data_path, parse_groups
+from megatron.config.parsing.weighted_paths import (
+    PathGroup,
+    WeightedPath,
+    parse_data_path,
+    parse_groups,
+    read_groups_file,
+)
 from tests.unit.config.command_lines import SMALL
 
 TRAIN, VALID, TEST = (f"--{name}-weighted-split-paths" for name in ("train", "valid", "test"))
@@ -121,3 +128,13 @@ def test_evaluation_flags_without_groups_to_evaluate_are_noted() -> None:
     note = "--eval-iters has no effect without --valid-weighted-split-paths"
     assert note in read_command_line(words, {}).notes
     assert note not in read_command_line([*words, VALID, "V: 1 0:1 a"], {}).notes
+
+
+def test_a_hostile_pipe_device_or_endless_file_of_groups_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "endless").touch()
+    os.truncate(tmp_path / "endless", 1 << 40)
+    for name in ("pipe", "zero", "endless"):
+        with pytest.raises(ConfigError, match="--x: .* is not a regular file"):
+            read_groups_file("--x", str(tmp_path / name))

@@ -112,3 +112,12 @@ def test_a_wrong_offset_is_found_by_verification_only(b: str) -> None:
     assert IndexedDataset(b, verify=False).num_tokens == 1000
     with pytest.raises(ConfigError, match=rf"{b}.idx: damaged, document 7 begins at byte 702 "):
         verify_token_files(data_config(b))
+
+
+def test_hostile_evaluations_that_repeat_their_data_without_end_are_refused(a: str) -> None:
+    data = data_config(a, split="80,20,0")
+    with pytest.raises(ConfigError, match="valid read 400,000,000 samples, .* reduce --eval-iters"):
+        dataset_usage(data, 4, 1234, (30, 400_000_000, 2))
+    with pytest.raises(ConfigError, match="the run reads 1,000,000,.* samples of the valid data, expected"):
+        dataset_usage(data, 4, 1234, (30, 10**30, 2))
+    dataset_usage(data, 4, 1234, (400_000_000, 10_000_000, 2))  # a published length with a little data

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 
+from megatron.cluster.local.processes import is_running
+from megatron.config import ConfigError
+from megatron.planner import script_command
 from megatron.planner.script_command import read_script, script_environment
 from tests.end_to_end.command import ROOT
 
@@ -27,3 +34,62 @@ def test_the_job_of_the_shell_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "9", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert read_script("--script", SCRIPT, [], script_environment()) == alone
+
+
+def refusal(folder: Path, text: str | bytes) -> str:
+    """The sentence for a script with this text."""
+    script = folder / "job.slurm"
+    script.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_script("--script", str(script), [], script_environment())
+    return str(caught.value)
+
+
+def test_a_hostile_script_that_prints_without_end_is_stopped(tmp_path: Path) -> None:
+    for command in ("yes", "yes >&2", "cat /dev/zero"):
+        assert "prints more than 1,048,576 bytes" in refusal(tmp_path, command)
+
+
+def test_all_processes_of_a_hostile_script_end_at_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    monkeypatch.setattr(script_command, "_TIMEOUT_S", 1)
+    text = f"trap '' TERM INT HUP\nsleep 1000 & echo $! >> {pids}\necho $$ >> {pids}\nsleep 1000"
+    assert "has not ended after 1 s" in refusal(tmp_path, text)
+    found = [int(line) for line in pids.read_text().split()]
+    assert len(found) == 2
+    while any(map(is_running, found)):  # the kernel ends them a moment after the signal
+        time.sleep(0.01)
+
+
+def test_what_a_hostile_script_has_left_running_ends_with_it(tmp_path: Path) -> None:
+    text = "sleep 1000 > /dev/null 2>&1 & echo $! > pid\necho python pretrain_gpt.py --seed 1"
+    script = tmp_path / "job.slurm"
+    script.write_text(f"cd {tmp_path}\n{text}")
+    assert read_script("--script", str(script), [], dict(os.environ)).flags == ["--seed", "1"]
+    while is_running(int((tmp_path / "pid").read_text())):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"printf '\\377\\376\\000pretrain_gpt.py\\000\\033[2J'",
+        b'echo "python \'pretrain_gpt.py"',
+        b"echo pretrain_gpt.pyx",
+        b"printf '\\377' >&2; exit 3",
+        b"\xff\xfe\x00",
+        b"seq 100000 | tr '\\n' ' ' >&2",
+    ],
+)
+def test_hostile_output_of_a_script_is_one_sentence(text: bytes, tmp_path: Path) -> None:
+    sentence = refusal(tmp_path, text)
+    assert "prints no command with pretrain_gpt.py" in sentence and len(sentence) < 1000
+
+
+@pytest.mark.parametrize("count", ["\u00b2", "9" * 5000])
+def test_a_hostile_number_of_processes_is_no_number(count: str, tmp_path: Path) -> None:
+    script = tmp_path / "job.slurm"
+    script.write_text(f"echo torchrun --nproc_per_node {count} pretrain_gpt.py --seed 1")
+    assert read_script("--script", str(script), [], script_environment()).processes is None

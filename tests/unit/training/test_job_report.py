@@ -1,11 +1,13 @@
 """tools/job_report.py: console logs to a table and a plot."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
 from megatron.training.logging.log_lines import IntervalSummary, format_training_line, format_validation_lines
+from tests.unit.hostile import bounds, refusal
 from tools import job_report
 
 # A line of Megatron-LM of 2021, with the prefix of a launcher and without throughput.
@@ -161,3 +163,53 @@ def test_user_errors_are_one_sentence_and_exit_code_2(tmp_path, capsys):
     assert "--compare" in mistake(["--compare", str(log)], capsys)
     assert "--compare" in mistake(["--compare", str(log), str(log)], capsys)
     assert "--output" in mistake([str(log), "--output", str(log / "run.png")], capsys)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["a", " ", "1", "iteration ", "iteration 1/", "a loss at ", "starting from ", "a.b-", ", iteration 1"]
+    + ["successfully loaded checkpoint ", "|", "lm loss: 1 |", "iteration 1/ 2 | ", "\x00", "\r"],
+)
+def test_a_hostile_line_is_read_in_time_that_is_linear_in_its_length(unit, tmp_path):
+    (tmp_path / "log").write_text(training_line(1, 2.0) + "\n" + unit * (3_000_000 // len(unit)) + "\n")
+    with bounds(cpu_s=20.0):
+        run = job_report.read_logs([tmp_path / "log"])
+    assert run.curve("lm_loss")[1] in (2.0, 1.0)
+
+
+def test_a_hostile_pipe_device_or_endless_log_is_one_sentence(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "endless").write_text("\n")
+    os.truncate(tmp_path / "endless", 1 << 40)
+    for name in ("pipe", "zero", "folder", "endless"):
+        assert str(tmp_path / name) in refusal(lambda name=name: job_report.read_logs([tmp_path / name]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lm loss": "nan", "grad norm": "inf", "iteration": "nan", "global batch size": "1e308"},
+        {"lm loss": "9" * 4000, "consumed tokens": "9" * 4299, "consumed samples": "9" * 30},
+        {"lm loss": "-1e308", "elapsed time per iteration (s)": "1e-320", "kind": "1", "name": "2"},
+    ],
+)
+def test_hostile_numbers_in_a_log_are_reported_and_drawn(values, tmp_path):
+    fields = "".join(f"{name}: {value} | " for name, value in values.items())
+    lines = [f"iteration {step}/ {'9' * 18} | {fields}" for step in (1, 2, int("9" * 18))]
+    lines.append(f"valid loss at iteration {'9' * 30} | iteration: nan | lm loss value: inf | ")
+    (tmp_path / "log").write_text("\n".join([*lines, "iteration " + "9" * 5000 + "/ 2 | lm loss: 1 |"]))
+    (tmp_path / "other").write_text(training_line(1, 2.0))
+    job_report.run([str(tmp_path / "log"), "--output", str(tmp_path / "a.png")])
+    logs = [str(tmp_path / name) for name in ("log", "other")]
+    job_report.run(["--compare", *logs, "--output", str(tmp_path / "b.png")])
+    assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size
+
+
+def test_a_hostile_title_is_no_formula_and_a_name_moves_no_cursor(tmp_path, capsys):
+    log = tmp_path / "\x1b[2J$\\frac{$.log"
+    log.write_text(training_line(1, 2.0))
+    job_report.run([str(log), "--output", str(tmp_path / "a.png"), "--title", r"$\frac{$ $x^$"])
+    job_report.run([str(log), "--output", str(tmp_path / "b.png")])
+    assert "\x1b" not in (output := capsys.readouterr().out) and r"\x1b[2J" in output

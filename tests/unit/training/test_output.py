@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 from pathlib import Path
 
 import pytest
 
-from megatron.config import LoggingConfig
+from megatron.config import ConfigError, LoggingConfig, parse_args
 from megatron.training.logging.metrics import MetricsLogger
+from megatron.training.logging.output_folders import make_output_folders
+from tests.unit.config.command_lines import SMALL
 from tests.unit.training.test_metrics import THROUGHPUT, record
 
 
@@ -71,3 +74,23 @@ def test_a_writer_that_fails_is_not_used_again(log_path: str | None) -> None:
     logger.close()
     assert writer.calls == 1
     assert console.getvalue().count("FullDisk failed ([Errno 28] No space left on device)") == 1
+
+
+def test_hostile_text_from_hosts_and_files_reaches_no_terminal_raw(tmp_path: Path) -> None:
+    console = io.StringIO()
+    logger = MetricsLogger(
+        LoggingConfig(log_interval=1, log_path=str(tmp_path / "log")), THROUGHPUT, stream=console
+    )
+    logger.print("node \x1b]0;title\x07\nsecond line")
+    logger.close()
+    assert console.getvalue() == (tmp_path / "log").read_text() == "node \\x1b]0;title\\x07\nsecond line\n"
+
+
+def test_a_hostile_pipe_as_the_log_is_refused_before_the_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    for path in (tmp_path / "log", tmp_path / "link"):
+        config = parse_args([*SMALL, "--log-path", str(path)], {})
+        with pytest.raises(ConfigError, match=f"--log-path {path} cannot be written"):
+            make_output_folders(config)
+    assert not (tmp_path / "victim").exists()

@@ -67,6 +67,9 @@ if TYPE_CHECKING:
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Limit for integers in a config.json: far more than any number of tokens, layers or units.
 _LARGEST_SETTING = 1 << 40
+# For these transformers makes a list or a dictionary with so many entries.
+_COUNTS = ("num_labels", "num_hidden_layers", "n_layer", "num_layers")
+_LARGEST_COUNT = 100_000
 # Settings of any config.json that no logits depend on: generation, files, and types of older versions.
 _NEVER_CHANGE_THE_MODEL = frozenset(
     "model_type torch_dtype use_cache bos_token_id eos_token_id pad_token_id sep_token_id _commit_hash "
@@ -206,8 +209,9 @@ def _check_settings(folder: Path) -> dict[str, Any]:
             f"one of {', '.join(FAMILIES)}"
         )
     for name, value in settings.items():
-        if type(value) is int and abs(value) > _LARGEST_SETTING:
-            raise HostileFileError(f"{path} has {shown(name)} beyond {_LARGEST_SETTING:,}, expected less")
+        limit = _LARGEST_COUNT if name in _COUNTS else _LARGEST_SETTING
+        if type(value) is int and abs(value) > limit:
+            raise HostileFileError(f"{path} has {shown(name)} beyond {limit:,}, expected less")
     return settings
 
 

@@ -1,0 +1,127 @@
+"""Checks the content of a sweep's files, which others may have written: types, numbers and names of fields.
+
+Each function raises ValueError with what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MAX_REPEAT = 10_000
+_MOST = 2**53
+
+Check = Callable[[Any], bool]
+
+
+def is_count(value: Any, least: int = 0, most: int = _MOST) -> bool:
+    """Whether it is an integer from `least` to `most`."""
+    return type(value) is int and least <= value <= most
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    """Also NaN and infinity, as a loss may be."""
+    return type(value) is float or is_count(value, -_MOST)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1e100  # sums of larger ones overflow in pictures
+
+
+def _is_time(value: Any) -> bool:
+    return _is_size(value) and value > 1e-100
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _fields(checks: dict[str, Check]) -> Check:
+    """A dictionary in which these fields are valid. It may have others."""
+    return lambda value: (
+        isinstance(value, dict)
+        and all(name in value and check(value[name]) for name, check in checks.items())
+    )
+
+
+_PREDICTION = _fields(
+    {
+        "layers": _or_none(_list_of(_is_text)),
+        "memory_bytes": _or_none(_list_of(_is_size)),
+        "bubble": _or_none(_is_size),
+        "max_over_mean": _or_none(_is_size),
+        "step_s": _or_none(_is_size),
+        "note": _or_none(_is_text),
+    }
+)
+_ROW: dict[str, Check] = {
+    "index": is_count,
+    "settings": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "words": _list_of(_is_text),
+    "processes": is_count,
+    "numbers": _is_text,
+    "tolerance": _is_size,
+    "tokens_per_step": is_count,
+    "predicted": _or_none(_PREDICTION),
+    "refused": _or_none(_is_text),
+}
+_RECORD: dict[str, Check] = {
+    "base": _list_of(_is_text),
+    "steps": lambda value: is_count(value, 1),
+    "repeat": lambda value: is_count(value, 1, MAX_REPEAT),
+    "script": _or_none(_is_text),
+    "rows": lambda value: isinstance(value, list),
+    "format": is_count,
+    **dict.fromkeys(("command", "commit", "host", "python", "created"), _is_text),
+}
+_STEP = _fields(
+    {
+        "iteration": is_count,
+        "loss": _or_none(_is_number),
+    }
+)
+_MEMORY = _fields({"stage": is_count, "name": _is_text, "most_bytes": _is_size})
+_RESULT: dict[str, Check] = {
+    "row": is_count,
+    "repeat": lambda value: is_count(value, 1, MAX_REPEAT),
+    "status": _is_text,
+    "reason": _or_none(_is_text),
+    "steps": _list_of(_STEP),
+    "memory": _list_of(_MEMORY),
+}
+_OPTIONAL: dict[str, Check] = {"bubble": _or_none(_is_size), "commit": _is_text, "host": _is_text}
+
+
+def check_record(content: Any) -> None:
+    """The content of sweep.json. Its rows are numbered from 0 in their order."""
+    _check(content, _RECORD)
+    for place, row in enumerate(content["rows"]):
+        _check(row, _ROW)
+        if row["index"] != place:
+            raise ValueError(f"row {place} has the index {row['index']}")
+
+
+def check_result(content: Any, name: str) -> None:
+    """The content of a result. name: of the file, ROW-REPEAT."""
+    _check(content, _RESULT)
+    _check(content, {field: check for field, check in _OPTIONAL.items() if field in content})
+    if name != f"{content['row']:03d}-{content['repeat']}":
+        raise ValueError("its name is that of another run")
+    if content["status"] == "ok" and not (_is_time(content.get("step_s")) and content["steps"]):
+        raise ValueError("it has no time of a step")
+
+
+def _check(content: Any, checks: dict[str, Check]) -> None:
+    if not isinstance(content, dict):
+        raise ValueError("it is not an object")
+    for name, check in checks.items():
+        if name not in content or not check(content[name]):
+            raise ValueError(f"{name} is not valid")
