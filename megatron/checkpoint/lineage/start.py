@@ -19,17 +19,44 @@ from megatron.checkpoint.discovery import (
     native_names,
     open_checkpoint,
 )
+from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILE
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.files import HostileFileError, read_json
 from megatron.text_table import first_few
 
 # Delays between attempts to open the checkpoint that rank 0 has found: a network file system may show it to
 # other nodes only after some seconds.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
+
+
+def check_save_place(config: Config) -> None:
+    """Raises ConfigError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
+    delete the run as well."""
+    if config.checkpoint.save is None or config.training.no_train:
+        return
+    save = Path(os.path.realpath(config.checkpoint.save))
+    for folder in (save, *save.parents):
+        if _is_checkpoint(folder):
+            raise ConfigError(
+                f"--save {config.checkpoint.save} is {'inside ' if folder != save else ''}the checkpoint "
+                f"{folder}: give a folder outside it ({folder.parent} to continue the run of this checkpoint)"
+            )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, of this program or another one: DeepSpeed's file of the first rank is
+    in it, or a `run.json` that lists files."""
+    if os.path.lexists(folder / FIRST_MODEL_FILE):
+        return True
+    try:
+        return isinstance(read_json(folder / RUN_FILE)["files"], dict)
+    except (OSError, ValueError, KeyError, TypeError, HostileFileError):
+        return False
 
 
 def check_load_folder(config: Config) -> None:
