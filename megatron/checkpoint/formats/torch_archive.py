@@ -31,8 +31,9 @@ from megatron.checkpoint.formats.pickles import (
     check_key,
     read_pickle,
 )
+from megatron.checkpoint.integrity.access import read_with_retries
 from megatron.checkpoint.integrity.names import is_plain, one_line, shown
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, is_access_error
 from megatron.files import HostileFileError, open_regular
 
 if TYPE_CHECKING:
@@ -139,13 +140,12 @@ def concat_pieces(pieces: Sequence[StoredTensor]) -> Tensor:
 def read_file(path: Path) -> Any:
     """Reads what was saved, with a `StoredTensor` for each tensor. Reads the structure only.
 
-    Raises ConfigError, which names the file, if it is damaged. Raises HostileFileError if it names a class or
-    function that checkpoints do not use (none was run), or requires more memory or time than a checkpoint.
+    Raises ConfigError, which names the file, if it is damaged, and OSError if it cannot be read now. Raises
+    HostileFileError if it names a class or function that checkpoints do not use (none was run), or requires
+    more memory or time than a checkpoint.
     """
     try:
-        with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
-            (pickled,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name))
-            return _Archive(path, file, archive, pickled.removesuffix("data.pkl")).read()
+        return read_with_retries(path, lambda: _read_archive(path))
     except _Refused as error:
         raise HostileFileError(
             f"checkpoint file {path} cannot be read: it names {error}, which checkpoints do not use. "
@@ -157,9 +157,17 @@ def read_file(path: Path) -> Any:
             "malicious: check where it comes from"
         ) from None
     except Exception as error:  # a damaged file can fail anywhere
+        if is_access_error(error):
+            raise
         raise ConfigError(
             f"checkpoint file {path} cannot be read ({one_line(error)}): use an older checkpoint"
         ) from error
+
+
+def _read_archive(path: Path) -> Any:
+    with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
+        (pickled,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name))
+        return _Archive(path, file, archive, pickled.removesuffix("data.pkl")).read()
 
 
 class _Bounded:
@@ -197,9 +205,13 @@ def matches_checksums(path: Path) -> bool | None:
     """Reads the whole file and compares each member of the archive with its CRC-32; None if the archive has
     no checksums. ConfigError if torch.save did not write it."""
     read_file(path)
-    try:
+
+    def compared() -> bool | None:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             return archive.testzip() is None if _has_checksums(archive) else None
+
+    try:
+        return read_with_retries(path, compared)
     except (zipfile.BadZipFile, EOFError, NotImplementedError):
         return False
 

@@ -228,10 +228,11 @@ class UniversalReader(StateReader):
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.pt"))
 
     def file_problem(self, name: str) -> str | None:
-        """Reads a file and compares it with the checksums that torch.save writes."""
+        """Reads a file and compares it with the checksums that torch.save writes. OSError if that is not
+        possible now."""
         try:
             matches = matches_checksums(self.folder / name)
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             return f"{name} cannot be read ({error})"
         if matches is None and not self._warned:
             self._warned = True

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import (
+    MissingCheckpointError,
     current_path,
     find_latest,
     find_universal,
@@ -21,6 +22,7 @@ from megatron.checkpoint.discovery import (
 )
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILE
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
+from megatron.checkpoint.integrity.access import RETRY_DELAYS_S, stop_at_access_error
 from megatron.checkpoint.lineage.branch import find_branch_point
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
@@ -28,10 +30,6 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.files import HostileFileError, read_json
 from megatron.text_table import first_few
-
-# Delays between attempts to open the checkpoint that rank 0 has found: a network file system may show it to
-# other nodes only after some seconds.
-RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
 
 
 def check_save_place(config: Config) -> None:
@@ -59,6 +57,7 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
 
 
+@stop_at_access_error()
 def check_load_folder(config: Config) -> None:
     """Raises ConfigError if --load does not exist, unless it equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save
@@ -106,6 +105,8 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         return given
     try:
         own = find_latest(config.save, damaged)
+    except MissingCheckpointError:
+        raise
     except ConfigError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
     if own is None or not started_from(own.run.get("origin"), given, config):
@@ -126,6 +127,8 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         return None
     try:
         own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
+    except MissingCheckpointError:
+        raise
     except ConfigError:
         return None
     origin = None if own is None else own.run.get("origin")
@@ -334,7 +337,7 @@ def share_checkpoint(
     if checkpoint is not None and dist.get_rank() != 0 and env.get("LOCAL_RANK", "0") == "0":
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             problem = str(error)
     if (found := first_problem_of_ranks(problem)) is not None:
         rank, text = found
