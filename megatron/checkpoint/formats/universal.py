@@ -40,6 +40,7 @@ from megatron.checkpoint.formats.torch_archive import load_file, matches_checksu
 from megatron.checkpoint.integrity.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
 from megatron.config import Config, ConfigError
+from megatron.config.fields import option_name
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
 from megatron.files import expect_layout
 from megatron.mpu.parameters import ParameterSpec
@@ -184,7 +185,7 @@ class UniversalReader(StateReader):
         if self._is_megatron_deepspeed:
             compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
         differences = [
-            f"{name} was {saved[name]}, is {value}"
+            f"{option_name(name)} was {saved[name]}, is {value}"
             for name, value in config.model_settings().items()
             # The other program may not have this argument.
             if name in compared and saved.get(name) not in (None, value)
