@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -361,6 +364,48 @@ def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change
     assert not (tmp_path / "new").exists()
     if change != "hostile name":
         assert words in str(reader.file_problem(damaged))
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from megatron.checkpoint.convert.huggingface.output import temporary_folder
+with temporary_folder(Path(sys.argv[1]), sys.argv[2], 0) as folder:
+    (folder / "part-0").write_text("half of the weights")
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("direction", ["export", "import"])
+def test_the_same_command_replaces_what_a_killed_conversion_left_and_nothing_else(
+    direction, tmp_path, capsys
+):
+    write(tmp_path / "native", GPT2, {})
+    command = ["--load", tmp_path / "native", "--output", tmp_path / "m"]
+    suffix = ".tmp"
+    if direction == "import":
+        convert(*command)
+        command = ["--from-hugging-face", tmp_path / "m", "--output", tmp_path / "m_universal"]
+        suffix = ".partial"
+    output = command[-1]
+    left = output.with_name(output.name + suffix)
+    subprocess.run([sys.executable, "-c", KILLED, output, suffix])
+    assert (left / "part-0").exists()
+    convert(*command)
+    assert output.is_dir() and not left.exists() and not (output / "unfinished").exists()
+    shutil.rmtree(output)
+    # A folder of somebody else, and one that another process writes.
+    left.mkdir()
+    (left / "part-0").write_text("notes")
+    for words in (f"{left} exists already", f"{left} is being written by another process"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            convert(*command)
+        assert ended.value.code == 2 and words in capsys.readouterr().err
+        assert (left / "part-0").read_text() == "notes"
+        (left / "unfinished").mkdir(exist_ok=True)
+        lock = open(left / "unfinished" / "conversion.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def test_weights_have_the_file_mode_of_the_config(tmp_path):

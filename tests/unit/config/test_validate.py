@@ -264,6 +264,17 @@ def test_settings_without_effect_are_reported() -> None:
 
 NO_EFFECT = [
     ("--hysteresis 3", ["--hysteresis has no effect without --fp16"]),
+    # A flag that was typed is reported with its default value, too.
+    ("--bf16 --hysteresis 2", ["--hysteresis has no effect without --fp16"]),
+    ("--sgd-momentum 0.9", ["--sgd-momentum has no effect with --optimizer adam"]),
+    (
+        "--rope-scaling-factor 8",
+        ["--rope-scaling-factor has no effect with --position-embedding-type absolute"],
+    ),
+    (
+        "--position-embedding-type rotary --rope-scaling-factor 8",
+        ["--rope-scaling-factor has no effect without --rope-scaling-type"],
+    ),
     (
         "--bf16 --initial-loss-scale 4096 --min-loss-scale 2 --loss-scale-window 5",
         [

@@ -20,7 +20,8 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 def write_digests(folder: Path) -> None:
     """Writes the digests of all files in a folder."""
-    lines = [f"{describe_file(path)['sha256']}  {path.name}\n" for path in sorted(folder.iterdir())]
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    lines = [f"{describe_file(path)['sha256']}  {path.name}\n" for path in paths]
     (folder / DIGEST_FILE).write_text("".join(lines))
 
 

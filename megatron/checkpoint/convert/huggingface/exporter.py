@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.checkpoint.convert.huggingface.digests import write_digests
 from megatron.checkpoint.convert.huggingface.family import Family, Parameter, count_non_finite
 from megatron.checkpoint.convert.huggingface.output import temporary_folder
 from megatron.checkpoint.convert.huggingface.registry import family_of
+from megatron.checkpoint.convert.to_universal import UNFINISHED_FOLDER
 from megatron.checkpoint.formats.reader import StateReader
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
@@ -70,6 +72,7 @@ def write_hugging_face(
             write_tokenizer(temporary)
         write_digests(temporary)
         sync_tree(temporary)
+        shutil.rmtree(temporary / UNFINISHED_FOLDER)
         rename_synced(temporary, output)
 
 
