@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, DataConfig, LoggingConfig, exit_on_config_error
+from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
@@ -242,7 +243,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_interrupt(), exit_on_config_error():
         run(argv)
 
 

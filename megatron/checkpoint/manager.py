@@ -32,7 +32,7 @@ from megatron.checkpoint.compatibility import (
 from megatron.checkpoint.convert.rules import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.integrity.access import stop_at_access_error
+from megatron.checkpoint.integrity.access import MAY_BE_INTACT
 from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import (
     add_checksum,
@@ -67,6 +67,7 @@ from megatron.checkpoint.verification.record import (
 )
 from megatron.config import Config, ConfigError
 from megatron.config.checks.batch import check_remaining_batches
+from megatron.config.errors import stop_at_access_error
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.files import write_json
 from megatron.mpu.parameters import spec_of
@@ -83,7 +84,7 @@ class SaveError(OSError):
     """A checkpoint cannot be written. Earlier complete checkpoints are not affected."""
 
 
-@stop_at_access_error()
+@stop_at_access_error(MAY_BE_INTACT)
 def find_checkpoint(
     config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
 ) -> Checkpoint | None:
@@ -146,7 +147,7 @@ def select_valid_checkpoint(
                     raise ConfigError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
 
 
-@stop_at_access_error()
+@stop_at_access_error(MAY_BE_INTACT)
 def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
     """Reads the files of a checkpoint that must be intact before it is loaded. Returns the first problem.
     Collective."""
@@ -420,7 +421,7 @@ def _space(folder: Path) -> str:
         return f"its file system does not answer: {error.strerror}"
 
 
-@stop_at_access_error()
+@stop_at_access_error(MAY_BE_INTACT)
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
     """Restores weights, master weights, moments, step and loss scale from a checkpoint of any layout,
     precision and partition. Another kind of optimizer starts with fresh moments, and so do --finetune and

@@ -10,14 +10,14 @@ from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
-from megatron.checkpoint.integrity.access import stop_at_access_error
+from megatron.checkpoint.integrity.access import MAY_BE_INTACT
 from megatron.checkpoint.integrity.names import one_line
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.latest import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.config.checkpoint_args import SavedConfig
-from megatron.config.errors import is_access_error
+from megatron.config.errors import is_access_error, stop_at_access_error
 from megatron.files import HostileFileError
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
@@ -61,7 +61,7 @@ def _sizes(settings: Any) -> Iterator[int]:
             yield value
 
 
-@stop_at_access_error()
+@stop_at_access_error(MAY_BE_INTACT)
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     """The configuration of the checkpoint in --load (with --branch-at: of the branch point); or of one in
     --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only, of a

@@ -36,6 +36,24 @@ def is_access_error(error: BaseException) -> bool:
 
 
 @contextmanager
+def stop_at_access_error(consequence: str = "") -> Iterator[None]:
+    """Raises ConfigError for an error of access in the block. consequence: the end of its sentence."""
+    try:
+        yield
+    except OSError as error:
+        if not is_access_error(error):
+            raise
+        raise ConfigError(_access_sentence(error) + consequence) from error
+
+
+def _access_sentence(error: OSError) -> str:
+    name = "a file" if error.filename is None else error.filename
+    is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+    remedy = ": raise the limit with ulimit -n" if is_limit else ""
+    return f"{name} cannot be accessed now ({error.strerror}{remedy})"
+
+
+@contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """End the program with exit code 2 on a ConfigError or an error of access. Every rank exits, see
     `exit_with_error`."""
@@ -46,8 +64,7 @@ def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     except OSError as error:
         if not is_access_error(error):
             raise
-        name = "a file" if error.filename is None else error.filename
-        exit_with_error(f"{name} cannot be accessed ({error.strerror})", CONFIG_ERROR_EXIT_CODE, env)
+        exit_with_error(_access_sentence(error), CONFIG_ERROR_EXIT_CODE, env)
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:

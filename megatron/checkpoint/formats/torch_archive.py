@@ -9,7 +9,6 @@ Here it can only name what is listed in the tables below, all of it harmless. Ot
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import re
@@ -35,8 +34,11 @@ from megatron.checkpoint.integrity.access import read_with_retries
 from megatron.checkpoint.integrity.names import is_plain, one_line, shown
 from megatron.config.errors import ConfigError, is_access_error
 from megatron.files import HostileFileError, open_regular
+from megatron.mapped_file import map_file
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 # Bytes per element of torch's types, and the type of the elements of its storage classes.
@@ -65,10 +67,9 @@ class StoredFile:
         self.path = path
 
     @cached_property
-    def mapping(self) -> mmap.mmap:
-        with open_regular(self.path) as file:
-            # Copy on write: torch wants memory that could be written to; the file stays as it is.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def mapping(self) -> npt.NDArray[np.uint8]:
+        # Copy on write: torch wants memory that could be written to; the file stays as it is.
+        return map_file(self.path, copy_on_write=True)
 
 
 @dataclass(frozen=True, slots=True)

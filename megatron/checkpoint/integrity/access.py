@@ -4,16 +4,17 @@ content, so a read is repeated and then stops the program. Only a file that was 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.config.errors import ConfigError, is_access_error
+from megatron.config.errors import is_access_error
 
 # Delays between attempts: a network file system may recover, or show a new file to other nodes, only after
 # some seconds.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
+# The end of the sentence for an error of access.
+MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair the access, then start again"
 
 T = TypeVar("T")
 
@@ -31,17 +32,3 @@ def read_with_retries(path: Path, read: Callable[[], T]) -> T:
                 raise OSError(error.errno, error.strerror, str(path)) from error
         time.sleep(delay_s)
     raise AssertionError("the last attempt returns or raises")
-
-
-@contextmanager
-def stop_at_access_error() -> Iterator[None]:
-    """Raises ConfigError for an error of access in the block, whose message names the file."""
-    try:
-        yield
-    except OSError as error:
-        if not is_access_error(error):
-            raise
-        raise ConfigError(
-            f"{error.filename or 'a file'} cannot be read now ({error.strerror}): the checkpoint may be "
-            "intact, so no older one is used; repair the access, then repeat the command"
-        ) from error

@@ -22,12 +22,13 @@ from megatron.checkpoint.discovery import (
 )
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILE
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
-from megatron.checkpoint.integrity.access import RETRY_DELAYS_S, stop_at_access_error
+from megatron.checkpoint.integrity.access import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.lineage.branch import find_branch_point
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.config.errors import stop_at_access_error
 from megatron.files import HostileFileError, read_json
 from megatron.text_table import first_few
 
@@ -57,7 +58,7 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
 
 
-@stop_at_access_error()
+@stop_at_access_error(MAY_BE_INTACT)
 def check_load_folder(config: Config) -> None:
     """Raises ConfigError if --load does not exist, unless it equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save

@@ -160,7 +160,7 @@ def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, fi
     for load in (tmp_path / "A", tmp_path / "B"):
         failures = 1000
         options = CheckpointConfig(load=str(load), save=str(run.folder))
-        with pytest.raises(ConfigError, match=f"{path} cannot be read now .{os.strerror(code)}"):
+        with pytest.raises(ConfigError, match=f"{path} cannot be accessed now .{os.strerror(code)}"):
             find_checkpoint(replace(run.config, checkpoint=options), 100, {})
 
 
