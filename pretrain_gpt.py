@@ -15,6 +15,7 @@ from megatron.cluster.launch import init_from_slurm_env, set_allocator_default
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import read_command_line
+from megatron.config.limits import check_open_files
 from megatron.engine.deepspeed_config import read_deepspeed_config
 
 
@@ -23,6 +24,7 @@ def main() -> None:
     watchdog = Watchdog(report)
     with exit_on_error(report):
         init_from_slurm_env()
+        check_open_files()
     set_allocator_default()
     with exit_on_error(report, same_on_all_ranks=True):
         command_line = read_command_line(read_saved_config=read_saved_config)

@@ -55,14 +55,14 @@ def _access_sentence(error: OSError) -> str:
 
 @contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """End the program with exit code 2 on a ConfigError or an error of access. Every rank exits, see
-    `exit_with_error`."""
+    """End the program with exit code 2 on a ConfigError, an error of access or too long a name. Every rank
+    exits, see `exit_with_error`."""
     try:
         yield
     except ConfigError as error:
         exit_with_error(str(error), CONFIG_ERROR_EXIT_CODE, env)
     except OSError as error:
-        if not is_access_error(error):
+        if not is_access_error(error) and error.errno != errno.ENAMETOOLONG:
             raise
         exit_with_error(_access_sentence(error), CONFIG_ERROR_EXIT_CODE, env)
 
