@@ -16,6 +16,6 @@ def check_open_files() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < LEAST_OPEN_FILES:
         raise ConfigError(
-            f"ulimit -n {limit}: a process may open {limit} files, expected {LEAST_OPEN_FILES} at least: raise "
-            "the limit with ulimit -n 1024"
+            f"ulimit -n {limit}: a process may open {limit} files, expected {LEAST_OPEN_FILES} at least: "
+            "raise the limit with ulimit -n 1024"
         )
