@@ -96,8 +96,8 @@ def build_parser() -> ToolParser:
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="size of the vocabulary without padding, if there is no tokenizer (default: that of "
-        "config.json); the run needs the flag too",
+        help="size of the vocabulary without padding, if there is no tokenizer (default: from config.json); "
+        "the run needs the flag too",
     )
     add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint, or that in the model's folder)")
     return parser

@@ -141,9 +141,8 @@ def concat_pieces(pieces: Sequence[StoredTensor]) -> Tensor:
 def read_file(path: Path) -> Any:
     """Reads what was saved, with a `StoredTensor` for each tensor. Reads the structure only.
 
-    Raises ConfigError, which names the file, if it is damaged, and OSError if it cannot be read now. Raises
-    HostileFileError if it names a class or function that checkpoints do not use (none was run), or requires
-    more memory or time than a checkpoint.
+    Raises ConfigError, which names the file, if it is damaged, OSError if it cannot be read now, and
+    HostileFileError if it is a bomb or names a function that checkpoints do not use (none was run).
     """
     try:
         return read_with_retries(path, lambda: _read_archive(path))
@@ -206,15 +205,15 @@ def matches_checksums(path: Path) -> bool | None:
     """Reads the whole file and compares each member of the archive with its CRC-32; None if the archive has
     no checksums. ConfigError if torch.save did not write it."""
     read_file(path)
-
-    def compared() -> bool | None:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            return archive.testzip() is None if _has_checksums(archive) else None
-
     try:
-        return read_with_retries(path, compared)
+        return read_with_retries(path, lambda: _compared(path))
     except (zipfile.BadZipFile, EOFError, NotImplementedError):
         return False
+
+
+def _compared(path: Path) -> bool | None:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        return archive.testzip() is None if _has_checksums(archive) else None
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
