@@ -25,6 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, DataConfig, LoggingConfig, exit_on_config_error
 from megatron.config.errors import printable
+from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
@@ -96,7 +97,8 @@ def build_parser() -> ToolParser:
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="size of the vocabulary without padding, if there is no tokenizer; the run needs the flag too",
+        help="size of the vocabulary without padding, if there is no tokenizer (default: from config.json); "
+        "the run needs the flag too",
     )
     add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint, or that in the model's folder)")
     return parser
@@ -193,6 +195,7 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Write the universal checkpoint; return notes for the user."""
+    from megatron.checkpoint.convert.huggingface.digests import check_digests
     from megatron.checkpoint.convert.huggingface.importer import (
         own_tokenizer,
         read_hugging_face,
@@ -202,18 +205,27 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
+    check_digests(source)
     model = read_hugging_face(source)
     tokenizer = tokenizer_settings(arguments) or own_tokenizer(source)
-    config = model.config(DataConfig(**tokenizer), arguments.vocab_size)
+    vocab_size, notes = arguments.vocab_size, []
+    if not tokenizer and vocab_size is None:
+        vocab_size = model.rows
+        notes.append(
+            f"{source} holds no tokenizer: the vocabulary has the {vocab_size:,} tokens of its config.json; "
+            "if some of them are padding, give the flags of the tokenizer, or --vocab-size"
+        )
+    config = model.config(DataConfig(**tokenizer), vocab_size)
     vocabulary = find_vocabulary(config)
     check_tokenizer_fits(model.rows, vocabulary.size, arguments.vocab_size)
     write_universal(model, config, vocabulary.size, vocabulary.eod, output)
     print(f"wrote {output}: {model.family.architecture} of {source}, {vocabulary.size:,} tokens")
     print(f"start from it with: {shlex.join(start_flags(config, output))}")
-    dropped = model.rows - vocabulary.size
-    if not dropped:
-        return []
-    return [f"{dropped:,} of {model.rows:,} rows of the word embeddings belong to no token and are dropped"]
+    if dropped := model.rows - vocabulary.size:
+        notes.append(
+            f"{dropped:,} of {model.rows:,} rows of the word embeddings belong to no token and are dropped"
+        )
+    return notes
 
 
 def run(argv: Sequence[str] | None) -> None:
@@ -232,7 +244,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_interrupt(), exit_on_config_error():
         run(argv)
 
 

@@ -72,7 +72,12 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-evaluation-harness"
     )
-    parser.add_argument("--tasks-path", metavar="FOLDER", help="folder with the YAML files of more tasks")
+    parser.add_argument(
+        "--tasks-path",
+        metavar="FOLDER",
+        help="folder with the YAML files of more tasks; these files can run Python code, so give only files "
+        "that you trust",
+    )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="use the first N documents of each task (default: all)"
     )

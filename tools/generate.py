@@ -78,12 +78,18 @@ def build_parser() -> ToolParser:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The texts to continue: those of --prompt, else stdin as one text."""
-    if arguments.prompt is not None:
-        return arguments.prompt
-    if sys.stdin.isatty():
+    """The texts to continue: those of --prompt, else stdin as one text. ConfigError for other text than
+    UTF-8."""
+    if arguments.prompt is None and sys.stdin.isatty():
         raise ConfigError("no prompt is set: give --prompt TEXT, or a text on stdin")
-    return [sys.stdin.read().removesuffix("\n")]
+    source = "stdin" if arguments.prompt is None else "--prompt"
+    try:
+        prompts = arguments.prompt or [sys.stdin.read().removesuffix("\n")]
+        for prompt in prompts:
+            prompt.encode()  # Python decodes other bytes of the command line to surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{source} is not UTF-8 text ({error.reason}): convert it with iconv") from error
+    return prompts
 
 
 def read_sampling(arguments: argparse.Namespace) -> Sampling:

@@ -6,10 +6,10 @@
 
 For a folder with checkpoints, prints a row per checkpoint and describes the newest complete one. For a
 global_stepN folder, describes that checkpoint. File sizes are compared with the recorded ones; --verify
-compares the digests of the described checkpoint too. For two folders, prints different settings and the
-largest difference of each parameter's fp32 values and optimizer moments; layouts and formats (native,
-universal) may differ. The exit code is 1 if a file is damaged or missing. It is 2 for a malicious pickle,
-which is never executed.
+also reads all files of the described checkpoint and compares their digests and checksums. For two folders,
+prints different settings and the largest difference of each parameter's fp32 values and optimizer moments;
+layouts and formats (native, universal) may differ. The exit code is 2 if a file is damaged, missing or
+malicious. Code in a pickle is never executed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, LoggingConfig, exit_on_config_error
+from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, LoggingConfig, exit_on_config_error
 from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
-
-DAMAGED_EXIT_CODE = 1
 
 
 def build_parser() -> ToolParser:
@@ -44,7 +42,7 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare all files of the described checkpoint with their digests",
+        help="compare all files of the described checkpoint with their digests and checksums",
     )
     return parser
 
@@ -94,7 +92,7 @@ def run(argv: Sequence[str] | None) -> int:
     if len(folders) == 2:
         show_two(folders, arguments.json)
         return 0
-    return 0 if show_one(folders[0], arguments.json, arguments.verify) else DAMAGED_EXIT_CODE
+    return 0 if show_one(folders[0], arguments.json, arguments.verify) else CONFIG_ERROR_EXIT_CODE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

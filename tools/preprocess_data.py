@@ -20,6 +20,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser, check_input_files
 from megatron.data.preprocessing import Progress, output_name, preprocess
 from megatron.tokenizer.flags import add_tokenizer_flags
@@ -159,12 +160,8 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    try:
-        with exit_on_config_error():
-            run(argv)
-    except KeyboardInterrupt:
-        print("interrupted, nothing was written", file=sys.stderr)
-        sys.exit(130)
+    with exit_on_interrupt(), exit_on_config_error():
+        run(argv)
 
 
 if __name__ == "__main__":

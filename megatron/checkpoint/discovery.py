@@ -14,6 +14,7 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.integrity.access import read_with_retries
 from megatron.checkpoint.integrity.layout_files import missing_files, unneeded_files
 from megatron.checkpoint.integrity.manifest import first_size_mismatch, has_valid_checksum
 from megatron.checkpoint.integrity.names import check_run, read_name
@@ -21,8 +22,13 @@ from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, 
 from megatron.checkpoint.lineage.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
 from megatron.config import ConfigError
+from megatron.config.errors import is_access_error
 from megatron.files import read_json
 from megatron.text_table import first_few
+
+
+class MissingCheckpointError(ConfigError):
+    """`latest` names a checkpoint that does not exist: a user's mistake, so no other one is resumed."""
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
@@ -33,7 +39,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     checkpoint, it is that one.
 
     damaged: path of each checkpoint to skip -> the reason. Raises ConfigError if there are checkpoints and
-    none is complete, or if it is ambiguous which of several runs to resume.
+    none is complete, if `latest` names none of them, or if it is ambiguous which of several runs to resume.
+    Raises OSError if a file cannot be read now.
     """
     folder, damaged = Path(folder), damaged or {}
     check_program(folder)
@@ -43,6 +50,12 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         return open_checkpoint(folder)
     names = native_names(folder)
     latest = read_latest(folder)
+    if latest is not None and not current_path(folder, latest).exists():
+        held = f"the folder holds {first_few(reversed(names), 10)}" if names else "the folder holds none"
+        raise MissingCheckpointError(
+            f"{folder / LATEST_FILE} names {latest}, which does not exist; {held}: write the name of the "
+            "checkpoint to resume from into it, or remove it to resume from the newest one"
+        )
     lineage, reason = _candidates(folder, latest, names)
     skip_reason = [reason] if reason else []
     for name, sha256 in lineage.items():
@@ -113,7 +126,7 @@ def _is_newer(file: Path, other: Path) -> bool:
     """Whether a file was written after another one in the same folder, by the clock of its file system."""
     try:
         return file.stat().st_mtime_ns > other.stat().st_mtime_ns
-    except OSError:
+    except FileNotFoundError:
         return False
 
 
@@ -224,7 +237,8 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
-    """Opens the checkpoint in a folder, of any format. ConfigError names a missing or damaged file.
+    """Opens the checkpoint in a folder, of any format. ConfigError names a missing or damaged file, OSError
+    one that cannot be read now.
 
     with_files: compare the sizes of all files with those in `run.json`. Contents are not read.
     """
@@ -234,7 +248,7 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
         return reader_class(path.parent).open_external(path.parent)
     check_program(path.parent)
     try:
-        run = read_json(path)
+        run = read_with_retries(path, lambda: read_json(path))
         check_run(run, path)
         if not has_valid_checksum(run):
             raise ValueError("its checksum does not match")
@@ -247,6 +261,8 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
             lacking = missing_files(run["files"], run)
             problem = f"{lacking[0]} was never written" if lacking else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_access_error(error):
+            raise
         raise ConfigError(
             f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
             f"`{LATEST_FILE}` names a complete checkpoint"

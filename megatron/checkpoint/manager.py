@@ -32,6 +32,7 @@ from megatron.checkpoint.compatibility import (
 from megatron.checkpoint.convert.rules import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.integrity.access import MAY_BE_INTACT
 from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import (
     add_checksum,
@@ -44,6 +45,7 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import (
     check_save_folder,
     choose_checkpoint,
+    first_problem_of_ranks,
     may_replace,
     share_checkpoint,
     start_identity,
@@ -65,6 +67,7 @@ from megatron.checkpoint.verification.record import (
 )
 from megatron.config import Config, ConfigError
 from megatron.config.checks.batch import check_remaining_batches
+from megatron.config.errors import stop_at_access_error
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.files import write_json
 from megatron.mpu.parameters import spec_of
@@ -81,14 +84,15 @@ class SaveError(OSError):
     """A checkpoint cannot be written. Earlier complete checkpoints are not affected."""
 
 
+@stop_at_access_error(MAY_BE_INTACT)
 def find_checkpoint(
     config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
 ) -> Checkpoint | None:
     """The checkpoint that --load resumes from; None if the run initializes from scratch.
 
     Raises ConfigError for a checkpoint of another model, and for other data or another learning-rate schedule
-    unless a flag allows them, and for a --save folder that belongs to another run. damaged: path of each
-    checkpoint to skip -> the reason.
+    unless a flag allows them, for a --save folder that belongs to another run, and for a file that cannot be
+    read now. damaged: path of each checkpoint to skip -> the reason.
     """
     # An evaluation uses the checkpoint of --load, not a newer one in --save.
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
@@ -143,6 +147,7 @@ def select_valid_checkpoint(
                     raise ConfigError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
 
 
+@stop_at_access_error(MAY_BE_INTACT)
 def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
     """Reads the files of a checkpoint that must be intact before it is loaded. Returns the first problem.
     Collective."""
@@ -169,11 +174,18 @@ def _shared_errors() -> Iterator[None]:
 
 
 def _opened(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder; None if a file is missing or of the wrong size."""
+    """The checkpoint in a folder; None if a file is missing or of the wrong size. Raises ConfigError on every
+    rank if one cannot read it now. Collective."""
+    checkpoint = problem = None
     try:
-        return open_checkpoint(folder)
-    except (ConfigError, OSError):
-        return None
+        checkpoint = open_checkpoint(folder)
+    except ConfigError:
+        pass
+    except OSError as error:
+        problem = str(error)
+    if (found := first_problem_of_ranks(problem)) is not None:
+        raise ConfigError(f"rank {found[0]} cannot read checkpoint {folder} now ({found[1]})")
+    return checkpoint
 
 
 class CheckpointManager:
@@ -409,6 +421,7 @@ def _space(folder: Path) -> str:
         return f"its file system does not answer: {error.strerror}"
 
 
+@stop_at_access_error(MAY_BE_INTACT)
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
     """Restores weights, master weights, moments, step and loss scale from a checkpoint of any layout,
     precision and partition. Another kind of optimizer starts with fresh moments, and so do --finetune and

@@ -14,7 +14,9 @@ from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, 
 from megatron.checkpoint.lineage.latest import record_upcoming, set_latest
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.files import sync_file
+from megatron.config.errors import one_line
+from megatron.files import HostileFileError, read_json, sync_file
+from megatron.text_table import first_few
 
 # Names of unfinished saves; the suffix is the job's attempt, which older versions did not write.
 _UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
@@ -60,17 +62,14 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     record_upcoming(folder, entry, identity)
     final = folder / entry.name
     replaced = final.with_name(f"{final.name}{REPLACED}")
+    for old in (replaced, final):
+        _set_aside_unknown(old)
     if final.exists():
         own = (before for before in identity.lineage if before.name == entry.name)
-        if _is_unknown(final):
-            kept = final.with_name(f"unknown-{final.name}.{secrets.token_hex(4)}")
-            _LOG.warning("%s has no %s, so its run is not known: it is kept as %s", final, RUN_FILE, kept)
-            os.rename(final, kept)
-        else:
-            if not any(is_same_checkpoint(folder, before) for before in own):
-                _LOG.warning("replacing %s, which belongs to another branch or run", final)
-            _remove(replaced)
-            os.rename(final, replaced)
+        if not any(is_same_checkpoint(folder, before) for before in own):
+            _LOG.warning("replacing %s, which belongs to another branch or run", final)
+        _remove(replaced)
+        os.rename(final, replaced)
     os.rename(saving, final)
     sync_file(folder)
     identity = identity.with_checkpoint(entry)
@@ -82,9 +81,34 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     return identity
 
 
-def _is_unknown(folder: Path) -> bool:
-    """Whether it holds files and no `run.json`: another program's checkpoint, or the rest of one."""
-    return not (folder / RUN_FILE).exists() and any(folder.iterdir())
+def _set_aside_unknown(folder: Path) -> None:
+    """Renames a folder with files and no `run.json`, which are another program's checkpoint or the rest of
+    one, and a checkpoint that contains what it does not list."""
+    if not folder.exists():
+        return
+    if not (folder / RUN_FILE).exists() and any(folder.iterdir()):
+        reason = f"has no {RUN_FILE}, so its run is not known"
+    elif unlisted := _unlisted(folder):
+        reason = _unlisted_text(unlisted)
+    else:
+        return
+    kept = folder.with_name(f"unknown-{folder.name}.{secrets.token_hex(4)}")
+    _LOG.warning("%s %s: it is kept as %s", folder, reason, kept)
+    os.rename(folder, kept)
+
+
+def _unlisted(folder: Path) -> list[str]:
+    """The names in a checkpoint's folder that its `run.json` does not list, such as another run's
+    checkpoints. A save writes files only, so without a readable `run.json` these are the sub-folders."""
+    try:
+        own = {RUN_FILE, *read_json(folder / RUN_FILE)["files"]}
+    except (OSError, ValueError, KeyError, TypeError, HostileFileError):
+        return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(path.name for path in folder.iterdir() if path.name not in own)
+
+
+def _unlisted_text(names: list[str]) -> str:
+    return f"contains {first_few(map(one_line, names))}, which {RUN_FILE} does not list"
 
 
 def delete_old_checkpoints(
@@ -127,9 +151,12 @@ def is_same_checkpoint(folder: Path, entry: LineageEntry) -> bool:
 
 
 def _remove(folder: Path) -> None:
+    """Deletes a checkpoint or an unfinished save. OSError if it contains what it does not list."""
     if folder.is_symlink():
         folder.unlink()  # never delete the target of a link
     elif folder.exists():
+        if unlisted := _unlisted(folder):
+            raise OSError(f"it {_unlisted_text(unlisted)}")
         if not _UNFINISHED.fullmatch(folder.name):
             # Deletion takes time. If the job is killed during it, `clean_leftovers` finds the rest.
             name = folder.name.removesuffix(REPLACED)

@@ -10,12 +10,13 @@ from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
-from megatron.checkpoint.integrity.names import one_line
+from megatron.checkpoint.integrity.access import MAY_BE_INTACT
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.latest import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.config.checkpoint_args import SavedConfig
+from megatron.config.errors import is_access_error, one_line, stop_at_access_error
 from megatron.files import HostileFileError
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
@@ -59,6 +60,7 @@ def _sizes(settings: Any) -> Iterator[int]:
             yield value
 
 
+@stop_at_access_error(MAY_BE_INTACT)
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     """The configuration of the checkpoint in --load (with --branch-at: of the branch point); or of one in
     --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only, of a
@@ -80,6 +82,8 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
         else:
             checkpoint = _newest(load, options.universal_checkpoint)
     except (ConfigError, OSError) as error:
+        if is_access_error(error):
+            raise
         own = None
         if save is not None and Path(save).resolve() != load.resolve():
             own = _newest_or_none(Path(save))
@@ -105,7 +109,9 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
 def _newest_or_none(folder: Path) -> Checkpoint | None:
     try:
         return _newest(folder, universal=False)
-    except (ConfigError, OSError):
+    except (ConfigError, OSError) as error:
+        if is_access_error(error):
+            raise
         return None
 
 

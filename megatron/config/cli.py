@@ -62,6 +62,7 @@ def read_command_line(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     given = _parse(argv)
+    typed = set(given.settings)
     _apply_launcher_env(given.settings, env)
     _read_groups_files(given.settings)
     _use_hugging_face(given.settings)
@@ -72,7 +73,7 @@ def read_command_line(
         **{name: kind(**_section_settings(given.settings, name)) for name, kind in SECTIONS.items()}
     )
     validate(config)
-    return CommandLine(config, (*notes, *unused_setting_notes(config), *risk_notes(config)))
+    return CommandLine(config, (*notes, *unused_setting_notes(config, typed), *risk_notes(config)))
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -12,6 +13,13 @@ from typing import NoReturn
 CONFIG_ERROR_EXIT_CODE = 2
 # Seconds in which rank 0 prints an error that another rank has found first.
 _RANK_0_PRINTS_S = 5.0
+# What an OSError can say about a file itself: it is missing, exists already, or is of another kind.
+_ABOUT_THE_FILE = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
+        *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV),
+    }
+)
 
 
 class ConfigError(Exception):
@@ -39,13 +47,42 @@ def one_line(text: object, limit: int = 200) -> str:
     return line if len(line) <= limit else f"{line[:limit]}..."
 
 
+def is_access_error(error: BaseException) -> bool:
+    """Whether an error only says that a file cannot be read or written now: an I/O error, a missing
+    permission, too many open files. It says nothing about the file's content."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _ABOUT_THE_FILE
+
+
+@contextmanager
+def stop_at_access_error(consequence: str = "") -> Iterator[None]:
+    """Raises ConfigError for an error of access in the block. consequence: the end of its sentence."""
+    try:
+        yield
+    except OSError as error:
+        if not is_access_error(error):
+            raise
+        raise ConfigError(_access_sentence(error) + consequence) from error
+
+
+def _access_sentence(error: OSError) -> str:
+    name = "a file" if error.filename is None else error.filename
+    is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
+    remedy = ": raise the limit with ulimit -n" if is_limit else ""
+    return f"{name} cannot be accessed now ({error.strerror}{remedy})"
+
+
 @contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """End the program with exit code 2 on a ConfigError. Every rank exits, see `exit_with_error`."""
+    """End the program with exit code 2 on a ConfigError, an error of access or too long a name. Every rank
+    exits, see `exit_with_error`."""
     try:
         yield
     except ConfigError as error:
         exit_with_error(str(error), CONFIG_ERROR_EXIT_CODE, env)
+    except OSError as error:
+        if not is_access_error(error) and error.errno != errno.ENAMETOOLONG:
+            raise
+        exit_with_error(_access_sentence(error), CONFIG_ERROR_EXIT_CODE, env)
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:

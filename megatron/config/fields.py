@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,9 @@ from megatron.config.errors import ConfigError
 from megatron.config.registry import Registry
 
 _METADATA_KEY = "flag"
+# The metavars of flags that are paths, and the limits of Linux in bytes. A suffix may be added to a name.
+_PATHS = ("FOLDER", "FILE", "PREFIX")
+_LONGEST_NAME, _LONGEST_PATH = 240, 4000
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Section:
             if value is not None:
                 _check_choice(field, value)
                 _check_bounds(field, value)
+                _check_path(field, value)
         for name, value in self.derive().items():
             object.__setattr__(self, name, value)
 
@@ -165,6 +170,19 @@ def _check_choice(field: dataclasses.Field[Any], value: Any) -> None:
     choices = flag_of(field).choices
     if choices is not None and value not in choices:
         raise ConfigError(f"{option_name(field.name)} is '{value}': expected one of {', '.join(choices)}")
+
+
+def _check_path(field: dataclasses.Field[Any], value: Any) -> None:
+    """Checks the length of a path, which the system calls would only report later, each in its own way."""
+    if flag_of(field).metavar not in _PATHS:
+        return
+    for path in value if isinstance(value, tuple) else (value,):
+        names = [os.fsencode(name) for name in str(path).split("/")]
+        if max(map(len, names)) > _LONGEST_NAME or sum(map(len, names)) + len(names) > _LONGEST_PATH:
+            raise ConfigError(
+                f"{option_name(field.name)} {str(path)[:40]}... is too long: expected names of at most "
+                f"{_LONGEST_NAME} bytes, and {_LONGEST_PATH:,} in all: set a shorter path"
+            )
 
 
 def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:

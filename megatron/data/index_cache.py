@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import uuid
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError
+from megatron.config.errors import is_access_error, stop_at_access_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import EpochPlan, SampleIndex, build_sample_order, plan_epochs
+from megatron.files import open_regular
+from megatron.mapped_file import map_file
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class IndexFileError(Exception):
     """An index file is missing, damaged or was built from other data."""
 
 
+@stop_at_access_error()
 def prepare_sample_index(request: IndexRequest) -> None:
     """Build the index files unless valid ones exist. ConfigError if the folder is not writable."""
     plan = request.plan()
@@ -88,6 +93,7 @@ def prepare_sample_index(request: IndexRequest) -> None:
         _write_array(path, array)
 
 
+@stop_at_access_error()
 def load_sample_index(request: IndexRequest) -> SampleIndex:
     """Memory-map the index files. Raises ConfigError, naming the file, if one is missing or damaged."""
     try:
@@ -107,17 +113,30 @@ def _read_index(request: IndexRequest, plan: EpochPlan) -> SampleIndex:
 
 def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = _map_array(path)
     except FileNotFoundError:
         raise IndexFileError(f"{path} does not exist") from None
     except Exception as error:  # numpy parses the header as a Python literal, with errors of any type
+        if is_access_error(error):
+            raise
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise IndexFileError(f"{path} is damaged ({reason})") from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+    if array.dtype.kind not in "iu":
         raise IndexFileError(f"{path} does not hold an array of integers")
     if array.shape != shape:
         raise IndexFileError(f"{path} has shape {array.shape}, expected {shape}")
-    return np.asarray(array)
+    return array
+
+
+def _map_array(path: str) -> npt.NDArray[Any]:
+    """As np.load(path, mmap_mode="r"), without a descriptor that stays open."""
+    with open_regular(path) as file:
+        is_first = np.lib.format.read_magic(file) == (1, 0)
+        read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(file)
+        start, count = file.tell(), math.prod(shape)
+    content = map_file(path)[start : start + count * dtype.itemsize].view(dtype)
+    return content.reshape(shape, order="F" if is_fortran else "C")
 
 
 def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) -> None:

@@ -30,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError
+from megatron.config.errors import stop_at_access_error
+from megatron.mapped_file import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -74,6 +76,7 @@ class IndexedDataset:
     missing. Forked processes can share an instance; unpickling opens the files again.
     """
 
+    @stop_at_access_error()
     def __init__(
         self, prefix: str | os.PathLike[str], option: str = "--data-path", verify: bool = True
     ) -> None:
@@ -83,7 +86,7 @@ class IndexedDataset:
         self.option = option
         index_bytes, data_bytes = self._file_sizes()
         self.dtype, num_sequences, doc_idx_length = _read_header(index_path(self.prefix), index_bytes)
-        buffer = np.memmap(index_path(self.prefix), mode="r", dtype=np.uint8)
+        buffer = map_file(index_path(self.prefix))
         at = HEADER.size
         # int32 [documents]: tokens per document.
         self.sizes: npt.NDArray[np.int32] = np.frombuffer(buffer, "<i4", num_sequences, at)
@@ -95,8 +98,7 @@ class IndexedDataset:
         if verify:
             self._verify_index()
         self.num_tokens = self._count_tokens(data_bytes)
-        tokens = np.memmap(data_path(self.prefix), mode="r", dtype=self.dtype)
-        self._tokens = np.asarray(tokens)  # slicing an ndarray view is faster than slicing a memmap
+        self._tokens = map_file(data_path(self.prefix)).view(self.dtype)
 
     def __len__(self) -> int:
         """The number of documents."""

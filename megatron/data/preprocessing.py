@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -311,7 +312,8 @@ def _encode_in_processes(
     in_flight: deque[Future[EncodedBatch]] = deque()
     try:
         for batch in batches:
-            in_flight.append(executor.submit(_encode_in_worker, settings, batch))
+            with _without_ctrl_c():  # this may start a worker
+                in_flight.append(executor.submit(_encode_in_worker, settings, batch))
             if len(in_flight) >= workers * BATCHES_IN_FLIGHT_PER_WORKER:
                 yield in_flight.popleft().result()
         while in_flight:
@@ -343,9 +345,27 @@ def _worker_encoder(settings: _EncoderSettings) -> BatchEncoder:
     return BatchEncoder(build_tokenizer(settings), settings.json_keys, settings.append_eod)
 
 
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Ctrl-C sends SIGINT to all processes of the terminal. Only the main process handles it: the processes
+    that start in the block inherit its mask of signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker() -> None:
-    # Ctrl-C sends SIGINT to all processes of the terminal. Only the main process handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
+
+
+def _exit_after_parent() -> None:
+    """Ends this worker when the main process was killed. Otherwise it would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(settings: _EncoderSettings, batch: LineBatch) -> EncodedBatch:

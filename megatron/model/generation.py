@@ -11,6 +11,9 @@ from torch import Tensor
 from megatron.config import ConfigError
 from megatron.model.scoring import LanguageModel
 
+# Samples are greedy far above it.
+_LEAST_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -28,6 +31,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"--temperature is {self.temperature:g}, expected 0 (greedy) or more")
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"--temperature is {self.temperature:g}, expected 0 (greedy) or at least "
+                f"{_LEAST_TEMPERATURE:g}: logits that are divided by less overflow"
+            )
         if self.top_k < 0:
             raise ConfigError(f"--top-k is {self.top_k}, expected 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:

@@ -46,6 +46,7 @@ def run(
     ended or failed. preparation: has begun; it ends before the processes connect.
     """
     # Errors in flags and files are found here, before the processes connect.
+    start.check_save_place(config)
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     plan = None if needs_profiling(config) else plan_stages(config, vocab.size, times)

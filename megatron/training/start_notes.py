@@ -8,9 +8,20 @@ from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
 from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
+from megatron.config.fields import option_name
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.data import missing_token_file, run_fingerprint
+
+# A resume accepts other values, and the updates of the weights differ from then on.
+_SETTINGS_OF_UPDATES = {
+    "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
+    "training": ("seed", "z_loss_weight"),
+    "optimizer": (
+        *("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "weight_decay", "clip_grad"),
+        "use_bnb_optimizer",
+    ),
+}
 
 
 def start_notes(
@@ -20,8 +31,8 @@ def start_notes(
     batches: BatchSchedule,
     lr_schedule: LearningRateSchedule,
 ) -> list[str]:
-    """One sentence each: nothing to train, a batch size that differs from the checkpoint's, a learning rate
-    of 0."""
+    """One sentence each: nothing to train, a batch size or settings that differ from the checkpoint's, a
+    learning rate of 0."""
     if config.training.no_train:
         return []
     state = checkpoint.start_state if checkpoint is not None else TrainingState()
@@ -30,7 +41,11 @@ def start_notes(
             f"nothing to train: the checkpoint is at iteration {state.iteration} and the run ends at "
             f"iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
-    return [*_batch_notes(checkpoint, batches, length), *_rate_notes(config, length, batches, lr_schedule)]
+    return [
+        *_batch_notes(checkpoint, batches, length),
+        *_settings_notes(checkpoint, config),
+        *_rate_notes(config, length, batches, lr_schedule),
+    ]
 
 
 def planned_start(
@@ -64,6 +79,23 @@ def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: 
             f"iteration {checkpoint.state.iteration + 1} on (up to {batches.global_batch_size}); the run "
             f"ends at iteration {length.iterations}"
         )
+
+
+def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[str]:
+    if checkpoint is None or checkpoint.is_external or starts_at_zero(checkpoint):
+        return
+    saved = checkpoint.config
+    changes = []
+    for section, names in _SETTINGS_OF_UPDATES.items():
+        before, now = getattr(saved, section), getattr(config, section)
+        unused = before.unused_fields() & now.unused_fields()
+        changes += [
+            f"{option_name(name)} was {getattr(before, name)}, is {getattr(now, name)}"
+            for name in names
+            if name not in unused and getattr(before, name) != getattr(now, name)
+        ]
+    if changes:
+        yield f"the run continues with other settings than the checkpoint's: {'; '.join(changes)}"
 
 
 def _rate_notes(

@@ -285,10 +285,10 @@ def test_a_universal_checkpoint_is_not_loaded_as_a_native_one(saved):
             find(folder)
 
 
-def test_if_latest_names_a_missing_folder_the_newest_complete_one_is_resumed(saved):
+def test_a_latest_that_names_a_missing_folder_is_an_error_with_the_existing_ones(saved):
     (saved / "latest").write_text("global_step7")
-    checkpoint = find(saved)
-    assert checkpoint.folder == saved / "global_step1" and "global_step7" in checkpoint.skip_reason
+    with pytest.raises(ConfigError, match="names global_step7, which does not exist; .* holds global_step1:"):
+        find(saved)
 
 
 # --- complete or invisible ---

@@ -372,9 +372,9 @@ def test_blooms_checkpoint_resumes_on_every_layout(blooms):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"num_layers": 6}, r"num_layers was 4, is 6; it lacks 26 parameters"),
-        ({"num_attention_heads": 8, "kv_channels": 4}, "num_attention_heads was 4, is 8"),
-        ({"position_embedding_type": "rotary"}, "position_embedding_type was alibi, is rotary"),
+        ({"num_layers": 6}, r"num-layers was 4, is 6; it lacks 26 parameters"),
+        ({"num_attention_heads": 8, "kv_channels": 4}, "num-attention-heads was 4, is 8"),
+        ({"position_embedding_type": "rotary"}, "position-embedding-type was alibi, is rotary"),
         ({"embed_layernorm": False}, "it also has 2 parameters, .*word_embeddings.norm.bias"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def test_a_prompt_comes_from_stdin(
     assert output(capsys, *flags) == output(capsys, *flags, "--prompt", "import os")
 
 
+def test_a_hostile_prompt_on_stdin_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for errors in ("strict", "surrogateescape"):  # as in a UTF-8 locale, and in the C locale
+        text = io.TextIOWrapper(io.BytesIO(b"import \xff"), "utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", text)
+        with pytest.raises(SystemExit) as ended:
+            generate.main(["--load", "."])
+        assert ended.value.code == 2
+        assert re.fullmatch("error: stdin is not UTF-8 text .*\n", capsys.readouterr().err)
+
+
 def test_a_tokenizer_that_was_moved_is_named_by_flags(
     trained: Trained, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +132,9 @@ def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(
         (["--load", "/no/such/folder"], ["/no/such/folder", "no such folder"]),
         (["--load", "."], ["holds no checkpoint", "latest"]),
         (["--load", ".", "--top-k", "-1"], ["--top-k is -1"]),
+        (["--load", ".", "--temperature", "1e-300"], ["--temperature is 1e-300", "at least 1e-06"]),
+        (["--load", ".", "--prompt", "\udcff"], ["--prompt is not UTF-8 text"]),
+        (["--load", "x" * 300], ["there is no such folder"]),
         (["--load", ".", "--max-new-tokens", "0"], ["--max-new-tokens is 0"]),
         (["--load", ".", "--seed", "-1"], ["--seed is -1"]),
         (["--load", ".", "--temprature", "1"], ["--temprature"]),

@@ -22,6 +22,7 @@ FORBIDDEN = {
 LEVELS = (
     ("text_table", "units", "config"),
     ("files", "kernels"),
+    ("mapped_file",),
     ("mpu", "page", "pipeline", "tokenizer"),
     ("data", "model", "optimizer"),
     ("engine", "planner"),

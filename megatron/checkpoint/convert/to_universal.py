@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 OPTIMIZER_STATE_FILE = "optimizer_state.pt"
 STEP_FILE = "step.pt"
+VALUES_FILE = "fp32.pt"
 # Moment, by the optimizer's name -> DeepSpeed's name of its file.
 MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
 # In optimizer_state.pt. DeepSpeed's loader expects an object of its own class under 'loss_scaler'.
@@ -210,7 +211,7 @@ def _write_files(
     unfinished = folder / UNFINISHED_FOLDER / plan.name
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    names = {VALUES: "fp32.pt", **MOMENT_FILES}
+    names = {VALUES: VALUES_FILE, **MOMENT_FILES}
     for key, parts in blocks.items():
         if key not in names:
             raise ConfigError(
@@ -249,7 +250,7 @@ def _is_finished(source: Source, partial: Path, plan: MergePlan) -> bool:
 
 def _files_of(source: Source, plan: MergePlan) -> dict[str, tuple[int, ...]]:
     """File name -> shape of the tensor, for the files that a conversion writes for a parameter."""
-    names = {VALUES: "fp32.pt", **MOMENT_FILES}
+    names = {VALUES: VALUES_FILE, **MOMENT_FILES}
     files = {names[key]: plan.shape for key in (VALUES, *source.files.moments(plan.name)) if key in names}
     if _number(source.files.others(plan.name).get("step")) is not None:
         files[STEP_FILE] = ()

@@ -26,6 +26,8 @@ SHARDED_WEIGHTS = (
     "another program saved it with ZeRO-3, in shards that this program does not read: convert it with "
     "DeepSpeed's own ds_to_universal.py"
 )
+# Every checkpoint of DeepSpeed has it.
+FIRST_MODEL_FILE = "mp_rank_00_model_states.pt"
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 
 

@@ -43,8 +43,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.integrity.names import one_line
 from megatron.config import ConfigError
+from megatron.config.errors import one_line
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 
 _THEIR_FIRST_LAYER = 2
@@ -63,7 +63,7 @@ _UNTIED_EMBEDDING = "1."
 _SUPPORTED = {"apply_layernorm_1p": False, "num_experts": [1], "squared_relu": False}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 # Of the result of `arguments_here`: compared with the config's, beside the arguments of Megatron.
-COMPARED_ARGUMENTS = ("normalization", "disable_bias_linear")
+COMPARED_ARGUMENTS = ("activation", "normalization", "disable_bias_linear")
 # An argument that only versions have in which queries, keys and values are blocks.
 _NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
 _ROTARY_DEFAULTS = {"rope_theta": 10000, "rotary_percent": 1.0}
@@ -110,6 +110,7 @@ def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str,
         **args,
         "position_embedding_type": positions,
         "glu_activation": "swiglu" if args.get("swiglu") else None,
+        "activation": _activation(args),
         "normalization": _NORMS.get(norm, norm) if isinstance(norm, str) else None,
         "disable_bias_linear": None if biases is None else not biases,
         "untie_embeddings_and_output_weights": has_own_head(names),
@@ -123,6 +124,16 @@ def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str,
     if groups not in (None, args.get("num_attention_heads")):
         here |= {"group_query_attention": True, "num_query_groups": groups}
     return here
+
+
+def _activation(args: Mapping[str, Any]) -> str | None:
+    """The value of --activation; None for a gated MLP, and if the arguments do not say it."""
+    fused = args.get("bias_gelu_fusion")
+    if args.get("swiglu") or (fused is None and not args.get("onnx_safe") and not args.get("openai_gelu")):
+        return None
+    # Its openai_gelu and its fused kernel are the tanh approximation; onnx_safe and torch's GELU are exact.
+    is_tanh = args.get("openai_gelu") or (fused and not args.get("onnx_safe"))
+    return "gelu" if is_tanh else "gelu_exact"
 
 
 def has_own_head(names: Collection[str]) -> bool:
@@ -148,14 +159,6 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
         )
     if args["position_embedding_type"] is None:
         found.append("it has neither learned nor rotary position embeddings")
-    # Its fused kernel and openai_gelu are the tanh approximation. torch's GELU and onnx_safe are exact.
-    fused, onnx_safe = args.get("bias_gelu_fusion"), bool(args.get("onnx_safe"))
-    is_exact = (fused is False or onnx_safe) and not args.get("openai_gelu")
-    if is_exact and not args["glu_activation"]:
-        found.append(
-            f"its GELU is exact (bias_gelu_fusion is {fused}, onnx_safe is {onnx_safe}), expected the tanh "
-            "approximation"
-        )
     return found
 
 

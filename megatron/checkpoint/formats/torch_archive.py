@@ -9,7 +9,6 @@ Here it can only name what is listed in the tables below, all of it harmless. Ot
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import re
@@ -31,11 +30,15 @@ from megatron.checkpoint.formats.pickles import (
     check_key,
     read_pickle,
 )
-from megatron.checkpoint.integrity.names import is_plain, one_line, shown
-from megatron.config.errors import ConfigError
+from megatron.checkpoint.integrity.access import read_with_retries
+from megatron.checkpoint.integrity.names import is_plain, shown
+from megatron.config.errors import ConfigError, is_access_error, one_line
 from megatron.files import HostileFileError, open_regular
+from megatron.mapped_file import map_file
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
 # Bytes per element of torch's types, and the type of the elements of its storage classes.
@@ -64,10 +67,9 @@ class StoredFile:
         self.path = path
 
     @cached_property
-    def mapping(self) -> mmap.mmap:
-        with open_regular(self.path) as file:
-            # Copy on write: torch wants memory that could be written to; the file stays as it is.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def mapping(self) -> npt.NDArray[np.uint8]:
+        # Copy on write: torch wants memory that could be written to; the file stays as it is.
+        return map_file(self.path, copy_on_write=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +141,11 @@ def concat_pieces(pieces: Sequence[StoredTensor]) -> Tensor:
 def read_file(path: Path) -> Any:
     """Reads what was saved, with a `StoredTensor` for each tensor. Reads the structure only.
 
-    Raises ConfigError, which names the file, if it is damaged. Raises HostileFileError if it names a class or
-    function that checkpoints do not use (none was run), or requires more memory or time than a checkpoint.
+    Raises ConfigError, which names the file, if it is damaged, OSError if it cannot be read now, and
+    HostileFileError if it is a bomb or names a function that checkpoints do not use (none was run).
     """
     try:
-        with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
-            (pickled,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name))
-            return _Archive(path, file, archive, pickled.removesuffix("data.pkl")).read()
+        return read_with_retries(path, lambda: _read_archive(path))
     except _Refused as error:
         raise HostileFileError(
             f"checkpoint file {path} cannot be read: it names {error}, which checkpoints do not use. "
@@ -157,9 +157,17 @@ def read_file(path: Path) -> Any:
             "malicious: check where it comes from"
         ) from None
     except Exception as error:  # a damaged file can fail anywhere
+        if is_access_error(error):
+            raise
         raise ConfigError(
             f"checkpoint file {path} cannot be read ({one_line(error)}): use an older checkpoint"
         ) from error
+
+
+def _read_archive(path: Path) -> Any:
+    with open_regular(path) as file, zipfile.ZipFile(_Bounded(file)) as archive:  # type: ignore[arg-type]
+        (pickled,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name))
+        return _Archive(path, file, archive, pickled.removesuffix("data.pkl")).read()
 
 
 class _Bounded:
@@ -198,10 +206,14 @@ def matches_checksums(path: Path) -> bool | None:
     no checksums. ConfigError if torch.save did not write it."""
     read_file(path)
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            return archive.testzip() is None if _has_checksums(archive) else None
+        return read_with_retries(path, lambda: _compared(path))
     except (zipfile.BadZipFile, EOFError, NotImplementedError):
         return False
+
+
+def _compared(path: Path) -> bool | None:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        return archive.testzip() is None if _has_checksums(archive) else None
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:

@@ -30,6 +30,7 @@ from megatron.checkpoint.convert.to_universal import (
     MOMENT_FILES,
     OPTIMIZER_STATE_FILE,
     STEP_FILE,
+    VALUES_FILE,
 )
 from megatron.checkpoint.formats import megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files
@@ -40,6 +41,7 @@ from megatron.checkpoint.formats.torch_archive import load_file, matches_checksu
 from megatron.checkpoint.integrity.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
 from megatron.config import Config, ConfigError
+from megatron.config.fields import option_name
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
 from megatron.files import expect_layout
 from megatron.mpu.parameters import ParameterSpec
@@ -135,7 +137,7 @@ def _vocabulary_differences(
         return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
     name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
     stored = megatron_deepspeed.names_here(parameter_folders(checkpoint.folder)).get(name, name)
-    path = checkpoint.folder / PARAMETER_FOLDER / stored / "fp32.pt"
+    path = checkpoint.folder / PARAMETER_FOLDER / stored / VALUES_FILE
     rows = read_global_tensor(path).shape[0] if path.is_file() else vocab_size
     args = checkpoint.run["args"]
     unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
@@ -148,7 +150,7 @@ def _vocabulary_differences(
 def _check_files(checkpoint: Checkpoint) -> None:
     """Raises ConfigError if a parameter lacks a file that others have, as in a folder that was copied
     incompletely."""
-    known = {"fp32.pt", STEP_FILE, *MOMENT_FILES.values()}
+    known = {VALUES_FILE, STEP_FILE, *MOMENT_FILES.values()}
     folders = [path for path in (checkpoint.folder / PARAMETER_FOLDER).iterdir() if path.is_dir()]
     files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
     all_names = frozenset().union(*files.values())
@@ -162,6 +164,8 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 class UniversalReader(StateReader):
     """Reads a universal checkpoint."""
+
+    verified_unit = "tensors and files"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
@@ -184,7 +188,7 @@ class UniversalReader(StateReader):
         if self._is_megatron_deepspeed:
             compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
         differences = [
-            f"{name} was {saved[name]}, is {value}"
+            f"{option_name(name)} was {saved[name]}, is {value}"
             for name, value in config.model_settings().items()
             # The other program may not have this argument.
             if name in compared and saved.get(name) not in (None, value)
@@ -216,7 +220,7 @@ class UniversalReader(StateReader):
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. The tensor is memory-mapped."""
-        tensor = read_global_tensor(self._folder_of(name) / MOMENT_FILES.get(kind, "fp32.pt"), spec)
+        tensor = read_global_tensor(self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE), spec)
         if self._is_megatron_deepspeed:
             return megatron_deepspeed.tensor_here(name, tensor, self.checkpoint.run["args"])
         return tensor
@@ -228,16 +232,36 @@ class UniversalReader(StateReader):
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.pt"))
 
     def file_problem(self, name: str) -> str | None:
-        """Reads a file and compares it with the checksums that torch.save writes."""
+        """Reads a file and compares it with the checksums that torch.save writes. OSError if that is not
+        possible now."""
         try:
             matches = matches_checksums(self.folder / name)
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             return f"{name} cannot be read ({error})"
         if matches is None and not self._warned:
             self._warned = True
             text = "%s has no checksums (torch.serialization.set_crc32_options(False)): it is not verified"
             _LOG.warning(text, self.folder / name)
         return f"{name} is damaged: it does not match its checksum" if matches is False else None
+
+    def has_digests(self) -> bool:
+        """See `StateReader`. Every file has checksums."""
+        return True
+
+    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
+        """Compares the tensors with their digests, and all other files with their checksums."""
+        count, problems = super().verify(weights_only)
+        if weights_only:
+            return count, problems
+        compared = {
+            f"{PARAMETER_FOLDER}/{self._stored.get(name, name)}/{MOMENT_FILES.get(kind, VALUES_FILE)}"
+            for kind, of_kind in self.tensor_digests.items()
+            for name in of_kind
+        }
+        others = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*.pt"))]
+        others = [name for name in others if name not in compared]
+        problems += [problem for name in others if (problem := self.file_problem(name))]
+        return count + len(others), problems
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:

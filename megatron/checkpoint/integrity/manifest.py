@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.integrity.access import read_with_retries
+from megatron.config.errors import is_access_error
 from megatron.files import open_regular
 
 # File name -> {"bytes": size, "sha256": digest in hex}.
@@ -37,12 +39,14 @@ def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -
 def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
     """The first file that is missing or has another size, in words; None if there is none. Reads no file.
 
-    unneeded: files that may be missing.
+    unneeded: files that may be missing. OSError if the folder cannot be read now.
     """
     for name, expected in sorted(files.items()):
         try:
-            status = (folder / name).stat()
-        except OSError:
+            status = read_with_retries(folder / name, (folder / name).stat)
+        except OSError as error:
+            if is_access_error(error):
+                raise
             if name in unneeded:
                 continue
             return f"{name} is missing"
@@ -55,10 +59,14 @@ def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = 
 
 
 def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
-    """Reads a file. Returns what is wrong with it, in words; None if it has the expected digest."""
+    """Reads a file. Returns what is wrong with it, in words; None if it has the expected digest. OSError if
+    it cannot be read now."""
+    path = folder / name
     try:
-        is_intact = describe_file(folder / name) == expected
+        is_intact = read_with_retries(path, lambda: describe_file(path)) == expected
     except OSError as error:
+        if is_access_error(error):
+            raise
         return f"{name} cannot be read ({error.strerror or error})"
     return None if is_intact else f"{name} is damaged: its digest differs from that in run.json"
 
@@ -106,19 +114,19 @@ def _shared(
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    own: dict[str, Any] | str
+    own: dict[str, Any] | OSError
     try:
         own = {}
         for name in names[rank::size]:
             own[name] = describe(name)
             heartbeat()
     except OSError as error:
-        own = str(error)
+        own = error
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, own)
     for part in parts:
-        if isinstance(part, str):
-            raise OSError(part)
+        if isinstance(part, OSError):
+            raise part
     return {name: entry for part in parts for name, entry in sorted(part.items())}
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import one_line as one_line
+from megatron.checkpoint.integrity.access import read_with_retries
+from megatron.config.errors import is_access_error
 from megatron.files import HostileFileError, read_small
 
 # A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.
@@ -39,11 +40,14 @@ def is_plain(name: object) -> bool:
 
 def read_name(path: Path) -> str | None:
     """The folder name in a file such as `latest`; None if the file does not exist, or holds something else,
-    as after a power failure."""
+    as after a power failure. OSError if it cannot be read now."""
     try:
-        name = read_small(path, _MAX_NAME_FILE_BYTES).decode(errors="replace").strip()
-    except (OSError, HostileFileError):
+        content = read_with_retries(path, lambda: read_small(path, _MAX_NAME_FILE_BYTES))
+    except (OSError, HostileFileError) as error:
+        if is_access_error(error):
+            raise
         return None
+    name = content.decode(errors="replace").strip()
     return name if is_plain(name) else None
 
 

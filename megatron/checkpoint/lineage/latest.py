@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.integrity.access import read_with_retries
 from megatron.checkpoint.integrity.manifest import add_checksum, has_valid_checksum
+from megatron.checkpoint.integrity.names import read_name
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LineageEntry,
@@ -24,12 +26,11 @@ from megatron.checkpoint.lineage.identity import (
     parse_lineage,
     parse_run_id,
 )
-from megatron.files import HostileFileError, read_json, read_small, write_atomically, write_json
+from megatron.config.errors import is_access_error
+from megatron.files import HostileFileError, read_json, write_atomically, write_json
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
-# Far more than a name and a newline. The file is not trusted: it may be of any size.
-_MAX_LATEST_BYTES = 256
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,25 +51,26 @@ class LatestRecord:
 
 
 def read_latest(folder: Path) -> str | None:
-    """The name in `latest`; None if the file is missing or holds anything else."""
-    try:
-        name = read_small(folder / LATEST_FILE, _MAX_LATEST_BYTES).decode(errors="replace").strip()
-    except (OSError, HostileFileError):
-        return None
-    return name if CHECKPOINT_NAME.fullmatch(name) else None
+    """The name in `latest`; None if the file is missing or holds anything else. OSError if it cannot be read
+    now."""
+    name = read_name(folder / LATEST_FILE)
+    return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
 
 
 def read_record(folder: Path) -> LatestRecord | None:
-    """The content of `latest.json`; None if it is missing or damaged."""
+    """The content of `latest.json`; None if it is missing or damaged. OSError if it cannot be read now."""
+    path = folder / RECORD_FILE
     try:
-        record = read_json(folder / RECORD_FILE)
+        record = read_with_retries(path, lambda: read_json(path))
         if not isinstance(record, dict) or not has_valid_checksum(record):
             return None
         run_id, origin = parse_run_id(record["run_id"]), record["origin"]
         if run_id is None or not isinstance(record["latest"], str) or not isinstance(origin, dict | None):
             return None
         lineage, upcoming = parse_lineage(record["lineage"]), parse_entry(record["upcoming"])
-    except (OSError, ValueError, KeyError, HostileFileError):
+    except (OSError, ValueError, KeyError, HostileFileError) as error:
+        if is_access_error(error):
+            raise
         return None
     return LatestRecord(record["latest"], run_id, lineage, origin, upcoming)
 

@@ -13,25 +13,52 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import (
+    MissingCheckpointError,
     current_path,
     find_latest,
     find_universal,
     native_names,
     open_checkpoint,
 )
+from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILE
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
+from megatron.checkpoint.integrity.access import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.lineage.branch import find_branch_point
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.config.errors import stop_at_access_error
+from megatron.files import HostileFileError, read_json
 from megatron.text_table import first_few
 
-# Delays between attempts to open the checkpoint that rank 0 has found: a network file system may show it to
-# other nodes only after some seconds.
-RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
+
+def check_save_place(config: Config) -> None:
+    """Raises ConfigError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
+    delete the run as well."""
+    if config.checkpoint.save is None or config.training.no_train:
+        return
+    save = Path(os.path.realpath(config.checkpoint.save))
+    for folder in (save, *save.parents):
+        if _is_checkpoint(folder):
+            raise ConfigError(
+                f"--save {config.checkpoint.save} is {'inside ' if folder != save else ''}the checkpoint "
+                f"{folder}: give a folder outside it ({folder.parent} to continue the run of this checkpoint)"
+            )
 
 
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, of this program or another one: DeepSpeed's file of the first rank is
+    in it, or a `run.json` that lists files."""
+    if os.path.lexists(folder / FIRST_MODEL_FILE):
+        return True
+    try:
+        return isinstance(read_json(folder / RUN_FILE)["files"], dict)
+    except (OSError, ValueError, KeyError, TypeError, HostileFileError):
+        return False
+
+
+@stop_at_access_error(MAY_BE_INTACT)
 def check_load_folder(config: Config) -> None:
     """Raises ConfigError if --load does not exist, unless it equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save
@@ -79,6 +106,8 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         return given
     try:
         own = find_latest(config.save, damaged)
+    except MissingCheckpointError:
+        raise
     except ConfigError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
     if own is None or not started_from(own.run.get("origin"), given, config):
@@ -99,6 +128,8 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         return None
     try:
         own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
+    except MissingCheckpointError:
+        raise
     except ConfigError:
         return None
     origin = None if own is None else own.run.get("origin")
@@ -309,7 +340,7 @@ def share_checkpoint(
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             problem = str(error)
     if (found := first_problem_of_ranks(problem)) is not None:
         rank, text = found

@@ -27,10 +27,11 @@ from megatron.checkpoint.formats.registry import (
 )
 from megatron.checkpoint.integrity.layout_files import missing_files
 from megatron.checkpoint.integrity.manifest import Files, first_size_mismatch
-from megatron.checkpoint.integrity.names import one_line, read_name
+from megatron.checkpoint.integrity.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config import ConfigError
+from megatron.config.errors import one_line
 from megatron.config.model_fields import model_summary
 from megatron.files import HostileFileError
 from megatron.text_table import first_few

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megatron.config.checks.data import what_is_evaluated
-from megatron.config.config import Config
+from megatron.config.config import SECTIONS, Config
 from megatron.config.fields import Section, option_name
 from megatron.config.registries import (
     LAYER_ARRANGEMENTS,
@@ -19,13 +19,16 @@ from megatron.config.registries import (
 from megatron.config.sections.model import ModelConfig
 
 
-def unused_setting_notes(config: Config) -> tuple[str, ...]:
-    """One sentence for each setting that is not at its default and has no effect with the other settings."""
+def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[str, ...]:
+    """One sentence for each setting that was typed, or is not at its default, and has no effect with the
+    other settings. typed: 'section.field' of the flags on the command line."""
     found = []
+    sections = {id(getattr(config, name)): name for name in SECTIONS}
     for section, names, reason in _unused_settings(config):
         defaults = {field.name: field.default for field in dataclasses.fields(section)}
         for name in names:
-            if getattr(section, name) != defaults[name]:
+            is_typed = f"{sections[id(section)]}.{name}" in typed
+            if is_typed or getattr(section, name) != defaults[name]:
                 found.append(f"{option_name(name)} has no effect {reason}")
     return tuple(found)
 

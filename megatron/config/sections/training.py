@@ -45,7 +45,11 @@ class TrainingConfig(Section):
         None, at_least=1, group="validation", help="iterations between two runs of --eval-harness-tasks"
     )
     eval_harness_tasks_path: str | None = flag(
-        None, metavar="FOLDER", group="validation", help="folder with the YAML files of more tasks"
+        None,
+        metavar="FOLDER",
+        group="validation",
+        help="folder with the YAML files of more tasks; these files can run Python code, so give only files "
+        "that you trust",
     )
     eval_harness_limit: int | None = flag(
         None,

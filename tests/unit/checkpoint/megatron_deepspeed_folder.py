@@ -87,7 +87,7 @@ def their_args(config: Config, **changes: Any) -> Namespace:
         "normalization": model.normalization.lower(),
         "apply_layernorm_1p": False,
         "add_bias_linear": not model.disable_bias_linear,
-        "bias_gelu_fusion": True,
+        "bias_gelu_fusion": model.activation == "gelu" and not model.glu_activation,
         "openai_gelu": False,
         "onnx_safe": None,
         "swiglu": model.glu_activation == "swiglu",

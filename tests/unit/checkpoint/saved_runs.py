@@ -12,6 +12,7 @@ from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     check_save_folder,
+    check_save_place,
     choose_checkpoint,
     start_identity,
 )
@@ -31,10 +32,11 @@ class Run:
 
     def __init__(self, save, load=None, checkpoint=None, old_format=False, **flags):
         self.folder, self.old_format = Path(save), old_format
-        self.folder.mkdir(exist_ok=True)
         load = None if load is None else str(load)
         self.options = CheckpointConfig(save=str(save), load=load, **flags)
         self.config = dataclasses.replace(config_of(Row()), checkpoint=self.options)
+        check_save_place(self.config)
+        self.folder.mkdir(exist_ok=True)
         check_load_folder(self.config)
         self.start = checkpoint or choose_checkpoint(self.options, None)
         check_save_folder(self.start, self.config)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -315,12 +319,93 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     assert "no tokenizer is written" in printed.err
     assert "GPT2LMHeadModel in fp32, iteration 5 of" in printed.out
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "SHA256SUMS",
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
     convert("--load", checkpoint.folder, "--output", tmp_path / "again", "--no-tokenizer")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change", ["bit", "setting", "missing", "hostile name"])
+def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change, tmp_path, capsys):
+    write(tmp_path, GPT2, {})
+    exported = tmp_path / "hf"
+    convert("--load", tmp_path, "--output", exported)
+    compared = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=exported, capture_output=True, text=True)
+    assert compared.returncode == 0 and compared.stdout.count(": OK") == 3
+    checkpoint = open_checkpoint(exported)
+    reader = open_reader(checkpoint)
+    names = reader.files_to_verify()
+    assert len(names) == 3 and not any(reader.file_problem(name) for name in names)
+    convert("--from", exported, "--to", tmp_path / "intact")
+    damaged, words = "model.safetensors", "differs from its digest in SHA256SUMS"
+    if change == "bit":
+        content = bytearray((exported / damaged).read_bytes())
+        content[-5] ^= 1
+        (exported / damaged).write_bytes(content)
+    elif change == "setting":
+        damaged = "config.json"
+        config = json.loads((exported / damaged).read_text())
+        (exported / damaged).write_text(json.dumps({**config, "layer_norm_epsilon": 1e-6}))
+    elif change == "missing":
+        damaged, words = "generation_config.json", "cannot be read"
+        (exported / damaged).unlink()
+    else:
+        with open(exported / "SHA256SUMS", "a") as file:
+            file.write(f"{'0' * 64}  ../../victim\n")
+        damaged, words = "SHA256SUMS", "names a file '../../victim'"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        convert("--from", exported, "--to", tmp_path / "new")
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and damaged in printed and words in printed and printed.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    if change != "hostile name":
+        assert words in str(reader.file_problem(damaged))
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from megatron.checkpoint.convert.huggingface.output import temporary_folder
+with temporary_folder(Path(sys.argv[1]), sys.argv[2], 0) as folder:
+    (folder / "part-0").write_text("half of the weights")
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("direction", ["export", "import"])
+def test_the_same_command_replaces_what_a_killed_conversion_left_and_nothing_else(
+    direction, tmp_path, capsys
+):
+    write(tmp_path / "native", GPT2, {})
+    command = ["--load", tmp_path / "native", "--output", tmp_path / "m"]
+    suffix = ".tmp"
+    if direction == "import":
+        convert(*command)
+        command = ["--from-hugging-face", tmp_path / "m", "--output", tmp_path / "m_universal"]
+        suffix = ".partial"
+    output = command[-1]
+    left = output.with_name(output.name + suffix)
+    subprocess.run([sys.executable, "-c", KILLED, output, suffix])
+    assert (left / "part-0").exists()
+    convert(*command)
+    assert output.is_dir() and not left.exists() and not (output / "unfinished").exists()
+    shutil.rmtree(output)
+    # A folder of somebody else, and one that another process writes.
+    left.mkdir()
+    (left / "part-0").write_text("notes")
+    for words in (f"{left} exists already", f"{left} is being written by another process"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            convert(*command)
+        assert ended.value.code == 2 and words in capsys.readouterr().err
+        assert (left / "part-0").read_text() == "notes"
+        (left / "unfinished").mkdir(exist_ok=True)
+        lock = open(left / "unfinished" / "conversion.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def test_weights_have_the_file_mode_of_the_config(tmp_path):

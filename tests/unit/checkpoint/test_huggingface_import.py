@@ -300,6 +300,17 @@ def test_weights_of_another_model_are_named(named, tmp_path):
         read_hugging_face(tmp_path)
 
 
+def test_a_folder_without_a_tokenizer_has_the_vocabulary_of_its_config(tmp_path, capsys):
+    save_hf(tmp_path / "hf", "gpt2")
+    convert("--from", tmp_path / "hf", "--to", tmp_path / "native")
+    output = capsys.readouterr()
+    assert f"holds no tokenizer: the vocabulary has the {VOCAB} tokens of its config.json" in output.err
+    assert f"--vocab-size {VOCAB}" in output.out  # the flags of the start
+    checkpoint = read_checkpoint(tmp_path / "native")
+    assert (checkpoint.vocab_size, checkpoint.eod) == (VOCAB, None)
+    torch.testing.assert_close(megatron_logits(checkpoint), hf_logits(tmp_path / "hf"), rtol=1e-5, atol=1e-5)
+
+
 def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     source, output = tmp_path / "hf", tmp_path / "new" / "global_step0_universal"
     save_hf(source, "gpt2")
@@ -313,7 +324,6 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     assert "--vocab-size acts on a model of Hugging Face only" in mistake(capsys, *flags)
     nowhere = ["--from-hugging-face", "gpt2", "--output", output]
     assert "--from-hugging-face gpt2: there is no such folder" in mistake(capsys, *nowhere)
-    assert "flags of the tokenizer, or --vocab-size" in mistake(capsys, *both)
     assert "embeddings of 101 tokens, and the tokenizer has 102" in mistake(
         capsys, *both, "--vocab-size", 102
     )

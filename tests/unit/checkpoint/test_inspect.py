@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from argparse import Namespace
 
 import pytest
@@ -205,7 +206,7 @@ def test_a_file_that_an_older_checkpoint_lacks_is_named(tmp_path, capsys):
     write(tmp_path, Row(), 6)
     (older / "layer_04-model_00-model_states.pt").unlink()
     code, printed = output(capsys, tmp_path)
-    assert code == 1 and "problem: global_step5: layer_04-model_00-model_states.pt is missing" in printed
+    assert code == 2 and "problem: global_step5: layer_04-model_00-model_states.pt is missing" in printed
     assert "damaged" in next(line for line in printed.splitlines() if line.startswith("global_step5 "))
 
 
@@ -216,7 +217,7 @@ def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
     code, printed = output(capsys, tmp_path)
     assert code == 0 and "digests    not compared" in printed
     code, printed = output(capsys, tmp_path, "--verify")
-    assert code == 1 and "files compared" in printed
+    assert code == 2 and "files compared" in printed
     assert "problem: layer_04-model_00-model_states.pt is damaged: its digest" in printed
 
 
@@ -249,15 +250,26 @@ def test_an_intact_universal_checkpoint_has_no_problems(tmp_path, capsys):
     shutil.rmtree(native)
     (tmp_path / "latest").unlink()
     code, printed = output(capsys, tmp_path, "--verify")
-    assert code == 0 and "52 tensors compared, 52 equal" in printed
+    assert code == 0 and "213 tensors and files compared, 213 equal" in printed  # 4 x 52 + 5
 
 
-@pytest.mark.parametrize("damage", ["byte", "parameter", "moment", "file", "latest_universal"])
+@pytest.mark.parametrize(
+    "damage", ["byte", "step", "scale", "parameter", "moment", "file", "latest_universal"]
+)
 def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
     _, universal = write_universal(tmp_path, Row())
     folder, named = universal / "zero" / "3.mlp.dense_4h_to_h.weight", "3.mlp.dense_4h_to_h.weight"
     if damage == "byte":
         flip_a_byte(folder / "fp32.pt")
+    elif damage == "step":
+        path = folder / "step.pt"
+        content = bytearray(path.read_bytes())
+        content[content.index(struct.pack("<f", 5.0))] ^= 1
+        path.write_bytes(content)
+        named = "zero/3.mlp.dense_4h_to_h.weight/step.pt is damaged"
+    elif damage == "scale":
+        named = "zero/optimizer_state.pt"
+        flip_a_byte(universal / named)
     elif damage == "parameter":
         shutil.rmtree(folder)
     elif damage == "moment":
@@ -271,7 +283,7 @@ def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
         named = "`latest_universal` names global_step6_universal, which is not there"
         universal = tmp_path
     code, printed = output(capsys, universal, "--verify")
-    assert code == 1 and any(named in line for line in printed.splitlines() if "problem: " in line)
+    assert code == 2 and any(named in line for line in printed.splitlines() if "problem: " in line)
 
 
 def test_unfinished_saves_and_conversions_are_listed(tmp_path):
@@ -305,7 +317,7 @@ def test_another_programs_universal_checkpoint_is_described_and_compared(tmp_pat
         entry = torch.load(path)
         torch.save({"param": torch.nn.functional.pad(entry["param"], (0, 0, 0, 27))}, path)
     code, printed = output(capsys, universal, "--verify")
-    assert code == 0 and "of another program" in printed and "there are none to compare" in printed
+    assert code == 0 and "of another program" in printed and "tensors and files compared" in printed
     _, printed = output(capsys, native, universal, "--json")
     assert all(item["largest"]["fp32"] == 0 for item in json.loads(printed)["parameters"])
     with pytest.raises(ConfigError, match="was made by another program"):
@@ -404,10 +416,10 @@ def test_damage_is_printed_and_gives_code_1(tmp_path, capsys):
     path = write(tmp_path)
     (path / "mp_rank_01_model_states.pt").unlink()
     code, printed = output(capsys, tmp_path)
-    assert code == 1 and "problem: missing: mp_rank_01_model_states.pt" in printed
+    assert code == 2 and "problem: missing: mp_rank_01_model_states.pt" in printed
     (path / "run.json").unlink()
     code, printed = output(capsys, tmp_path)
-    assert code == 1 and "incomplete" in printed and "problem: global_step5: run.json" in printed
+    assert code == 2 and "incomplete" in printed and "problem: global_step5: run.json" in printed
 
 
 def test_two_folders_are_compared(tmp_path, capsys):

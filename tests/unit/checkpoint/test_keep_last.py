@@ -1,12 +1,14 @@
 """What a save deletes: old checkpoints (--keep-last) and leftovers of killed jobs."""
 
 import re
+import shutil
 
 import pytest
 
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
 from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, steps_in
+from tests.unit.hostile import snapshot
 
 
 def test_save_retain_interval_keeps_milestones(tmp_path):
@@ -77,6 +79,23 @@ def test_keep_last_deletes_no_checkpoint_of_the_run_that_this_run_started_from(t
     flags = {"overwrite_checkpoints": True, "keep_last": 1}
     Run(tmp_path, tmp_path / "global_step4", **flags).save(5, 7)
     assert steps_in(tmp_path) == [2, 4, 6, 7]
+
+
+def test_a_checkpoint_that_contains_another_run_is_neither_deleted_nor_replaced(tmp_path, caplog):
+    run = Run(tmp_path, tmp_path, keep_last=1).save(2)
+    other = Run(tmp_path / "B", tmp_path / "B").save(7)  # saved by an older version, or copied by hand
+    nested = tmp_path / "global_step2" / "B"
+    other.folder.rename(nested)
+    before = snapshot(nested)
+    unfinished = tmp_path / "saving-global_step3.0123abcd"
+    shutil.copytree(nested, unfinished / "B")
+    run.save(4, 5)
+    assert snapshot(nested) == snapshot(unfinished / "B") == before and steps_in(tmp_path) == [2, 5]
+    assert "global_step2 cannot be deleted: it contains B, which run.json does not list" in caplog.text
+    (tmp_path / "latest").write_text("global_step2")
+    Run(tmp_path, tmp_path, overwrite_checkpoints=True).save(2)
+    (kept,) = tmp_path.glob("unknown-global_step2.*")
+    assert snapshot(kept / "B") == before and str(kept) in caplog.text
 
 
 def test_a_checkpoint_of_another_program_is_kept_under_another_name(tmp_path, caplog):

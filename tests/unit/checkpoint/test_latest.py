@@ -1,15 +1,20 @@
 """Which checkpoint a folder resumes from: `latest`, `latest.json`, damaged checkpoints."""
 
+import errno
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.integrity import access
 from megatron.checkpoint.lineage import latest as latest_module
 from megatron.checkpoint.lineage.latest import read_record
+from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
-from megatron.config import ConfigError
+from megatron.config import CheckpointConfig, ConfigError
 from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, damage, digest, old_folder, steps_in
 
 
@@ -111,6 +116,52 @@ def test_instead_of_a_damaged_checkpoint_its_parent_is_resumed_not_another_branc
         assert find_latest(tmp_path).folder.name == "global_step3"
     run = Run(tmp_path, tmp_path).save(5)
     assert run.started_from == "global_step3"  # and the damaged one was replaced without a flag
+
+
+def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_existing_ones(tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4, 6)
+    (tmp_path / "latest").write_text("global_step3")
+    words = r"names global_step3, which does not exist; the folder holds global_step6, global_step4, global_s"
+    with pytest.raises(ConfigError, match=words):
+        Run(tmp_path, tmp_path)
+    # Nor does a run that was started from another folder begin there again.
+    Run(tmp_path / "B", tmp_path / "global_step4").save(5)
+    (tmp_path / "B" / "latest").write_text("global_step3")
+    for load in (tmp_path / "global_step4", tmp_path):
+        with pytest.raises(ConfigError, match="names global_step3, which does not exist"):
+            Run(tmp_path / "B", load)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("file", ["latest", "latest.json", "global_step4/run.json", f"global_step4/{FILE}"])
+def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, file, tmp_path, monkeypatch):
+    """An older checkpoint is no substitute for one that is out of reach for some seconds."""
+    Run(tmp_path / "A", tmp_path / "A").save(2)
+    run = Run(tmp_path / "B", tmp_path / "A").save(3, 4)
+    path, waits = str(run.folder / file), []
+    failures = 0
+
+    def failing(function):
+        def call(name, *args, **kwargs):
+            nonlocal failures
+            if str(name) == path and failures:
+                failures -= 1
+                raise OSError(code, os.strerror(code))
+            return function(name, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "open", failing(os.open))
+    if file.endswith(FILE):
+        monkeypatch.setattr(Path, "stat", failing(Path.stat))
+    monkeypatch.setattr(access.time, "sleep", waits.append)
+    failures = 2
+    assert find_latest(run.folder).folder.name == "global_step4" and waits == [0.1, 0.4]
+    for load in (tmp_path / "A", tmp_path / "B"):
+        failures = 1000
+        options = CheckpointConfig(load=str(load), save=str(run.folder))
+        with pytest.raises(ConfigError, match=f"{path} cannot be accessed now .{os.strerror(code)}"):
+            find_checkpoint(replace(run.config, checkpoint=options), 100, {})
 
 
 def test_latest_of_a_folder_from_before_run_ids_is_used(tmp_path):

@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"position_embedding_type": "rotary"},
     "swiglu, 1 layer": {"glu_activation": "swiglu", "num_layers": 1},
     "12 layers": {"num_layers": 12},
+    "exact_gelu": {"activation": "gelu_exact"},
     "untied, learned positions": {"untie_embeddings_and_output_weights": True},
     "Llama": {**LLAMA, "rotary_base": 500000.0},
     "Llama, grouped queries": GROUPED,
@@ -117,13 +118,16 @@ def test_the_loss_is_that_of_the_weights_in_plain_pytorch(name: str, tmp_path: P
         glu=fields.get("glu_activation"),
         vocab=VOCAB,
         groups=fields.get("num_query_groups"),
+        exact_gelu=fields.get("activation") == "gelu_exact",
         rotary={"base": fields.get("rotary_base", 10000.0)},
     )
+    logits = model(samples[:, :-1])
     losses = [
-        F.cross_entropy(logits.reshape(-1, VOCAB), samples[:, 1:].reshape(-1)).item()
-        for logits in (model(samples[:, :-1]), plain)
+        F.cross_entropy(found.reshape(-1, VOCAB), samples[:, 1:].reshape(-1)).item()
+        for found in (logits, plain)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    torch.testing.assert_close(logits, plain, rtol=0, atol=2e-5)
 
 
 def test_the_start_says_how_the_layers_are_numbered(tmp_path: Path) -> None:
@@ -161,14 +165,31 @@ def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -
         ("apply_layernorm_1p", True),
         ("squared_relu", True),
         ("num_experts", [4]),
-        ("bias_gelu_fusion", False),
-        ("onnx_safe", True),
     ],
 )
 def test_a_variant_that_the_model_lacks_is_refused_by_name(argument: str, value: Any, tmp_path: Path) -> None:
     write(tmp_path, **{argument: value})
     with pytest.raises(ConfigError, match=f"of Microsoft's Megatron-DeepSpeed.*{argument} is"):
         find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments, activation",
+    [
+        ({"bias_gelu_fusion": False}, "gelu_exact"),
+        ({"onnx_safe": True}, "gelu_exact"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
+        ({"bias_gelu_fusion": True}, "gelu"),
+    ],
+)
+def test_exact_gelu_of_theirs_needs_the_flag_and_the_sentence_names_it(
+    arguments: dict[str, bool], activation: str, tmp_path: Path
+) -> None:
+    write(tmp_path, **arguments)
+    (other,) = {"gelu", "gelu_exact"} - {activation}
+    assert find(tmp_path, activation=activation) is not None
+    with pytest.raises(ConfigError, match=f"--activation was {activation}, is {other}$"):
+        find(tmp_path, activation=other)
 
 
 def test_grouped_queries_of_a_version_that_does_not_train_them_are_refused(tmp_path: Path) -> None:
@@ -183,7 +204,7 @@ def test_other_rotary_angles_are_refused_if_there_are_any(argument: str, value: 
         folder = tmp_path / positions
         write(folder, {"position_embedding_type": positions}, **{argument: value})
         if is_refused:
-            flag = argument.replace("rope_theta", "rotary_base")
+            flag = argument.replace("rope_theta", "rotary_base").replace("_", "-")
             with pytest.raises(ConfigError, match=f"{flag} was {value}, is"):
                 find(folder, position_embedding_type=positions)
         else:
@@ -195,10 +216,10 @@ def test_other_rotary_angles_are_refused_if_there_are_any(argument: str, value: 
     "without, words",
     [
         ("normalization", "normalization was RMSNorm, is LayerNorm"),
-        ("disable_bias_linear", "disable_bias_linear was True, is False"),
-        ("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights was True, is False"),
-        ("group_query_attention", "group_query_attention was True, is False"),
-        ("glu_activation", "glu_activation was swiglu, is None"),
+        ("disable_bias_linear", "disable-bias-linear was True, is False"),
+        ("untie_embeddings_and_output_weights", "untie-embeddings-and-output-weights was True, is False"),
+        ("group_query_attention", "group-query-attention was True, is False"),
+        ("glu_activation", "glu-activation was swiglu, is None"),
     ],
 )
 def test_a_llama_with_a_flag_left_out_is_refused_by_its_name(
@@ -255,9 +276,9 @@ def test_zero_3_is_refused_by_name(tool: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"num_layers": 6}, "num_layers was 4, is 6; it lacks 26 parameters"),
+        ({"num_layers": 6}, "num-layers was 4, is 6; it lacks 26 parameters"),
         ({"glu_activation": "swiglu"}, r"dense_h_to_4h.weight/fp32.pt holds .* expected \(256, 32\)"),
-        ({"position_embedding_type": "rotary"}, "position_embedding_type was absolute, is rotary"),
+        ({"position_embedding_type": "rotary"}, "position-embedding-type was absolute, is rotary"),
     ],
 )
 def test_another_model_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:

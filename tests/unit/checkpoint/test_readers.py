@@ -1,5 +1,6 @@
 """Readers of the checkpoint formats: equal tensors, and verification by file."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import torch
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import FORMATS, HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.formats.torch_archive import load_file, matches_checksums
+from megatron.checkpoint.integrity import access, manifest
 from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.testing.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -60,6 +63,26 @@ def test_without_digests_of_tensors_the_checksums_of_all_files_are_compared(fold
     content[content.index(load_file(path)["param"].numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert "does not match its checksum" in str(reader.file_problem("zero/8.weight/fp32.pt"))
+
+
+@pytest.mark.parametrize(
+    "kind, name", [("native", "layer_01-model_00-model_states.pt"), ("universal", "zero/8.weight/fp32.pt")]
+)
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
+    kind: str, name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = open_reader(open_checkpoint(folders[kind]))
+    waits: list[float] = []
+    monkeypatch.setattr(access.time, "sleep", waits.append)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for module in (manifest, torch_archive):
+        monkeypatch.setattr(module, "open_regular", fail)
+    with pytest.raises(OSError, match=f"Input/output error: .*{name}"):
+        reader.file_problem(name)
+    assert waits == list(access.RETRY_DELAYS_S)
 
 
 def test_a_file_without_checksums_is_read_with_a_warning(

@@ -125,6 +125,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_restarts_from_its_origin(tmp_pa
     assert again.identity.run_id == first.identity.run_id
 
 
+@pytest.mark.parametrize("place", ["", "deeper/run", "link"])
+@pytest.mark.parametrize("file", ["run.json", "mp_rank_00_model_states.pt"])
+def test_a_save_folder_inside_a_checkpoint_is_refused(file, place, tmp_path):
+    checkpoint = Run(tmp_path / "A", tmp_path / "A").save(2).folder / "global_step2"
+    (tmp_path / "link").symlink_to(checkpoint)
+    if file != "run.json":  # another program's checkpoint
+        (checkpoint / "run.json").rename(checkpoint / file)
+    save = tmp_path / "link" if place == "link" else checkpoint / place
+    with pytest.raises(ConfigError, match=rf"--save {save} is (inside )?the checkpoint {checkpoint}: give"):
+        Run(save, checkpoint)
+    assert not (checkpoint / "deeper").exists()
+
+
 def test_an_older_checkpoint_of_the_same_folder_is_a_new_run_and_the_newest_is_not(tmp_path):
     run = Run(tmp_path, tmp_path).save(2, 4)
     assert Run(tmp_path, tmp_path / "global_step4").identity.run_id == run.identity.run_id

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
-from megatron.config import ConfigError, exit_on_config_error
+from megatron.config import ConfigError, exit_on_config_error, limits
 
 
 @pytest.mark.parametrize(("env", "printed"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])
@@ -23,6 +26,33 @@ def test_a_config_error_ends_with_code_2_and_one_line(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err == ("error: --lr is 0: expected more\n" if printed else "")
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (errno.EMFILE, "(Too many open files: raise the limit with ulimit -n)"),
+        (errno.EACCES, "(Permission denied)"),
+        (errno.ENAMETOOLONG, "(File name too long)"),
+    ],
+)
+def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line(
+    code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught, exit_on_config_error({}):
+        raise OSError(code, os.strerror(code), "some/file")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: some/file cannot be accessed now {words}\n"
+
+
+@pytest.mark.parametrize("limit", [12, 60, -1])
+def test_too_few_open_files_are_a_hostile_start(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limit, limit))
+    if limit < 0:  # no limit
+        limits.check_open_files()
+        return
+    with pytest.raises(ConfigError, match=f"ulimit -n {limit}: .* expected 256 at least: raise the limit"):
+        limits.check_open_files()
 
 
 def test_other_errors_pass() -> None:

@@ -253,6 +253,13 @@ def test_kv_channels_frees_the_hidden_size_from_the_heads() -> None:
     assert parse_args([*SMALL, "--hidden-size", "66", "--kv-channels", "16"], {}).model.kv_channels == 16
 
 
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-path", "--log-path", "--vocab-file"])
+@pytest.mark.parametrize("path", ["x" * 250, "/".join(["folder"] * 700), "\u00e9" * 130])
+def test_a_path_that_is_too_long_is_hostile_and_named_by_its_flag(flag: str, path: str) -> None:
+    sentence = sentence_of([*SMALL, flag, path])
+    assert sentence.startswith(f"{flag} {path[:40]}... is too long") and len(sentence) < 200
+
+
 def test_settings_without_effect_are_reported() -> None:
     words = "--lr-decay-style constant --min-lr 1e-5 --log-timers-to-tensorboard"
     notes = read_command_line([*SMALL, *words.split()], {}).notes
@@ -264,6 +271,17 @@ def test_settings_without_effect_are_reported() -> None:
 
 NO_EFFECT = [
     ("--hysteresis 3", ["--hysteresis has no effect without --fp16"]),
+    # A flag that was typed is reported with its default value, too.
+    ("--bf16 --hysteresis 2", ["--hysteresis has no effect without --fp16"]),
+    ("--sgd-momentum 0.9", ["--sgd-momentum has no effect with --optimizer adam"]),
+    (
+        "--rope-scaling-factor 8",
+        ["--rope-scaling-factor has no effect with --position-embedding-type absolute"],
+    ),
+    (
+        "--position-embedding-type rotary --rope-scaling-factor 8",
+        ["--rope-scaling-factor has no effect without --rope-scaling-type"],
+    ),
     (
         "--bf16 --initial-loss-scale 4096 --min-loss-scale 2 --loss-scale-window 5",
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,39 @@ def test_valid_files_are_kept(request_: IndexRequest) -> None:
     before = [os.stat(path).st_ino for path in request_.paths()]
     prepare_sample_index(request_)
     assert [os.stat(path).st_ino for path in request_.paths()] == before
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(request_: IndexRequest) -> None:
+    prepare_sample_index(request_)
+    expected, before = arrays(request_), open_files()
+    inodes = [os.stat(path).st_ino for path in request_.paths()]
+    data = [IndexedDataset(request_.dataset.prefix) for _ in range(20)]
+    indices = [load_sample_index(replace(request_, dataset=dataset)) for dataset in data]
+    assert open_files() == before
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0) for _ in range(64)]  # a limit below the highest descriptor would not be reached
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
+    try:
+        for read in (
+            lambda: IndexedDataset(request_.dataset.prefix),
+            lambda: prepare_sample_index(request_),
+            lambda: load_sample_index(request_),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                read()
+            sentence = str(caught.value)
+            assert "(Too many open files: raise the limit with ulimit -n)" in sentence
+            assert request_.dataset.prefix in sentence and "damaged" not in sentence
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+    assert arrays(request_) == expected and indices[-1].shuffle.tolist() == expected[2]
+    assert [os.stat(path).st_ino for path in request_.paths()] == inodes  # they were not built again
 
 
 def damage_truncate(path: str) -> None:

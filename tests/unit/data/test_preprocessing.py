@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +259,32 @@ def test_the_tool_counts_what_it_leaves_out(tmp_path: Path, flags: Any, capsys: 
     printed = capsys.readouterr()
     assert "skipped 1 of 4 lines" in printed.err and "dropped 2 documents" in printed.err
     assert "1 documents" in printed.out
+
+
+@pytest.mark.parametrize("target, number", [("main", 15), ("group", 15), ("group", 2), ("main", 9)])
+def test_a_signal_ends_the_tool_with_its_workers(
+    target: str, number: int, jsonl: str, tmp_path: Path, flags: Any
+) -> None:
+    """Temporary files remain only after SIGKILL, which no program can handle."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    command = [sys.executable, REPOSITORY / "tools/preprocess_data.py", "--input", *[jsonl] * 2000]
+    command += ["--output-prefix", folder / "x", "--vocab-file", flags.vocab_file]
+    command += ["--merge-file", flags.merge_file, "--workers", "2", "--log-interval", "1000"]
+    tool = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert tool.stdout is not None and "processed" in tool.stdout.readline()
+    assert list(folder.glob("*.tmp"))
+    os.kill(tool.pid, number) if target == "main" else os.killpg(tool.pid, number)
+    output, errors = tool.communicate()
+    assert tool.returncode == (-9 if number == 9 else 128 + number)
+    if number != 9:
+        assert not os.listdir(folder) and errors == "interrupted, nothing was written\n"
+    with pytest.raises(ProcessLookupError):
+        while True:  # until the last process of the group has ended
+            os.killpg(tool.pid, 0)
+            time.sleep(0.05)
 
 
 def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: Any) -> None:

@@ -60,7 +60,12 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_the_probability():
 
 @pytest.mark.parametrize(
     ("settings", "flag"),
-    [({"temperature": -1.0}, "--temperature"), ({"top_k": -1}, "--top-k"), ({"top_p": 0.0}, "--top-p")]
+    [
+        ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": 1e-300}, "--temperature is 1e-300"),
+        ({"top_k": -1}, "--top-k"),
+        ({"top_p": 0.0}, "--top-p"),
+    ]
     + [({"top_p": 1.5}, "--top-p"), ({"temperature": float("nan")}, "--temperature")],
 )
 def test_settings_that_make_no_sense_are_refused(settings, flag):

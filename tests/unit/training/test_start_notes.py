@@ -73,6 +73,17 @@ def test_changed_batch_size(now: str, parts: tuple[str, ...]) -> None:
     assert all(part in note for part in parts)
 
 
+def test_changed_settings_of_the_updates_are_one_line() -> None:
+    saved = "--hidden-dropout 0.2 --adam-beta2 0.95 --clip-grad 0.5 --init-method-std 0.02 --sgd-momentum 0.5"
+    now = "--hidden-dropout 0 --adam-beta2 0.98 --clip-grad 1 --init-method-std 0.01"
+    (note,) = notes(f"--train-iters 100 {now}", f"--train-iters 100 {saved}", 50)
+    assert note == (
+        "the run continues with other settings than the checkpoint's: --hidden-dropout was 0.2, is 0.0; "
+        "--init-method-std was 0.02, is 0.01; --adam-beta2 was 0.95, is 0.98; --clip-grad was 0.5, is 1.0"
+    )
+    assert notes(f"--train-iters 100 {now}", f"--train-iters 100 {saved}", 50, finetune=True) == []
+
+
 @pytest.mark.parametrize(
     ("now", "saved", "warned"),
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.convert.huggingface.family import Conversion
-from megatron.checkpoint.integrity.names import one_line
 from megatron.config import ConfigError
+from megatron.config.errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

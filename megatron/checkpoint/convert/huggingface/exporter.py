@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.convert.huggingface.digests import write_digests
 from megatron.checkpoint.convert.huggingface.family import Family, Parameter, count_non_finite
 from megatron.checkpoint.convert.huggingface.output import temporary_folder
 from megatron.checkpoint.convert.huggingface.registry import family_of
+from megatron.checkpoint.convert.to_universal import UNFINISHED_FOLDER
 from megatron.checkpoint.formats.reader import StateReader
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
@@ -50,7 +53,8 @@ def write_hugging_face(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> None:
-    """Writes the folder `output`: config.json, weights as safetensors, and what `write_tokenizer` adds.
+    """Writes the folder `output`: config.json, weights as safetensors, what `write_tokenizer` adds, and the
+    digests of all files.
 
     precision: 'fp32', 'fp16' or 'bf16'; None: that of the run. verify: compare the weights with their digests
     if the checkpoint has any. One file of weights at a time is in memory. The folder appears complete and
@@ -66,7 +70,9 @@ def write_hugging_face(
         _write_weights(_hf_weights(reader, family, precision, verify), temporary, max_file_bytes)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
+        write_digests(temporary)
         sync_tree(temporary)
+        shutil.rmtree(temporary / UNFINISHED_FOLDER)
         rename_synced(temporary, output)
 
 

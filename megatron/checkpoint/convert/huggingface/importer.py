@@ -34,7 +34,7 @@ from megatron.checkpoint.convert.to_universal import PARTIAL, move_into_place, w
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.torch_archive import load_file as load_torch_file
 from megatron.checkpoint.integrity.manifest import add_checksum
-from megatron.checkpoint.integrity.names import check_plain, is_plain, one_line, shown
+from megatron.checkpoint.integrity.names import check_plain, is_plain, shown
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import RUN_FILE, TrainingState
 from megatron.config import (
@@ -46,6 +46,7 @@ from megatron.config import (
     PrecisionConfig,
     ScheduleConfig,
 )
+from megatron.config.errors import one_line
 from megatron.config.fields import flag_of, option_name
 from megatron.files import (
     HostileFileError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,27 +11,33 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron.checkpoint.convert.to_universal import check_space
-from megatron.checkpoint.integrity.names import one_line
+from megatron.checkpoint.convert.to_universal import UNFINISHED_FOLDER, check_space
 from megatron.config import ConfigError
+from megatron.config.errors import one_line
+
+_LOCK_FILE = "conversion.lock"
 
 
 @contextmanager
 def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[Path]:
     """A new folder beside `output`, which the body fills and renames to `output`; removed if the body raises.
+    That of a conversion that was killed is replaced. UNFINISHED_FOLDER in it has a file that this process
+    locks; the body removes it before it renames.
 
-    suffix: of its name. Raises ConfigError if `output` or this folder exists, if it cannot be made or
-    written, and if its disk has fewer than needed_bytes free.
+    suffix: of its name. Raises ConfigError if `output` exists, if this folder exists and is not of a killed
+    conversion, if it cannot be made or written, and if its disk has fewer than needed_bytes free.
     """
     temporary = output.with_name(output.name + suffix)
-    for path in (output, temporary):
-        if path.exists():
-            raise ConfigError(f"{path} exists already: remove it, or give another folder")
+    if output.exists():
+        raise ConfigError(f"{output} exists already: remove it, or give another folder")
+    _remove_leftover(temporary)
     try:
-        temporary.mkdir(parents=True)
+        (temporary / UNFINISHED_FOLDER).mkdir(parents=True)
+        lock = os.open(temporary / UNFINISHED_FOLDER / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     except OSError as error:
         raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
     try:
+        _take_lock(lock)
         check_space(temporary, needed_bytes, str(output))
         yield temporary
     except BaseException as error:
@@ -39,6 +47,37 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
                 f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
             ) from error
         raise
+    finally:
+        os.close(lock)
+
+
+def _remove_leftover(temporary: Path) -> None:
+    """Removes the folder of a conversion that was killed. ConfigError for any other that exists."""
+    if not os.path.lexists(temporary):
+        return
+    try:
+        lock = os.open(temporary / UNFINISHED_FOLDER / _LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        lock = None
+    if temporary.is_symlink() or lock is None:
+        raise ConfigError(f"{temporary} exists already: remove it, or give another folder")
+    try:
+        if not _take_lock(lock):
+            raise ConfigError(
+                f"{temporary} is being written by another process: wait, or give another folder"
+            )
+        shutil.rmtree(temporary)
+    finally:
+        os.close(lock)
+
+
+def _take_lock(lock: int) -> bool:
+    """Whether this process holds the lock now. It ends with the process, however that ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron.checkpoint.convert.huggingface.digests import DIGEST_FILE, digest_problem, read_digests
 from megatron.checkpoint.convert.huggingface.family import SAME, Parameter
 from megatron.checkpoint.convert.huggingface.importer import (
     HuggingFaceModel,
@@ -33,7 +34,8 @@ class HuggingFaceReader(StateReader):
         """See `StateReader`. Reads config.json."""
         family, fields = read_settings(folder)
         run = {"vocab_size": fields["vocab_size"], "eod": None}
-        note = f"{family.title} of Hugging Face: weights only, without digests"
+        digests = DIGEST_FILE if (folder / DIGEST_FILE).exists() else "no digests"
+        note = f"{family.title} of Hugging Face: weights only, with {digests}"
         return Checkpoint(folder, TrainingState(), run, unverified_note=note)
 
     @cached_property
@@ -55,6 +57,18 @@ class HuggingFaceReader(StateReader):
     def stored_names(self) -> Collection[str]:
         """See `StateReader`."""
         return self._parameters.keys()
+
+    def files_to_verify(self) -> list[str]:
+        """See `StateReader`. The files that the export of this program gave a digest."""
+        return list(self._digests)
+
+    def file_problem(self, name: str) -> str | None:
+        """See `StateReader`."""
+        return digest_problem(self.folder, name, self._digests[name])
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        return read_digests(self.folder)
 
     def kinds(self, name: str) -> list[str]:
         """See `StateReader`."""

@@ -15,8 +15,8 @@ from megatron.checkpoint.convert.huggingface.family import (
     with_bias,
 )
 from megatron.checkpoint.convert.huggingface.rope import ROPE
-from megatron.checkpoint.integrity.names import one_line
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -17,8 +17,8 @@ from megatron.checkpoint.convert.huggingface.family import (
     Transform,
 )
 from megatron.checkpoint.convert.huggingface.rope import ROPE
-from megatron.checkpoint.integrity.names import one_line
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,8 +15,8 @@ from megatron.checkpoint.convert.huggingface.families.llama import (
     PARAMETERS,
 )
 from megatron.checkpoint.convert.huggingface.family import Conversion, Parameter, equal_heads
-from megatron.checkpoint.integrity.names import one_line
 from megatron.config import ConfigError, ModelConfig
+from megatron.config.errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,0 +1,61 @@
+"""Files mapped into memory without a descriptor: a run may map more files than a process may have open.
+
+Python's mmap and numpy's memmap keep a duplicate of the descriptor as long as the mapping exists (until
+Python 3.13's `trackfd`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.files import open_regular
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+# Without it Linux may refuse a mapping for writing that is larger than the memory.
+_MAP_NORESERVE = 0x4000
+
+
+class _Mapping:
+    """A mapping that lives as long as an array of it."""
+
+    def __init__(self, address: int, num_bytes: int, writable: bool) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, not writable),
+        }
+        # At the end of the process threads may still read it, and the system unmaps it.
+        weakref.finalize(self, _LIBC.munmap, address, num_bytes).atexit = False
+
+
+def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:
+    """The bytes of a file.
+
+    copy_on_write: the array may be written to, which does not change the file. OSError if the file cannot be
+    opened or mapped, or is not a regular file.
+    """
+    access, flags = mmap.PROT_READ, mmap.MAP_SHARED
+    if copy_on_write:
+        access, flags = access | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes == 0:
+            return np.empty(0, np.uint8)
+        address = _LIBC.mmap(None, num_bytes, access, flags, file.fileno(), 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+    return np.asarray(_Mapping(address, num_bytes, copy_on_write))
