@@ -16,7 +16,7 @@ from megatron.cluster.launch import init_from_slurm_env
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import read_command_line
-from megatron.config.limits import check_open_files
+from megatron.config.limits import check_limits
 from megatron.engine.deepspeed_config import read_deepspeed_config
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     watchdog = Watchdog(report)
     with exit_on_error(report):
         init_from_slurm_env()
-        check_open_files()
+        check_limits()
     set_library_defaults()
     with exit_on_error(report, same_on_all_ranks=True):
         command_line = read_command_line(read_saved_config=read_saved_config)

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, one_line
 
 # The port follows from the job id, so that two jobs on one node use different ports. The range lies below the
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
@@ -40,19 +40,25 @@ def rank_of(env: Mapping[str, str]) -> str:
 def world_size_of(env: Mapping[str, str]) -> int:
     """The number of processes according to the environment; 1 if it is missing or not a number."""
     text = env.get("WORLD_SIZE") or (env.get("SLURM_NTASKS", "1") if _in_step(env) else "1")
-    return int(text) if text.isdigit() else 1
+    return decimal_number(text) or 1
+
+
+def decimal_number(text: str) -> int | None:
+    """A number as launchers write it; None for anything else, as a superscript or thousands of digits."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def local_world_size_of(env: Mapping[str, str]) -> int | None:
     """The number of processes of this start on this node; None if the environment does not contain it."""
-    if env.get("LOCAL_WORLD_SIZE", "").isdigit():
-        return int(env["LOCAL_WORLD_SIZE"])
+    if (size := decimal_number(env.get("LOCAL_WORLD_SIZE", ""))) is not None:
+        return size
     # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
     counts: list[int] = []
-    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, repeats in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", tasks):
         counts += [int(count)] * int(repeats or 1)
-    node = env.get("SLURM_NODEID", "")
-    return counts[int(node)] if _in_step(env) and node.isdigit() and int(node) < len(counts) else None
+    node = decimal_number(env.get("SLURM_NODEID", ""))
+    return counts[node] if _in_step(env) and node is not None and node < len(counts) else None
 
 
 def node_rank_of(env: Mapping[str, str]) -> int | None:
@@ -62,7 +68,7 @@ def node_rank_of(env: Mapping[str, str]) -> int | None:
         number = env.get("GROUP_RANK", "")
     elif _in_step(env):
         number = env.get("SLURM_NODEID", "")
-    return int(number) if number.isdigit() else None
+    return decimal_number(number)
 
 
 def node_name(env: Mapping[str, str]) -> str:
@@ -271,15 +277,16 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(_text(env, name))
-    except ValueError:
+    # Negative numbers are rejected later, with what is expected.
+    number = decimal_number(_text(env, name).removeprefix("-"))
+    if number is None:
         raise ConfigError(
-            f"the environment variable {name} is '{env[name]}': expected the integer that a launcher or "
-            "srun sets"
-        ) from None
+            f"the environment variable {name} is '{one_line(env[name], 40)}': expected the integer that a "
+            "launcher or srun sets"
+        )
+    return -number if env[name].startswith("-") else number
 
 
 def _beside(env: Mapping[str, str]) -> str:
     names = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)] or ["SLURM_STEP_ID"]
-    return " and ".join(f"{name}={env[name]}" for name in names)
+    return " and ".join(f"{name}={one_line(env[name], 40)}" for name in names)

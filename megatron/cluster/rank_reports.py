@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.exit_status import ExitStatus
-from megatron.cluster.launch import node_name, rank_of, world_size_of
+from megatron.cluster.launch import decimal_number, node_name, rank_of, world_size_of
 from megatron.cluster.local.processes import (
     earlier_folders,
     is_running,
@@ -69,7 +69,7 @@ class RankReport:
         self._facts: dict[str, Any] = {}
         self._file: int | None = None
         self._stacks: int | None = None
-        if self.folder is None or not rank.isdigit():
+        if self.folder is None or decimal_number(rank) is None:
             return
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -195,11 +195,12 @@ def _resolve(address: Address) -> None:
         try:
             socket.getaddrinfo(address.host, address.port)
             return
-        except OSError as error:
-            if time.monotonic() > end:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is too long
+            if isinstance(error, UnicodeError) or time.monotonic() > end:
+                reason = getattr(error, "strerror", None) or one_line(error)
                 raise ConfigError(
-                    f"MASTER_ADDR is {address.host}, a name that {node_name(os.environ)} cannot resolve "
-                    f"({error.strerror}): expected the host name or IP address of the node of rank 0"
+                    f"MASTER_ADDR is {one_line(address.host, 60)}, a name that {node_name(os.environ)} "
+                    f"cannot resolve ({reason}): expected the host name or IP address of the node of rank 0"
                 ) from error
         time.sleep(_POLL_INTERVAL_S)
 

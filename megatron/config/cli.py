@@ -19,7 +19,7 @@ from megatron.config.checks.unused import risk_notes, unused_setting_notes
 from megatron.config.checks.validate import validate
 from megatron.config.config import SECTIONS, Config
 from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, one_line
 from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.parsing.weighted_paths import read_groups_file
@@ -363,7 +363,8 @@ def _launcher_number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise ConfigError(
-            f"the environment variable {name} is '{env[name]}': expected the integer that the launcher sets"
+            f"the environment variable {name} is '{one_line(env[name], 40)}': expected the integer that the "
+            "launcher sets"
         ) from None
 
 

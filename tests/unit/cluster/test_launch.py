@@ -13,6 +13,7 @@ from megatron.cluster.launch import (
     torch_variables,
     world_size_of,
 )
+from megatron.cluster.rank_reports import RankReport
 from megatron.config import ConfigError
 
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -102,6 +103,10 @@ def test_single_or_launched_process_needs_no_variables(env: dict[str, str]) -> N
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1000000"}, ["WORLD_SIZE is 1000000", "at most 100,000"], id="hostile"
         ),
+        pytest.param(
+            {"RANK": "0", "WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE is '999", "..."], id="hostile digits"
+        ),
+        pytest.param({"RANK": "²", "WORLD_SIZE": "4"}, ["RANK is '²'", "integer"], id="hostile superscript"),
         ({"RANK": "", "WORLD_SIZE": "2"}, ["RANK is missing beside WORLD_SIZE=2:"]),
         ({**BY_HAND, "MASTER_PORT": "299999"}, ["MASTER_PORT is 299999", "1 to 65535"]),
         ({**BY_HAND, "MASTER_PORT": "0"}, ["MASTER_PORT is 0", "1 to 65535"]),
@@ -180,6 +185,17 @@ def test_local_world_size(env: dict[str, str], expected: int | None) -> None:
 
 def test_world_size_before_the_variables_are_set() -> None:
     assert [world_size_of(env) for env in ({}, TASK, LAUNCHED, {"WORLD_SIZE": "x"})] == [1, 4, 4, 1]
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 5000, "-1", "1_0", " 1", ""], ids=range(6))
+def test_hostile_numbers_count_as_missing(text: str) -> None:
+    assert world_size_of({"WORLD_SIZE": text}) == 1
+    assert local_world_size_of({"LOCAL_WORLD_SIZE": text}) is None
+    assert not RankReport(None, text).is_enabled
+    assert (
+        local_world_size_of({**TASK, "SLURM_STEP_TASKS_PER_NODE": f"{text}(x2)", "SLURM_NODEID": text})
+        is None
+    )
 
 
 def test_rank_of() -> None:

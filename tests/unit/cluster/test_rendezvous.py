@@ -259,6 +259,11 @@ def test_preparing_ranks_are_among_the_missing_ones(port: int, monkeypatch) -> N
         assert [*first.result(), *others] == ["hello"] * 3
 
 
+def test_a_hostile_host_of_300_characters_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR is a{60}\.\.\., a name that .* cannot resolve"):
+        rendezvous._resolve(Address(0, 2, "a" * 300, 29500, True, True))
+
+
 def test_unresolvable_host_is_named(monkeypatch) -> None:
     monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT_S", 0.0)
 

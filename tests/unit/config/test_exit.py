@@ -47,12 +47,21 @@ def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line(
 
 @pytest.mark.parametrize("limit", [12, 60, -1])
 def test_too_few_open_files_are_a_hostile_start(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limit, limit))
+    unlimited = limits.resource.RLIM_INFINITY
+    given = {limits.resource.RLIMIT_NOFILE: limit, limits.resource.RLIMIT_AS: unlimited}
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (given[kind], given[kind]))
     if limit < 0:  # no limit
-        limits.check_open_files()
+        limits.check_limits()
         return
     with pytest.raises(ConfigError, match=f"ulimit -n {limit}: .* expected 256 at least: raise the limit"):
-        limits.check_open_files()
+        limits.check_limits()
+
+
+def test_too_little_virtual_memory_is_a_hostile_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {limits.resource.RLIMIT_NOFILE: 1024, limits.resource.RLIMIT_AS: 2 << 30}
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (given[kind], given[kind]))
+    with pytest.raises(ConfigError, match="ulimit -v 2097152: .* 2.0 GiB .*, expected 8 GiB at least: raise"):
+        limits.check_limits()
 
 
 def test_other_errors_pass() -> None:
