@@ -143,6 +143,13 @@ class RankReport:
                 sys.stderr if self._stacks is None else self._stacks, all_threads=True
             )
 
+    def write_flight_record(self, record: bytes) -> None:
+        """Writes `flight-<N>` to the folder of RANK_REPORTS, which the job keeps. OSError if it cannot be
+        written."""
+        if self.folder is not None and not self.is_temporary:
+            with open(open_own(self.folder / f"flight-{self.rank}"), "wb") as file:
+                file.write(record)
+
     def siblings(self) -> list[dict[str, Any]]:
         """The reports of the other ranks on this machine."""
         others = read_reports(self.folder) if self.folder is not None else []

@@ -51,6 +51,7 @@ class Watchdog:
         self._signalled_at = self._aborting_since = 0.0
         self._stopped = False
         self._device_facts: Callable[[], Mapping[str, str]] = dict
+        self._flight_record: Callable[[], bytes] = bytes
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
@@ -87,10 +88,13 @@ class Watchdog:
         """From now on the main thread handles these signals: they do not end the process."""
         self._handled = numbers
 
-    def set_device_facts(self, facts: Callable[[], Mapping[str, str]]) -> None:
+    def set_device_facts(
+        self, facts: Callable[[], Mapping[str, str]], flight_record: Callable[[], bytes]
+    ) -> None:
         """From now on the report of a hang also has what `facts` returns: `device`, what this rank's device
-        does, and `waits_in`, the calls in which the rank waits for others."""
-        self._device_facts = facts
+        does, and `waits_in`, the calls in which the rank waits for others. flight_record: all recorded calls,
+        for a file beside the report."""
+        self._device_facts, self._flight_record = facts, flight_record
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -171,6 +175,7 @@ class Watchdog:
         def ask() -> None:
             with suppress(Exception):
                 found.append(self._device_facts())
+                self.report.write_flight_record(self._flight_record())
 
         thread = threading.Thread(target=ask, name="device facts", daemon=True)
         thread.start()

@@ -25,5 +25,6 @@ def check_limits() -> None:
     if 0 <= space < LEAST_ADDRESS_SPACE_BYTES:
         raise ConfigError(
             f"ulimit -v {space // 1024}: a process may use {space / 2**30:.1f} GiB of virtual memory, "
-            f"expected {LEAST_ADDRESS_SPACE_BYTES / 2**30:.0f} GiB at least: raise the limit with ulimit -v unlimited"
+            f"expected {LEAST_ADDRESS_SPACE_BYTES / 2**30:.0f} GiB at least: raise the limit with ulimit -v "
+            "unlimited"
         )

@@ -8,7 +8,7 @@ ended.
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -54,10 +54,19 @@ class DeviceProgress:
         device: the last instruction that the device has completed, and the one after it; missing on a CPU.
         waits_in: the calls of collectives that have not ended. gloo records no point-to-point calls.
         """
-        facts = {"waits_in": " and ".join(pending_calls(_flight_record()))}
+        facts = {"waits_in": " and ".join(pending_calls(pickle.loads(flight_record())))}
         if self._records:
             facts["device"] = _describe([(name, event.query()) for name, event in list(self._launched)])
         return facts
+
+
+def flight_record() -> bytes:
+    """The calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE), in the
+    format of `python -m torch.distributed.flight_recorder.fr_trace`."""
+    # NCCL's process groups have a recorder of their own.
+    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    found: bytes = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+    return found
 
 
 def _describe(launched: list[tuple[str, bool]]) -> str:
@@ -69,19 +78,11 @@ def _describe(launched: list[tuple[str, bool]]) -> str:
     return f"{last}, runs {launched[done + 1][0]}"
 
 
-def _flight_record() -> Mapping[str, Any]:
-    """The calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE)."""
-    # NCCL's process groups have a recorder of their own. Stacks are not asked for: they need Python's lock.
-    dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
-    found: Mapping[str, Any] = json.loads(dump(includeCollectives=True, onlyActive=False))
-    return found
-
-
-def pending_calls(flight_record: Mapping[str, Any]) -> list[str]:
+def pending_calls(recorded: Mapping[str, Any]) -> list[str]:
     """The oldest call of each process group that has not ended, oldest first, such as
-    'all_reduce (call 17) of ranks 0, 2'. flight_record: in torch's JSON format 2.10."""
+    'all_reduce (call 17) of ranks 0, 2'. recorded: in torch's format 2.10."""
     oldest: dict[str, Mapping[str, Any]] = {}
-    for entry in flight_record.get("entries", ()):
+    for entry in recorded.get("entries", ()):
         if not entry["retired"] and entry["state"] != "completed":
             oldest.setdefault(entry["process_group"][0], entry)
     return [_describe_call(group, entry) for group, entry in oldest.items()][:_MOST_CALLS_SHOWN]

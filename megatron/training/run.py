@@ -18,6 +18,7 @@ from megatron.config import Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.errors import printable
 from megatron.data.splits import verify_token_files
+from megatron.engine.device_progress import flight_record
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.schedule import schedule_of
 from megatron.planner.memory.fit import fit_summary
@@ -100,7 +101,7 @@ def run(
     metrics.print(f"\n{data_table}")
     on_exit.enter_context(explained_out_of_memory(config, vocab.size, plan, layout.pipeline_stage))
     engine = build_engine(config, layout, tp_group, vocab, plan)
-    watchdog.set_device_facts(engine.device_progress.facts)
+    watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""
     checkpoints = manager.CheckpointManager(
         engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner, watchdog.heartbeat

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.distributed.flight_recorder.components.loader import read_dir
 
-from megatron.engine.device_progress import DeviceProgress, pending_calls
+from megatron.cluster.rank_reports import RankReport
+from megatron.engine.device_progress import DeviceProgress, flight_record, pending_calls
 from megatron.testing.layouts import Row, build_engine, config_of, train
 from megatron.testing.pool import run_world
 
@@ -72,7 +76,7 @@ def test_every_instruction_of_the_schedule_is_recorded():
     assert any(name.startswith("RecvActivation buffer_id=") for name in last)
 
 
-def calls_while_another_rank_is_late():
+def calls_while_another_rank_is_late(folder):
     group = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(2), group=group)
     store = dist.distributed_c10d._get_default_store()
@@ -87,14 +91,20 @@ def calls_while_another_rank_is_late():
         store.set("seen", "")
     work.wait()
     dist.barrier()
+    RankReport(str(folder), str(dist.get_rank())).write_flight_record(flight_record())
     return waits_in, DeviceProgress(get_accelerator()).facts()
 
 
-def test_the_call_in_which_a_rank_waits_is_named_with_its_ranks():
-    """With gloo, whose calls torch's flight recorder has, too."""
-    (waits_in, facts), _ = run_world(2, calls_while_another_rank_is_late)
+def test_the_call_in_which_a_rank_waits_is_named_with_its_ranks(tmp_path):
+    """With gloo, whose calls torch's flight recorder has, too. torch's own program reads the files."""
+    (waits_in, facts), _ = run_world(2, calls_while_another_rank_is_late, tmp_path)
     assert waits_in == "all_reduce (call 2) of ranks 0, 1"
     assert facts == {"waits_in": ""}
+    arguments = argparse.Namespace(prefix="flight-", trace_dir=str(tmp_path))
+    dumps, version = read_dir(arguments)
+    gc.enable()  # read_dir turns it off
+    assert version == "2.10" and {dump["rank"] for dump in dumps.values()} == {0, 1}
+    assert all(len(dump["entries"]) >= 3 for dump in dumps.values())
 
 
 def test_the_oldest_unfinished_call_of_each_group_is_shown():
