@@ -298,10 +298,12 @@ class Evaluation:
 
 def run(argv: Sequence[str]) -> None:
     """Run the tool. Raises ConfigError for a user's mistake."""
+    from megatron.cluster.devices import set_library_defaults
     from megatron.cluster.launch import init_from_slurm_env, world_size_of
 
     arguments = build_parser().parse_args(argv)
     init_from_slurm_env()
+    set_library_defaults()
     check_arguments(arguments)
 
     from megatron.cluster.processes import configure_logging, is_main_process
@@ -320,16 +322,19 @@ def run(argv: Sequence[str]) -> None:
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
         config = config_of_layout(checkpoint, *degrees, world_size)
     verify = not arguments.no_verify_digests
-    with Preparation(config), announce_errors():  # a task may be downloaded first
-        if is_main_process():
-            evaluation = Evaluation(arguments, checkpoint)
-            if verify and world_size > 1:
-                verify_weights(checkpoint)
-    size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
-    if evaluation is not None and world_size == 1:
-        evaluation.run(load_model(checkpoint, verify=verify), size)
-        return
     with ExitStack() as stack:
+        # It holds the store of rank 0, to which the other ranks connect while a task is downloaded.
+        preparation = stack.enter_context(Preparation(config))
+        with announce_errors():
+            if is_main_process():
+                evaluation = Evaluation(arguments, checkpoint)
+                if verify and world_size > 1:
+                    verify_weights(checkpoint)
+        preparation.end()
+        size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
+        if evaluation is not None and world_size == 1:
+            evaluation.run(load_model(checkpoint, verify=verify), size)
+            return
         if launched == 1:
             from megatron.cluster.local.ranks import start_other_ranks
 

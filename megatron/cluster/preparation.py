@@ -30,7 +30,10 @@ _MIN_BYTES = 2**20
 
 class Preparation:
     """Counts the progress of this process in the store, in a thread, until `end` or the end of the block.
-    Does nothing for a single process and for a dry run."""
+    Does nothing for a single process and for a dry run.
+
+    The block must last until the process has connected: the store of rank 0 lives as long as this object.
+    """
 
     def __init__(self, config: Config, env: Mapping[str, str] = os.environ) -> None:
         self._timeout_s = config.parallel.start_timeout
