@@ -77,16 +77,20 @@ def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] 
 
 
 def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what PyTorch's allocator and Triton read when they are imported, unless the user has set it.
+    """Sets what PyTorch and Triton read when they are imported, unless the user has set it.
 
     The allocator grows its segments, so that sizes that change (a batch-size ramp-up, a curriculum, an
-    evaluation) do not fragment the memory. Triton keeps compiled kernels on the node: its default is the home
-    folder, where hundreds of ranks on a network file system disturb each other (EBUSY, FileNotFoundError).
+    evaluation) do not fragment the memory. NCCL's calls record when they start, for the report of a hang.
+    Triton keeps compiled kernels on the node: its default is the home folder, where hundreds of ranks on a
+    network file system disturb each other (EBUSY, FileNotFoundError).
     """
     if not allocator_settings(env):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if "TRITON_CACHE_DIR" not in env and (folder := private_temporary_folder()) is not None:
-        env["TRITON_CACHE_DIR"] = str(folder / "triton")
+    env.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+    folder = private_temporary_folder()
+    # Triton loads libraries from its cache. $TMPDIR may be on a network file system, too.
+    if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        env.setdefault("TRITON_CACHE_DIR", str(folder / "triton" / node_name(env)))
 
 
 def allocator_settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:

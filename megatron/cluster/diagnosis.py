@@ -34,6 +34,8 @@ from megatron.text_table import first_few, rank_list
 
 Report = dict[str, Any]
 
+# Lines about the positions of hung ranks.
+_MOST_POSITIONS = 20
 # Ends of ranks that have not failed.
 _STOPPED_WELL = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
 
@@ -171,11 +173,7 @@ def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
     """A hang. Prints the position of each rank, the rarest position first. Ranks without a report of the hang
     are the cause; otherwise ranks that wait for no other rank, otherwise those whose main thread is at the
     rarest place."""
-    positions = Counter(map(hang_position, hung))
-    lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout)"]
-    for position, _ in sorted(positions.items(), key=lambda item: item[1]):
-        ranks = [report["rank"] for report in hung if hang_position(report) == position]
-        lines.append(f"  {rank_list(ranks)}: at {position}")
+    lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout)", *_position_lines(hung)]
     stopped = {rank for report in hung for rank in report.get("stopped", ())}
     reported = {report["rank"] for report in hung}
     suspects = [report for report in reports if report["rank"] in stopped or "end" not in report]
@@ -202,19 +200,41 @@ def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
     return "\n".join([*lines, f"error: hang: {_describe_ranks(suspects)}: {what}"])
 
 
+def _position_lines(hung: Sequence[Report]) -> list[str]:
+    """A line per position with its ranks, the rarest first, and the calls in which the first of them waits.
+    The calls name groups, so they differ between ranks at one position."""
+    at: dict[str, list[Report]] = {}
+    for report in hung:
+        at.setdefault(hang_position(report), []).append(report)
+    lines = []
+    for position, ranks in sorted(at.items(), key=lambda item: len(item[1]))[:_MOST_POSITIONS]:
+        waits = "".join(f"; rank {ranks[0]['rank']} {text}" for text in waiting(ranks[0]))
+        lines.append(f"  {rank_list([report['rank'] for report in ranks])}: at {position}{waits}")
+    more = len(at) - len(lines)
+    return [*lines, f"  ranks at {more} more positions"] if more else lines
+
+
 def hang_position(report: Report) -> str:
-    """Where a rank hangs: its main thread, its device, and the calls in which it waits for other ranks."""
-    parts = [report.get("place", "an unknown place")]
-    parts += [f"device {report['device']}"] if report.get("device") else []
-    parts += [f"waits in {report['waits_in']}"] if report.get("waits_in") else []
-    return "; ".join(parts)
+    """Where a rank hangs: the place of its main thread, and what its device does."""
+    device = [f"device {report['device']}"] if report.get("device") else []
+    return "; ".join([report.get("place", "an unknown place"), *device])
+
+
+def waiting(report: Report) -> list[str]:
+    """A sentence for the calls in which a rank waits for others; none if it waits in none."""
+    return [f"waits in {report['waits_in']}"] if report.get("waits_in") else []
 
 
 def _waiting_for_none(hung: Sequence[Report]) -> list[Report]:
-    """The ranks without an unfinished call to others, if others have one. Of ranks with a device only: the
-    recorder of a CPU's process group knows no point-to-point calls."""
-    free = [report for report in hung if "device" in report and not report.get("waits_in")]
-    return free if len(free) < len(hung) and all("device" in report for report in hung) else []
+    """The ranks that wait in no call, if others do.
+
+    Only for ranks with a device, since gloo records no point-to-point calls, and after the first step: NCCL
+    waits for the other ranks of a new communicator before it records the call.
+    """
+    if not all("device" in report and report.get("iteration") for report in hung):
+        return []
+    free = [report for report in hung if not report.get("waits_in")]
+    return free if len(free) < len(hung) else []
 
 
 def _stacks_of(report: Report) -> list[str]:

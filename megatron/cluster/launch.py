@@ -21,7 +21,7 @@ from megatron.config.errors import ConfigError, one_line
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
-# Of a run. Rank 0 asks for each process by itself, which for a typo takes minutes and GB.
+# More processes than in any run: a typo. Lists of all ranks then take much time and memory.
 MAX_PROCESSES = 100_000
 # The variables that torch's launcher sets. Empty ones count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -90,7 +90,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     store = connect(config) if store is None else store
     disable_shm_comm_jit()
     set_default_group_timeout(_MAX_WAIT)
-    set_max_connections(config.parallel)
+    set_max_connections(config.parallel)  # pretrain_gpt.py has done it earlier, benchmarks have not
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     backend = config.parallel.distributed_backend or accelerator.communication_backend_name()

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.cluster.exit_codes import RunStopped, SharedConfigError
-from megatron.cluster.launch import node_name
+from megatron.cluster.launch import decimal_number, node_name
 from megatron.config import Config, ConfigError
 from megatron.config.config import SECTIONS
 from megatron.config.errors import one_line
@@ -168,7 +168,7 @@ def mark_preparing(store: dist.Store, rank: int) -> None:
 def _ranks_in(store: dist.Store, key: str) -> set[int]:
     """The ranks that have added themselves to a key."""
     words = store.get(key).decode(errors="replace").split() if store.check([key]) else []
-    return {int(word) for word in words if word.isdecimal()}
+    return {rank for word in words if (rank := decimal_number(word)) is not None}
 
 
 def _text(store: dist.Store, key: str) -> str:

@@ -6,6 +6,7 @@ raised. The watchdog thread still writes the rank's report and ends the process.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from megatron.cluster.diagnosis import hang_position
+from megatron.cluster.diagnosis import hang_position, waiting
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
 from megatron.cluster.hang_detector import HangDetector, Phase
 from megatron.cluster.launch import node_name
@@ -30,7 +31,8 @@ from megatron.config.sections.training import EXIT_SIGNALS
 # After a hang a rank waits this long before it exits, so that the other ranks can report the hang too.
 _GRACE_S = 3.0
 _TICK_S = 1.0
-_DEVICE_ANSWER_S = 5.0
+# The device, its driver and the disk of the reports have this time to answer after a hang.
+_DEVICE_ANSWER_S = 10.0
 # A rank whose node has lost another rank ends after this time: usually its next collective fails earlier.
 _ABORT_AFTER_S = 10.0
 # After SIGINT before the training loop, the main thread has this long to end by KeyboardInterrupt.
@@ -159,28 +161,28 @@ class Watchdog:
         stopped = [
             other["rank"] for other in self.report.siblings() if process_state(other["pid"]) in ("T", "t")
         ]
+        reported = self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped)
         facts = self._ask_device()
-        if not self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped, **facts):
+        if reported:
+            self.report.note(**facts)
+        else:
             where = f"rank {self.report.rank} on {node_name(os.environ)}"
-            at = hang_position({"place": place, **facts})
+            at = "; ".join([hang_position({"place": place, **facts}), *waiting(facts)])
             print(f"error: {where}: {problem} (--hang-timeout), at {at}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         conclude(self.report)
         os._exit(HANG_EXIT_CODE)
 
     def _ask_device(self) -> Mapping[str, str]:
-        """The facts of `set_device_facts`; none if the device's library does not answer either."""
-        found: list[Mapping[str, str]] = []
-
-        def ask() -> None:
-            with suppress(Exception):
-                found.append(self._device_facts())
-                self.report.write_flight_record(self._flight_record())
-
-        thread = threading.Thread(target=ask, name="device facts", daemon=True)
-        thread.start()
-        thread.join(_DEVICE_ANSWER_S)
-        return found[0] if found else {}
+        """The facts of `set_device_facts`. If the device's library does not answer either, the process ends:
+        it may hold Python's lock, so a thread of C waits for it."""
+        facts: Mapping[str, str] = {}
+        faulthandler.dump_traceback_later(_DEVICE_ANSWER_S, exit=True)
+        with suppress(Exception):
+            facts = self._device_facts()
+            self.report.write_flight_record(self._flight_record())
+        faulthandler.cancel_dump_traceback_later()
+        return facts
 
     def _exit(self, status: ExitStatus, code: int, sentence: str) -> NoReturn:
         if self.report.end(status):

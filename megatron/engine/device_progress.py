@@ -51,11 +51,11 @@ class DeviceProgress:
     def facts(self) -> dict[str, str]:
         """For the rank's report. Any thread may call it.
 
-        device: the last instruction that the device has completed, and the one after it; missing on a CPU.
-        waits_in: the calls of collectives that have not ended. gloo records no point-to-point calls.
+        device: the last instruction that the device has completed, and the one after it; missing on a CPU and
+        before the first instruction. waits_in: the calls in which this rank waits for others.
         """
         facts = {"waits_in": " and ".join(pending_calls(pickle.loads(flight_record())))}
-        if self._records:
+        if self._launched:
             facts["device"] = _describe([(name, event.query()) for name, event in list(self._launched)])
         return facts
 
@@ -73,17 +73,24 @@ def _describe(launched: list[tuple[str, bool]]) -> str:
     """launched: names of instructions, and whether the device has completed each."""
     done = next((i for i in reversed(range(len(launched))) if launched[i][1]), -1)
     if done == len(launched) - 1:
-        return "idle, has completed all that was launched"
+        return "has completed all instructions of the schedule"
     last = f"has completed {launched[done][0]}" if done >= 0 else "has completed no instruction"
     return f"{last}, runs {launched[done + 1][0]}"
 
 
 def pending_calls(recorded: Mapping[str, Any]) -> list[str]:
-    """The oldest call of each process group that has not ended, oldest first, such as
-    'all_reduce (call 17) of ranks 0, 2'. recorded: in torch's format 2.10."""
+    """The oldest call of each process group that runs and has not ended, oldest first, such as
+    'all_reduce (call 17) of ranks 0, 2'. recorded: in torch's format 2.10.
+
+    A host that launches ahead of its NCCL device has recorded calls that have not started; they wait for this
+    device, not for other ranks. gloo records no starts, and no point-to-point calls. Of a batch of messages
+    NCCL records each message without a state, and then the batch ("coalesced").
+    """
     oldest: dict[str, Mapping[str, Any]] = {}
     for entry in recorded.get("entries", ()):
-        if not entry["retired"] and entry["state"] != "completed":
+        backend = entry["profiling_name"].partition(":")[0]
+        runs = entry["state"] == "started" or (backend == "gloo" and entry["state"] == "scheduled")
+        if runs and not entry["retired"]:
             oldest.setdefault(entry["process_group"][0], entry)
     return [_describe_call(group, entry) for group, entry in oldest.items()][:_MOST_CALLS_SHOWN]
 

@@ -169,6 +169,7 @@ class GPTEngine(PatchedPipelineEngine):
         every micro-batch."""
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(self.run_config.model.seq_length)
+        self.device_progress.begin_step()
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._free_pipe_buffers()
         return loss

@@ -79,11 +79,13 @@ def _launch_failure(device_type: str) -> str | None:
     try:
         norm = fused_norms([torch.ones(1, device=device_type)]).item()
         problem = None if norm == 1.0 else f"the norm of 1 is {norm}"
-    except Exception as error:  # of triton, of the C compiler, of the driver, of the file system
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the device cannot be used at all
+    except Exception as error:  # of triton, of the C compiler, of the file system
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_ERROR_CHARACTERS]}"
     if problem is None:
         return None
     return (
         f"triton cannot launch a kernel ({problem}): it needs a C compiler ($CC, gcc or clang), Python's "
-        f"header files and a cache folder that it can write to ({_CACHE_VARIABLE})"
+        f"header files and a cache folder to write to and load libraries from ({_CACHE_VARIABLE})"
     )

@@ -47,11 +47,11 @@ def group_of(args: tuple) -> dist.ProcessGroup:
 
 
 def communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
-    """What NCCL keeps a communicator for, at the first call of the operation `name`; None for a group of one
-    rank, which needs no buffers.
+    """What NCCL keeps a communicator for: (name of the process group, None), or for a message outside a batch
+    (name, the other rank). None for a group of one rank, which needs no buffers. name: of the operation.
 
-    It is a process group; of a message that is sent by itself, the pair of ranks. The default group sends
-    such messages, other groups send theirs in batches (`engine.multi_stage`).
+    Messages of the default group are sent one at a time, those of other groups in batches
+    (`engine.multi_stage`).
     """
     group = group_of(args)
     if dist.get_world_size(group) == 1:

@@ -3,6 +3,8 @@
 import os
 from contextlib import ExitStack
 
+from deepspeed.accelerator import get_accelerator
+
 from megatron.checkpoint import manager
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
@@ -18,7 +20,7 @@ from megatron.config import Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.errors import printable
 from megatron.data.splits import verify_token_files
-from megatron.engine.device_progress import flight_record
+from megatron.engine.device_progress import DeviceProgress, flight_record
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.schedule import schedule_of
 from megatron.planner.memory.fit import fit_summary
@@ -79,6 +81,7 @@ def run(
     watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         rank = processes.init_distributed(config, store)
+    watchdog.set_device_facts(DeviceProgress(get_accelerator()).facts, flight_record)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
     with watchdog.phase(Phase.PREFLIGHT):

@@ -50,7 +50,7 @@ class Device:
             "has completed ForwardPass buffer_id=0 (instruction 2 of the step), "
             "runs BackwardPass buffer_id=0 (instruction 3 of the step)",
         ),
-        (99, "idle, has completed all that was launched"),
+        (99, "has completed all instructions of the schedule"),
     ],
 )
 def test_the_last_instruction_that_the_device_completed_is_named(done, expected):
@@ -83,28 +83,32 @@ def calls_while_another_rank_is_late(folder):
     if dist.get_rank() == 1:
         store.wait(["seen"])
     work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
-    waits_in = ""
-    while dist.get_rank() == 0 and "all_reduce" not in waits_in:
-        time.sleep(0.01)  # gloo's thread records the call
-        waits_in = DeviceProgress(get_accelerator()).facts()["waits_in"]
+    waits_in = facts_when(lambda waits_in: waits_in or dist.get_rank() == 1)
     if dist.get_rank() == 0:
         store.set("seen", "")
     work.wait()
-    dist.barrier()
     RankReport(str(folder), str(dist.get_rank())).write_flight_record(flight_record())
-    return waits_in, DeviceProgress(get_accelerator()).facts()
+    return waits_in, facts_when(lambda waits_in: not waits_in)
+
+
+def facts_when(condition):
+    """The calls in which this rank waits; gloo's threads record them a little late."""
+    progress, deadline = DeviceProgress(get_accelerator()), time.monotonic() + 60.0
+    while not condition(waits_in := progress.facts()["waits_in"]):
+        assert time.monotonic() < deadline, waits_in
+        time.sleep(0.01)
+    return waits_in
 
 
 def test_the_call_in_which_a_rank_waits_is_named_with_its_ranks(tmp_path):
     """With gloo, whose calls torch's flight recorder has, too. torch's own program reads the files."""
-    (waits_in, facts), _ = run_world(2, calls_while_another_rank_is_late, tmp_path)
-    assert waits_in == "all_reduce (call 2) of ranks 0, 1"
-    assert facts == {"waits_in": ""}
+    (before, after), _ = run_world(2, calls_while_another_rank_is_late, tmp_path)
+    assert (before, after) == ("all_reduce (call 2) of ranks 0, 1", "")
     arguments = argparse.Namespace(prefix="flight-", trace_dir=str(tmp_path))
     dumps, version = read_dir(arguments)
     gc.enable()  # read_dir turns it off
     assert version == "2.10" and {dump["rank"] for dump in dumps.values()} == {0, 1}
-    assert all(len(dump["entries"]) >= 3 for dump in dumps.values())
+    assert all(len(dump["entries"]) >= 2 for dump in dumps.values())
 
 
 def test_the_oldest_unfinished_call_of_each_group_is_shown():
@@ -124,12 +128,28 @@ def test_the_oldest_unfinished_call_of_each_group_is_shown():
     entries = [
         entry("nccl:all_reduce", "5", "completed", number=7),
         entry("nccl:recv 0<-1", "3", "started", is_p2p=True, number=4),
-        entry("nccl:all_reduce", "5", "scheduled", number=8),
+        entry("nccl:all_reduce", "5", "started", number=8),
         entry("nccl:all_reduce", "5", "scheduled", number=9),
-        entry("nccl:broadcast", "6", "scheduled", retired=True),
-        entry("nccl:broadcast", "7", "scheduled"),
+        entry("nccl:broadcast", "6", "started", retired=True),
+        # A batch of messages: those of the first batch never change their state.
+        entry("nccl:send 0->1", "8", "scheduled", is_p2p=True, number=1),
+        entry("nccl:coalesced", "8", "completed", is_p2p=True, number=1),
+        entry("nccl:send 0->1", "8", "scheduled", is_p2p=True, number=2),
+        entry("nccl:coalesced", "8", "scheduled", is_p2p=True, number=2),
     ]
     assert pending_calls({"version": "2.10", "entries": entries}) == [
         "recv 0<-1 (call 4) of group 3",
         "all_reduce (call 8) of group 5",
     ]
+    entries[-1]["state"] = "started"
+    assert pending_calls({"version": "2.10", "entries": entries[5:]}) == ["coalesced (call 2) of group 8"]
+
+
+def test_launched_calls_behind_a_stuck_kernel_do_not_wait():
+    """The host of a device that is stuck in its own work has launched all calls of the step."""
+    calls = [
+        {"profiling_name": "nccl:all_reduce", "process_group": ["5", ""], "state": "scheduled"}
+        | {"retired": False, "is_p2p": False, "collective_seq_id": number, "p2p_seq_id": 0}
+        for number in range(3)
+    ]
+    assert pending_calls({"entries": calls}) == []

@@ -1,13 +1,16 @@
 """The table of each stage's memory: printed once, a row per pipeline rank."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout
 from megatron.testing.layouts import Row, config_of
 from megatron.testing.pool import run_world
+from megatron.training.logging import peak_memory
 from megatron.training.logging.startup_report import StartupReport
 
 
@@ -46,3 +49,16 @@ def test_a_rank_with_two_stages_has_one_row():
     for texts in run_world(2, tables_after, Row(pp=2), 4, changes):
         head, *rows = texts[1][0].splitlines()
         assert "per pipeline rank" in head and len(rows) == 2
+
+
+def test_on_a_gpu_all_that_is_in_use_stands_beside_the_allocators_figures(monkeypatch):
+    gpu = SimpleNamespace(
+        device_name=lambda: "cuda",
+        memory_allocated=lambda: 1,
+        max_memory_allocated=lambda: 2,
+        max_memory_reserved=lambda: 3,
+    )
+    monkeypatch.setattr(peak_memory, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 80))
+    found = peak_memory.local_memory()
+    assert found == {"allocated": 1, "peak allocated": 2, "peak reserved": 3, "device in use": 70}

@@ -27,21 +27,33 @@ from megatron.testing.pool import run_world
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 JOIN = """
+import torch.distributed as dist
 from megatron.cluster.processes import init_distributed, destroy_distributed
 from megatron.testing.layouts import EOD, VOCAB, Row, config_of
 init_distributed(config_of(Row()))
+print(dist.distributed_c10d._get_default_store().timeout)
 destroy_distributed()
 """
 
 
 @pytest.mark.full
-def test_nothing_is_compiled_when_the_process_group_is_made(tmp_path):
+def test_the_process_group_compiles_nothing_and_its_store_waits_two_hours(tmp_path):
     """Entry 8: DeepSpeed would build its shared-memory operator in this folder, for half a minute."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in launcher}
     env |= {"TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", JOIN], cwd=ROOT, env=env, check=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", JOIN],
+        cwd=ROOT,
+        env=env,
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert list(tmp_path.rglob("*")) == []
+    # NCCL fetches its ids from the store: the store must wait as long as the process groups.
+    assert found.stdout.splitlines()[-1] == "2:00:00"
 
 
 @pytest.mark.parametrize(

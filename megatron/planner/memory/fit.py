@@ -28,9 +28,11 @@ _MIN_SAVING = 0.02
 
 
 def communicators(config: Config) -> int:
-    """NCCL's communicators of the rank that has most: one for each process group of several ranks (all ranks,
-    tensor, data and pipeline parallel, those of a replica of the model, the stages of a tied embedding), and
-    one for each rank that messages are exchanged with."""
+    """NCCL's communicators of the rank that has most.
+
+    One for each process group of several ranks: all ranks; tensor parallel; data parallel; pipeline parallel;
+    model parallel (TP x PP); the two stages of the tied embedding. One for each neighbour in the pipeline.
+    """
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     sizes = (parallel.world_size, tensor, parallel.data_parallel_size, pipeline, tensor * pipeline)

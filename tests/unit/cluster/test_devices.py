@@ -6,7 +6,9 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from megatron.cluster.devices import (
     set_library_defaults,
     set_max_connections,
 )
+from megatron.cluster.processes import _check_backend
 from megatron.config import ConfigError, ParallelConfig
 
 
@@ -59,23 +62,55 @@ def test_max_connections_follow_the_layout_unless_set(parallel, given, expected,
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_settings_of_the_allocator_and_of_the_kernel_cache_are_kept(name: str) -> None:
-    env = {name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/scratch/kernels"}
+def test_settings_of_the_user_are_kept(name: str) -> None:
+    given = {name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/scratch", "TORCH_NCCL_ENABLE_TIMING": "0"}
+    env = dict(given)
     set_library_defaults(env)
-    assert env == {name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/scratch/kernels"}
+    assert env == given
 
 
 def test_the_kernel_cache_is_on_the_node_and_nobody_else_can_write_to_it(tmp_path, monkeypatch) -> None:
     """Libraries are loaded from it: a folder that others can write to would run their code."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    env: dict[str, str] = {}
+    env = {"SLURMD_NODENAME": "n7"}
     set_library_defaults(env)
-    assert env.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
-    cache = Path(env.pop("TRITON_CACHE_DIR"))
-    assert cache.is_relative_to(tmp_path) and stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
-    cache.parent.chmod(0o777)
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    folder = Path(env.pop("TRITON_CACHE_DIR"))
+    assert folder == tmp_path / f"megatron-{os.getuid()}" / "triton" / "n7"
+    (base,) = tmp_path.iterdir()
+    assert stat.S_IMODE(base.stat().st_mode) == 0o700
+    base.chmod(0o777)
     set_library_defaults(env)
     assert "TRITON_CACHE_DIR" not in env
+
+
+def test_a_file_system_without_programs_holds_no_kernel_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    env: dict[str, str] = {}
+    set_library_defaults(env)
+    assert "TRITON_CACHE_DIR" not in env
+
+
+@pytest.mark.parametrize(
+    ("backend", "stages", "on_cpu", "words"),
+    [
+        ("nccl", 1, True, "--distributed-backend nccl needs GPUs"),
+        (
+            "gloo",
+            2,
+            False,
+            "--distributed-backend gloo cannot send tensors of a GPU to another pipeline stage",
+        ),
+        ("gloo", 1, False, None),
+        ("gloo", 2, True, None),
+        (None, 2, False, None),
+    ],
+)
+def test_a_backend_that_cannot_work_is_rejected(backend, stages, on_cpu, words) -> None:
+    parallel = ParallelConfig(distributed_backend=backend, pipeline_model_parallel_size=stages)
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        _check_backend(parallel, on_cpu=on_cpu)
 
 
 _STOP_AT_IMPORT = """

@@ -221,22 +221,38 @@ def test_command_prints_to_stderr_and_sets_the_exit_code(tmp_path: Path) -> None
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "error: --lr is 0\n")
 
 
+WAITS = "has completed SendActivation buffer_id=0 (instruction 5 of the step), runs RecvGrad buffer_id=0"
+STUCK = "has completed LoadMicroBatch buffer_id=0 (instruction 1 of the step), runs ForwardPass buffer_id=0"
+
+
+def hung_on_gpus(**stuck: Any) -> list[dict[str, Any]]:
+    """With NCCL every host waits at the end of the step: only the devices differ. Rank 3 waits for none."""
+    return [
+        report(rank, ExitStatus.HANG, place="x.py:1 tolist", device=WAITS, waits_in=f"recv 0<-1 of {rank}")
+        for rank in range(3)
+    ] + [report(3, ExitStatus.HANG, place="x.py:1 tolist", device=STUCK, waits_in="", **stuck)]
+
+
 def test_hang_on_gpus_names_the_rank_whose_device_waits_for_none() -> None:
-    """With NCCL every host waits at the end of the step: only the devices differ."""
-    waits = "has completed SendActivation buffer_id=0 (instruction 5 of the step), runs RecvGrad buffer_id=0"
-    stuck = (
-        "has completed LoadMicroBatch buffer_id=0 (instruction 1 of the step), runs ForwardPass buffer_id=0"
-    )
-    others = {"place": "x.py:1 tolist", "device": waits, "waits_in": "recv 1->0 (call 4) of ranks 0, 2"}
-    hung = report(3, ExitStatus.HANG, place="x.py:1 tolist", device=stuck, waits_in="")
-    reports = all_but(hung, end=ExitStatus.HANG, **others)
-    text = diagnose(reports, 4).text
+    text = diagnose(hung_on_gpus(), 4).text
     assert text.splitlines()[-1] == (
         "error: hang: rank 3 on n2, stage 1 (pid 103): at x.py:1 tolist; device "
-        f"{stuck}, waits for no other rank"
+        f"{STUCK}, waits for no other rank"
     )
-    assert f"at x.py:1 tolist; device {waits}; waits in recv 1->0 (call 4) of ranks 0, 2" in text
-    assert last_line(*all_but(end=ExitStatus.HANG, **others)).endswith("for the network or for each other")
+    assert f": at x.py:1 tolist; device {WAITS}; rank 0 waits in recv 0<-1 of 0\n" in text
+
+
+def test_hang_in_the_first_step_accuses_no_rank_that_may_make_a_communicator() -> None:
+    assert last_line(*hung_on_gpus(iteration=0)).endswith("for the network or for each other")
+
+
+def test_hang_of_many_ranks_has_few_lines() -> None:
+    hung = [
+        report(rank, ExitStatus.HANG, place="x.py:1", device=f"runs {rank % 40}", waits_in=f"call {rank}")
+        for rank in range(384)
+    ]
+    lines = diagnose(hung, 384).text.splitlines()
+    assert len(lines) == 23 and lines[-2] == "  ranks at 20 more positions"
 
 
 def test_hang_on_cpus_is_judged_by_the_hosts() -> None:

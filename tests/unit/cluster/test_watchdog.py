@@ -64,6 +64,32 @@ def test_hang_is_reported_with_its_stack(tmp_path: Path) -> None:
     assert "<module>" in report["place"] and 'File "<string>", line 21 in <module>' in report["stacks"]
 
 
+DEVICE = """
+import ctypes
+from megatron.cluster import watchdog as module
+module._DEVICE_ANSWER_S = 1.0
+def facts():
+    {}
+    return {{"device": "has completed ForwardPass", "waits_in": "all_reduce"}}
+watchdog.set_device_facts(facts, lambda: b"calls")
+"""
+
+
+def test_hang_reports_what_the_device_does(tmp_path: Path) -> None:
+    assert start(PROGRAM.format(DEVICE.format("") + WATCH), reports=tmp_path).wait(30) == 124
+    (report,) = read_reports(tmp_path)
+    assert (report["device"], report["waits_in"]) == ("has completed ForwardPass", "all_reduce")
+    assert (tmp_path / "flight-3").read_bytes() == b"calls"
+
+
+def test_hang_of_the_devices_library_is_reported_too(tmp_path: Path) -> None:
+    """As cudaEventQuery may, the call holds Python's lock."""
+    process = start(PROGRAM.format(DEVICE.format("ctypes.PyDLL(None).sleep(1000)") + WATCH), reports=tmp_path)
+    assert process.wait(30) == 1
+    (report,) = read_reports(tmp_path)
+    assert report["end"] == "hang" and "<module>" in report["place"] and "device" not in report
+
+
 @pytest.mark.full
 def test_hang_without_reports_is_printed_to_stderr() -> None:
     process = start(PROGRAM.format(WATCH))
