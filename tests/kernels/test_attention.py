@@ -88,8 +88,8 @@ def results(function, inputs, grad):
 def assert_close(found, expected, dtype):
     for name, a, b in zip(("output", "query", "key", "value"), found, expected, strict=True):
         assert a.dtype == dtype and a.shape == b.shape
-        # A gradient that should be 0, as a single token's query has, is the difference of two sums of products.
-        # Their roundings depend on the instructions of the CPU: 2.5e-8 with AVX-512.
+        # A gradient that should be 0, as a single token's query has, is the difference of two sums of
+        # products. Their roundings depend on the instructions of the CPU: 2.5e-8 with AVX-512.
         floor = 0.1 if dtype == torch.float32 else 1.0
         error = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(floor)
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
