@@ -25,7 +25,7 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
     conversion, if it cannot be made or written, and if its disk has fewer than needed_bytes free.
     """
     temporary = output.with_name(output.name + suffix)
-    with _locked(temporary) as is_leftover:
+    with _locked(output, temporary) as is_leftover:
         if output.exists():
             raise ConfigError(_exists(output))
         try:
@@ -35,9 +35,7 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
         except FileExistsError as error:
             raise ConfigError(_exists(temporary)) from error
         except OSError as error:
-            raise ConfigError(
-                f"{temporary} cannot be made ({error.strerror}): give another folder"
-            ) from error
+            raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
         try:
             check_space(temporary, needed_bytes, str(output))
             yield temporary
@@ -55,9 +53,9 @@ def _exists(path: Path) -> str:
 
 
 @contextmanager
-def _locked(temporary: Path) -> Iterator[bool]:
-    """Locks a file beside the folder, which the kernel unlocks however this process ends. Yields whether the
-    file is of a killed conversion.
+def _locked(output: Path, temporary: Path) -> Iterator[bool]:
+    """Locks a file beside the temporary folder, which the kernel unlocks however this process ends. Yields
+    whether the file is of a killed conversion.
 
     The file is not in the folder: NFS keeps an open file that is deleted under another name, so its folder
     cannot be deleted. Raises ConfigError if another process has the lock. On a file system without locks the
@@ -67,11 +65,10 @@ def _locked(temporary: Path) -> Iterator[bool]:
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         is_leftover = os.path.lexists(path)
-        lock = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if is_leftover else os.O_EXCL), 0o666
-        )
+        creation = 0 if is_leftover else os.O_CREAT | os.O_EXCL
+        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | creation, 0o666)
     except OSError as error:
-        raise ConfigError(f"{temporary} cannot be made ({error.strerror}): give another folder") from error
+        raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
