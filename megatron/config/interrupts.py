@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
@@ -15,14 +17,15 @@ def exit_on_interrupt() -> Iterator[None]:
     tools that write under temporary names. Only for the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one does not interrupt the cleanup
+        for ignored in _SIGNALS:  # a second signal, of either kind, does not interrupt the cleanup
+            signal.signal(ignored, signal.SIG_IGN)
         raise KeyboardInterrupt(number)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
     try:
         yield
     except KeyboardInterrupt as error:
-        print("interrupted, nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
     finally:
         for number, handler in before.items():

@@ -13,8 +13,8 @@ from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.data import missing_token_file, run_fingerprint
 
-# A resume accepts other values, and the updates of the weights differ from then on.
-_SETTINGS_OF_UPDATES = {
+# A resume may change these settings, and names those that differ from the checkpoint's.
+_CHANGEABLE_SETTINGS = {
     "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
     "training": ("seed", "z_loss_weight"),
     "optimizer": (
@@ -86,7 +86,7 @@ def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[s
         return
     saved = checkpoint.config
     changes = []
-    for section, names in _SETTINGS_OF_UPDATES.items():
+    for section, names in _CHANGEABLE_SETTINGS.items():
         before, now = getattr(saved, section), getattr(config, section)
         unused = before.unused_fields() & now.unused_fields()
         changes += [

@@ -74,6 +74,8 @@ class StateReader(ABC):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.folder = checkpoint.folder
+        # Files that `file_problem` has read and could not compare, because they have no checksums.
+        self.files_without_checksums: set[str] = set()
 
     @property
     @abstractmethod

@@ -170,7 +170,6 @@ class UniversalReader(StateReader):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._parameters = checkpoint.folder / PARAMETER_FOLDER
-        self._warned = False
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -238,14 +237,17 @@ class UniversalReader(StateReader):
             matches = matches_checksums(self.folder / name)
         except ConfigError as error:
             return f"{name} cannot be read ({error})"
-        if matches is None and not self._warned:
-            self._warned = True
-            text = "%s has no checksums (torch.serialization.set_crc32_options(False)): it is not verified"
-            _LOG.warning(text, self.folder / name)
+        if matches is None:
+            if not self.files_without_checksums:
+                text = (
+                    "%s has no checksums (torch.serialization.set_crc32_options(False)): it is not verified"
+                )
+                _LOG.warning(text, self.folder / name)
+            self.files_without_checksums.add(name)
         return f"{name} is damaged: it does not match its checksum" if matches is False else None
 
     def has_digests(self) -> bool:
-        """See `StateReader`. Every file has checksums."""
+        """See `StateReader`. torch.save writes checksums into every file unless that is switched off."""
         return True
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
@@ -261,7 +263,7 @@ class UniversalReader(StateReader):
         others = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*.pt"))]
         others = [name for name in others if name not in compared]
         problems += [problem for name in others if (problem := self.file_problem(name))]
-        return count + len(others), problems
+        return count + len(others) - len(self.files_without_checksums), problems
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:

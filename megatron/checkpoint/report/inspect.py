@@ -1,7 +1,7 @@
 """Describes the checkpoints in a folder: run, files, parameters and problems.
 
-It writes nothing. A damaged file is listed among the problems and raises no error. A malicious file raises
-HostileFileError.
+It writes nothing. A damaged file, or one that cannot be read now, is listed among the problems and raises no
+error. A malicious file raises HostileFileError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.checkpoint.integrity.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config import ConfigError
-from megatron.config.errors import one_line
+from megatron.config.errors import one_line, stop_at_access_error
 from megatron.config.model_fields import model_summary
 from megatron.files import HostileFileError
 from megatron.text_table import first_few
@@ -140,7 +140,13 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
             problems.append(f"`{file}` names {latest[kind]}, which is not there")
         if complete and report is None:
             newest = latest[kind] if latest[kind] in complete else complete[-1]
-            report = inspect_checkpoint(folder / newest, verify)
+            try:
+                with stop_at_access_error():
+                    report = inspect_checkpoint(folder / newest, verify)
+            except HostileFileError:
+                raise
+            except ConfigError as error:
+                problems.append(f"{newest}: {error}")
     return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
 
 
@@ -149,7 +155,15 @@ _LATEST_FILES = {name: entry.latest_file for name, entry in FORMATS.items() if e
 
 
 def _kind(path: Path) -> str:
-    """The kind of a `Summary`; '' for a folder that is not a checkpoint."""
+    """The kind of a `Summary`; '' for a folder that is not a checkpoint. Of a folder that cannot be read now
+    only the name decides."""
+    try:
+        return _kind_by_files(path)
+    except OSError:
+        return NATIVE if _STEP_FOLDER.fullmatch(path.name) else ""
+
+
+def _kind_by_files(path: Path) -> str:
     if path.name.startswith(SAVING):
         return "being saved"
     name = format_of(path)
@@ -170,12 +184,13 @@ def _named_by(path: Path) -> str | None:
 
 
 def _summary(path: Path, is_latest: bool) -> Summary:
-    sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-    kind, state, problem = _kind(path), None, ""
+    kind, sizes, state, problem = _kind(path), [], None, ""
     try:
-        state = _open(path).state
-        if (path / RUN_FILE).exists():
-            open_checkpoint(path)  # compares the sizes
+        with stop_at_access_error():
+            sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+            state = _open(path).state
+            if (path / RUN_FILE).exists():
+                open_checkpoint(path)  # compares the sizes
     except HostileFileError:
         raise
     except ConfigError as error:
@@ -245,7 +260,10 @@ def _compare_digests(reader: StateReader, verify: bool) -> tuple[str, list[str]]
     if not verify:
         return NOT_COMPARED, []
     count, problems = reader.verify()
-    return f"{count:,} {reader.verified_unit} compared, {count - len(problems):,} equal", problems
+    compared = f"{count:,} {reader.verified_unit} compared, {count - len(problems):,} equal"
+    if without := len(reader.files_without_checksums):
+        compared += f", {without:,} not verified: they have no checksums"
+    return compared, problems
 
 
 def _file_groups(folder: Path) -> list[FileGroup]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatron.checkpoint.convert.huggingface import digests
+from megatron.checkpoint.convert.huggingface.digests import DIGEST_FILE
 from megatron.checkpoint.convert.huggingface.exporter import (
     format_differences,
     verification,
@@ -319,9 +324,9 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     assert "no tokenizer is written" in printed.err
     assert "GPT2LMHeadModel in fp32, iteration 5 of" in printed.out
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        "SHA256SUMS",
         "config.json",
         "generation_config.json",
+        "megatron.sha256",
         "model.safetensors",
     ]
     convert("--load", checkpoint.folder, "--output", tmp_path / "again", "--no-tokenizer")
@@ -333,14 +338,14 @@ def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change
     write(tmp_path, GPT2, {})
     exported = tmp_path / "hf"
     convert("--load", tmp_path, "--output", exported)
-    compared = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=exported, capture_output=True, text=True)
+    compared = subprocess.run(["sha256sum", "-c", DIGEST_FILE], cwd=exported, capture_output=True, text=True)
     assert compared.returncode == 0 and compared.stdout.count(": OK") == 3
     checkpoint = open_checkpoint(exported)
     reader = open_reader(checkpoint)
     names = reader.files_to_verify()
     assert len(names) == 3 and not any(reader.file_problem(name) for name in names)
     convert("--from", exported, "--to", tmp_path / "intact")
-    damaged, words = "model.safetensors", "differs from its digest in SHA256SUMS"
+    damaged, words = "model.safetensors", "differs from its digest in megatron.sha256"
     if change == "bit":
         content = bytearray((exported / damaged).read_bytes())
         content[-5] ^= 1
@@ -353,9 +358,9 @@ def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change
         damaged, words = "generation_config.json", "cannot be read"
         (exported / damaged).unlink()
     else:
-        with open(exported / "SHA256SUMS", "a") as file:
+        with open(exported / DIGEST_FILE, "a") as file:
             file.write(f"{'0' * 64}  ../../victim\n")
-        damaged, words = "SHA256SUMS", "names a file '../../victim'"
+        damaged, words = DIGEST_FILE, "names a file '../../victim'"
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         convert("--from", exported, "--to", tmp_path / "new")
@@ -364,6 +369,50 @@ def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change
     assert not (tmp_path / "new").exists()
     if change != "hostile name":
         assert words in str(reader.file_problem(damaged))
+
+
+FOREIGN_DIGESTS = f"""# SHA-256 of all files
+{"0" * 64}  ./model.safetensors
+{"AB" * 32}  onnx/model.onnx
+{"0" * 64}  ../not downloaded.bin
+"""
+
+
+def test_digests_of_another_program_are_ignored(tmp_path):
+    write(tmp_path, GPT2, {})
+    exported = tmp_path / "hf"
+    convert("--load", tmp_path, "--output", exported)
+    (exported / "SHA256SUMS").write_text(FOREIGN_DIGESTS)
+    names = {"config.json", "generation_config.json", "model.safetensors"}
+    assert set(open_reader(open_checkpoint(exported)).files_to_verify()) == names
+    (exported / DIGEST_FILE).unlink()
+    assert open_reader(open_checkpoint(exported)).files_to_verify() == []
+    convert("--from", exported, "--to", tmp_path / "imported")
+
+
+def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written(tmp_path, monkeypatch):
+    hashed = []
+
+    def describe_and_note(path):
+        hashed.append(path.name)
+        return describe_file(path)
+
+    def write_tokenizer(folder):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool.jinja").write_text("{}")
+
+    monkeypatch.setattr(digests, "describe_file", describe_and_note)
+    exported = tmp_path / "hf"
+    write_hugging_face(
+        write(tmp_path, GPT2, {}), exported, write_tokenizer=write_tokenizer, max_file_bytes=20_000
+    )
+    weights = sorted(path.name for path in exported.glob("*.safetensors"))
+    assert len(weights) > 2 and hashed[: len(weights)] == [f"part-{i}" for i in range(len(weights))]
+    assert not {*weights} & {*hashed}
+    found = digests.read_digests(exported)
+    files = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
+    assert found.keys() == files - {DIGEST_FILE} and "additional_chat_templates/tool.jinja" in found
+    digests.check_digests(exported)
 
 
 KILLED = """
@@ -392,7 +441,8 @@ def test_the_same_command_replaces_what_a_killed_conversion_left_and_nothing_els
     subprocess.run([sys.executable, "-c", KILLED, output, suffix])
     assert (left / "part-0").exists()
     convert(*command)
-    assert output.is_dir() and not left.exists() and not (output / "unfinished").exists()
+    assert output.is_dir() and not (output / "unfinished").exists()
+    assert not list(tmp_path.glob(f"{left.name}*"))
     shutil.rmtree(output)
     # A folder of somebody else, and one that another process writes.
     left.mkdir()
@@ -403,9 +453,56 @@ def test_the_same_command_replaces_what_a_killed_conversion_left_and_nothing_els
             convert(*command)
         assert ended.value.code == 2 and words in capsys.readouterr().err
         assert (left / "part-0").read_text() == "notes"
-        (left / "unfinished").mkdir(exist_ok=True)
-        lock = open(left / "unfinished" / "conversion.lock", "w")
+        lock = open(f"{left}.lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize("direction", ["export", "import"])
+def test_a_conversion_ends_where_open_files_stay_in_their_folder(direction, tmp_path, monkeypatch):
+    """NFS gives an open file another name when it is deleted."""
+    checkpoint = write(tmp_path / "native", GPT2, {})
+    unlink = os.unlink
+
+    def rename_if_open(path, *, dir_fd=None):
+        status = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(status, os.fstat(int(name))):
+                    other = os.path.join(os.path.dirname(path), f".nfs{name}")
+                    os.rename(path, other, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+                    return
+        unlink(path, dir_fd=dir_fd)
+
+    command = ["--load", checkpoint.folder, "--output", tmp_path / "m"]
+    if direction == "import":
+        convert(*command)
+        command = ["--from", tmp_path / "m", "--to", tmp_path / "m_universal"]
+    output = command[-1]
+    subprocess.run([sys.executable, "-c", KILLED, output, ".tmp" if direction == "export" else ".partial"])
+    monkeypatch.setattr(os, "unlink", rename_if_open)
+    convert(*command)
+    assert output.is_dir() and not list(output.rglob(".nfs*")) and not (output / "unfinished").exists()
+
+
+def test_without_locks_a_conversion_works_and_a_killed_one_has_to_be_removed(tmp_path, monkeypatch, capsys):
+    checkpoint = write(tmp_path / "native", GPT2, {})
+    output = tmp_path / "m"
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    convert("--load", checkpoint.folder, "--output", output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "native"]
+    shutil.rmtree(output)
+    subprocess.run([sys.executable, "-c", KILLED, output, ".tmp"])
+    capsys.readouterr()
+    printed = mistake(capsys, "--load", checkpoint.folder, "--output", output)
+    assert f"{output}.tmp.lock exists already" in printed and "remove it and m.tmp" in printed
+    assert (tmp_path / "m.tmp" / "part-0").exists()
+    shutil.rmtree(tmp_path / "m.tmp")
+    (tmp_path / "m.tmp.lock").unlink()
+    convert("--load", checkpoint.folder, "--output", output)
 
 
 def test_weights_have_the_file_mode_of_the_config(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import struct
@@ -14,8 +15,10 @@ from megatron.checkpoint.convert.rules import derive_info
 from megatron.checkpoint.convert.source import open_source
 from megatron.checkpoint.convert.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.integrity import access
 from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.reading import read_checkpoint
+from megatron.checkpoint.report import inspect
 from megatron.checkpoint.report.compare import compare_checkpoints, different_settings
 from megatron.checkpoint.report.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.report.tables import size_text
@@ -286,6 +289,51 @@ def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
     assert code == 2 and any(named in line for line in printed.splitlines() if "problem: " in line)
 
 
+def test_files_without_checksums_are_not_called_equal(tmp_path, capsys):
+    _, universal = write_universal(tmp_path, Row())
+    path = universal / "zero" / "8.bias" / "step.pt"
+    step = torch.load(path)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(step + 1, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    run = json.loads((universal / "run.json").read_text())
+    del run["sha256"], run["files"]
+    (universal / "run.json").write_text(json.dumps(add_checksum({**run, "files": {}})))
+    code, printed = output(capsys, universal, "--verify")
+    count = len(list(universal.rglob("*.pt"))) - 1
+    assert f"{count} tensors and files compared, {count} equal, 1 not verified: they have no" in printed
+    assert code == 0
+
+
+@pytest.mark.parametrize("unreadable", ["run.json", "folder", "weights"])
+def test_a_checkpoint_that_cannot_be_read_now_does_not_hide_the_others(unreadable, tmp_path, monkeypatch):
+    older, newest = write(tmp_path, Row(), 5), write(tmp_path, Row(), 6)
+    monkeypatch.setattr(access, "RETRY_DELAYS_S", ())
+    denied = newest if unreadable == "weights" else older
+    function = {"run.json": "open_checkpoint", "folder": "format_of", "weights": "inspect_checkpoint"}[
+        unreadable
+    ]
+    original = getattr(inspect, function)
+
+    def deny(folder, *arguments, **options):
+        if folder == denied:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return original(folder, *arguments, **options)
+
+    monkeypatch.setattr(inspect, function, deny)
+    overview = inspect_folder(tmp_path)
+    assert [item.name for item in overview.checkpoints] == ["global_step5", "global_step6"]
+    (problem,) = overview.problems
+    assert problem.startswith(f"{denied.name}: ") and problem.endswith(
+        "cannot be accessed now (Permission denied)"
+    )
+    assert not overview.is_intact
+    if denied == older:
+        assert overview.checkpoint.folder == str(newest)
+
+
 def test_unfinished_saves_and_conversions_are_listed(tmp_path):
     path = write(tmp_path, Row())
     shutil.copytree(path, tmp_path / "global_step4.replaced")
@@ -412,7 +460,7 @@ def test_json_has_every_parameter(tmp_path, capsys):
     assert report["parameters"][0] == {"name": WORDS, "shape": [112, 32], "dtype": "bfloat16"}
 
 
-def test_damage_is_printed_and_gives_code_1(tmp_path, capsys):
+def test_damage_is_printed_and_gives_code_2(tmp_path, capsys):
     path = write(tmp_path)
     (path / "mp_rank_01_model_states.pt").unlink()
     code, printed = output(capsys, tmp_path)

@@ -1,27 +1,35 @@
-"""Digests of the files of an exported folder, in the format of sha256sum: `sha256sum -c SHA256SUMS` compares
-them."""
+"""Digests of the files of an exported folder, in the format of sha256sum: `sha256sum -c megatron.sha256`
+compares them. The file's name differs from those of other programs, whose lists may have other entries."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.checkpoint.integrity.access import read_with_retries
 from megatron.checkpoint.integrity.manifest import describe_file
-from megatron.checkpoint.integrity.names import check_plain
+from megatron.checkpoint.integrity.names import check_file
 from megatron.config import ConfigError
 from megatron.config.errors import is_access_error
 from megatron.files import read_small
 from megatron.text_table import first_few
 
-DIGEST_FILE = "SHA256SUMS"
+DIGEST_FILE = "megatron.sha256"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
-def write_digests(folder: Path) -> None:
-    """Writes the digests of all files in a folder."""
-    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    lines = [f"{describe_file(path)['sha256']}  {path.name}\n" for path in paths]
+def digest_of(path: Path) -> str:
+    """Reads a file and returns its SHA-256."""
+    return str(describe_file(path)["sha256"])
+
+
+def write_digests(folder: Path, known: Mapping[str, str]) -> None:
+    """Writes the digests of all files in a folder and its sub-folders. known: those of files that are not
+    read again, by name."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    lines = [f"{known.get(name) or digest_of(folder / name)}  {name}\n" for name in names]
     (folder / DIGEST_FILE).write_text("".join(lines))
 
 
@@ -37,7 +45,7 @@ def read_digests(folder: Path) -> dict[str, str]:
     found = [_LINE.fullmatch(line) for line in text.splitlines()]
     if not all(found):
         raise ConfigError(f"{path} is damaged: expected a digest and a file's name in each line")
-    return {check_plain(match[2], path): match[1] for match in found if match}
+    return {check_file(match[2], path): match[1] for match in found if match}
 
 
 def digest_problem(folder: Path, name: str, digest: str) -> str | None:
@@ -45,7 +53,7 @@ def digest_problem(folder: Path, name: str, digest: str) -> str | None:
     be read now."""
     path = folder / name
     try:
-        found = read_with_retries(path, lambda: describe_file(path))["sha256"]
+        found = read_with_retries(path, lambda: digest_of(path))
     except OSError as error:
         if is_access_error(error):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.digests import write_digests
+from megatron.checkpoint.convert.huggingface.digests import digest_of, write_digests
 from megatron.checkpoint.convert.huggingface.family import Family, Parameter, count_non_finite
 from megatron.checkpoint.convert.huggingface.output import temporary_folder
 from megatron.checkpoint.convert.huggingface.registry import family_of
-from megatron.checkpoint.convert.to_universal import UNFINISHED_FOLDER
 from megatron.checkpoint.formats.reader import StateReader
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
@@ -67,12 +65,11 @@ def write_hugging_face(
     reader = open_reader(checkpoint)
     with temporary_folder(output, ".tmp", _size_bytes(reader, precision)) as temporary:
         write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
-        _write_weights(_hf_weights(reader, family, precision, verify), temporary, max_file_bytes)
+        digests = _write_weights(_hf_weights(reader, family, precision, verify), temporary, max_file_bytes)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
-        write_digests(temporary)
+        write_digests(temporary, digests)
         sync_tree(temporary)
-        shutil.rmtree(temporary / UNFINISHED_FOLDER)
         rename_synced(temporary, output)
 
 
@@ -145,9 +142,12 @@ def _converted_parts(used: Tensor, parameter: Parameter, model: ModelConfig, pre
     return [part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts]
 
 
-def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:
-    """Writes model.safetensors, or several files with an index, named as by `save_pretrained`."""
-    parts: list[list[str]] = []
+def _write_weights(
+    weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int
+) -> dict[str, str]:
+    """Writes model.safetensors, or several files with an index, named as by `save_pretrained`. Returns the
+    digest of each file of weights."""
+    parts: list[tuple[str, list[str]]] = []
     pending: dict[str, Tensor] = {}
     total_bytes = pending_bytes = 0
 
@@ -158,7 +158,8 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file
         save_file(pending, part, metadata={"format": "pt"})
         # safetensors writes files that only the owner can read: use the mode of the other files.
         part.chmod((folder / "config.json").stat().st_mode)
-        parts.append(list(pending))
+        # The file is still in the page cache.
+        parts.append((digest_of(part), list(pending)))
         pending.clear()
 
     for name, tensor in weights:
@@ -171,10 +172,13 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, max_file
     flush()
     if len(parts) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
-        return
+        return {"model.safetensors": parts[0][0]}
+    digests = {}
     index: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": {}}
-    for number, names in enumerate(parts):
+    for number, (digest, names) in enumerate(parts):
         file_name = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         (folder / f"part-{number}").rename(folder / file_name)
         index["weight_map"] |= dict.fromkeys(names, file_name)
+        digests[file_name] = digest
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return digests

@@ -11,73 +11,83 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron.checkpoint.convert.to_universal import UNFINISHED_FOLDER, check_space
+from megatron.checkpoint.convert.to_universal import check_space
 from megatron.config import ConfigError
 from megatron.config.errors import one_line
-
-_LOCK_FILE = "conversion.lock"
 
 
 @contextmanager
 def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[Path]:
     """A new folder beside `output`, which the body fills and renames to `output`; removed if the body raises.
-    That of a conversion that was killed is replaced. UNFINISHED_FOLDER in it has a file that this process
-    locks; the body removes it before it renames.
+    The folder of a conversion that was killed is replaced.
 
     suffix: of its name. Raises ConfigError if `output` exists, if this folder exists and is not of a killed
     conversion, if it cannot be made or written, and if its disk has fewer than needed_bytes free.
     """
     temporary = output.with_name(output.name + suffix)
-    if output.exists():
-        raise ConfigError(f"{output} exists already: remove it, or give another folder")
-    _remove_leftover(temporary)
+    with _locked(output, temporary) as is_leftover:
+        if output.exists():
+            raise ConfigError(_exists(output))
+        try:
+            if is_leftover and temporary.is_dir() and not temporary.is_symlink():
+                shutil.rmtree(temporary)
+            temporary.mkdir()
+        except FileExistsError as error:
+            raise ConfigError(_exists(temporary)) from error
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
+        try:
+            check_space(temporary, needed_bytes, str(output))
+            yield temporary
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if _is_write_error(error, temporary):
+                raise ConfigError(
+                    f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
+                ) from error
+            raise
+
+
+def _exists(path: Path) -> str:
+    return f"{path} exists already: remove it, or give another folder"
+
+
+@contextmanager
+def _locked(output: Path, temporary: Path) -> Iterator[bool]:
+    """Locks a file beside the temporary folder, which the kernel unlocks however this process ends. Yields
+    whether the file is of a killed conversion.
+
+    The file is not in the folder: NFS keeps an open file that is deleted under another name, so its folder
+    cannot be deleted. Raises ConfigError if another process has the lock. On a file system without locks the
+    file itself is the lock, and somebody has to remove that of a killed conversion.
+    """
+    path = temporary.with_name(temporary.name + ".lock")
     try:
-        (temporary / UNFINISHED_FOLDER).mkdir(parents=True)
-        lock = os.open(temporary / UNFINISHED_FOLDER / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        is_leftover = os.path.lexists(path)
+        creation = 0 if is_leftover else os.O_CREAT | os.O_EXCL
+        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | creation, 0o666)
     except OSError as error:
         raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
     try:
-        _take_lock(lock)
-        check_space(temporary, needed_bytes, str(output))
-        yield temporary
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if _is_write_error(error, temporary):
-            raise ConfigError(
-                f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
-            ) from error
-        raise
-    finally:
-        os.close(lock)
-
-
-def _remove_leftover(temporary: Path) -> None:
-    """Removes the folder of a conversion that was killed. ConfigError for any other that exists."""
-    if not os.path.lexists(temporary):
-        return
-    try:
-        lock = os.open(temporary / UNFINISHED_FOLDER / _LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        lock = None
-    if temporary.is_symlink() or lock is None:
-        raise ConfigError(f"{temporary} exists already: remove it, or give another folder")
-    try:
-        if not _take_lock(lock):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             raise ConfigError(
                 f"{temporary} is being written by another process: wait, or give another folder"
-            )
-        shutil.rmtree(temporary)
+            ) from error
+        except OSError as error:
+            if is_leftover:
+                raise ConfigError(
+                    f"{path} exists already, of a conversion that runs or was killed: remove it and "
+                    f"{temporary.name}, or give another folder"
+                ) from error
+        try:
+            yield is_leftover
+        finally:
+            path.unlink(missing_ok=True)
     finally:
         os.close(lock)
-
-
-def _take_lock(lock: int) -> bool:
-    """Whether this process holds the lock now. It ends with the process, however that ends."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:

@@ -34,8 +34,9 @@ class HuggingFaceReader(StateReader):
         """See `StateReader`. Reads config.json."""
         family, fields = read_settings(folder)
         run = {"vocab_size": fields["vocab_size"], "eod": None}
-        digests = DIGEST_FILE if (folder / DIGEST_FILE).exists() else "no digests"
-        note = f"{family.title} of Hugging Face: weights only, with {digests}"
+        has_digests = (folder / DIGEST_FILE).exists()
+        digests = f"{DIGEST_FILE} has the digests of the files" if has_digests else "no digests of the files"
+        note = f"{family.title} of Hugging Face: weights only; {digests}"
         return Checkpoint(folder, TrainingState(), run, unverified_note=note)
 
     @cached_property
