@@ -36,18 +36,18 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def open_own(path: Path | str, flags: int = os.O_TRUNC) -> int:
-    """Opens a file for reading and writing, and creates it; returns its descriptor. OSError for a link, for a
-    file with a second name, and for what is not a regular file."""
-    # The file is emptied only after the checks.
-    descriptor = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags & ~os.O_TRUNC)
-    try:
+    """Opens a file for reading and writing, and creates it; returns its descriptor. OSError for a symbolic
+    link, and for what is not a regular file. Before a file with a second name (a hard link, as `cp -al` makes
+    it) is emptied, a new one replaces it."""
+    own = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags & ~os.O_TRUNC
+    descriptor = _open_regular(path, own)
+    if flags & os.O_TRUNC:
+        # The file is emptied only after the checks.
         if os.fstat(descriptor).st_nlink > 1:
-            raise OSError(errno.EMLINK, "it has a second name (a hard link)", str(path))
-        if flags & os.O_TRUNC:
-            os.ftruncate(descriptor, 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
+            os.close(descriptor)
+            os.unlink(path)
+            descriptor = _open_regular(path, own | os.O_EXCL)
+        os.ftruncate(descriptor, 0)
     return descriptor
 
 

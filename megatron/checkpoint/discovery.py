@@ -1,6 +1,6 @@
 """Finds the checkpoints in a folder, selects the one to resume from, and opens it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +14,18 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.integrity.access import read_with_retries
+from megatron.checkpoint.integrity.access import RETRY_DELAYS_S, read_with_retries
 from megatron.checkpoint.integrity.layout_files import missing_files, unneeded_files
 from megatron.checkpoint.integrity.manifest import first_size_mismatch, has_valid_checksum
 from megatron.checkpoint.integrity.names import check_run, read_name
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
-from megatron.checkpoint.lineage.latest import LATEST_FILE, RECORD_FILE, read_latest, read_record
+from megatron.checkpoint.lineage.latest import (
+    LATEST_FILE,
+    RECORD_FILE,
+    LatestRecord,
+    read_latest,
+    read_record,
+)
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
 from megatron.config import ConfigError
 from megatron.config.errors import is_access_error
@@ -28,7 +34,7 @@ from megatron.text_table import first_few
 
 
 class MissingCheckpointError(ConfigError):
-    """`latest` names a checkpoint that does not exist: a user's mistake, so no other one is resumed."""
+    """`latest` names a checkpoint that does not exist, and a user wrote that name: no other is resumed."""
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
@@ -39,8 +45,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     checkpoint, it is that one.
 
     damaged: path of each checkpoint to skip -> the reason. Raises ConfigError if there are checkpoints and
-    none is complete, if `latest` names none of them, or if it is ambiguous which of several runs to resume.
-    Raises OSError if a file cannot be read now.
+    none is complete, if a user set `latest` to none of them, or if it is ambiguous which of several runs to
+    resume. Raises OSError if a file of a checkpoint to resume from cannot be read now.
     """
     folder, damaged = Path(folder), damaged or {}
     check_program(folder)
@@ -49,15 +55,20 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
             raise ConfigError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
         return open_checkpoint(folder)
     names = native_names(folder)
-    latest = read_latest(folder)
-    if latest is not None and not current_path(folder, latest).exists():
-        held = f"the folder holds {first_few(reversed(names), 10)}" if names else "the folder holds none"
-        raise MissingCheckpointError(
-            f"{folder / LATEST_FILE} names {latest}, which does not exist; {held}: write the name of the "
-            "checkpoint to resume from into it, or remove it to resume from the newest one"
-        )
-    lineage, reason = _candidates(folder, latest, names)
+    latest, record = read_latest(folder), read_record(folder)
+    lineage, reason = _candidates(folder, latest, record, names)
     skip_reason = [reason] if reason else []
+    if latest is not None and not current_path(folder, latest).exists():
+        missing = f"{folder / LATEST_FILE} names {latest}, which does not exist; the folder holds "
+        missing += first_few(reversed(names), 10) if names else "none: remove it to start from scratch"
+        if record is None or latest not in (record.latest, record.upcoming and record.upcoming.name):
+            also = (
+                ": write the name of the checkpoint to resume from into it, or remove it to resume from the"
+            )
+            raise MissingCheckpointError(f"{missing}{also} newest one" if names else missing)
+        # The program wrote that name: the folder was removed since, or the job was killed in `publish`.
+        skip_reason.append(missing)
+        del lineage[latest]
     for name, sha256 in lineage.items():
         path = current_path(folder, name)
         if name not in names and name != latest:
@@ -81,11 +92,10 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
 
 
 def _candidates(
-    folder: Path, latest: str | None, names: Mapping[str, Path]
+    folder: Path, latest: str | None, record: LatestRecord | None, names: Mapping[str, Path]
 ) -> tuple[dict[str, str | None], str]:
     """(name -> digest of the run's checkpoints in the order in which they are tried, why the first one is not
     the one that `latest` names, or ""). A digest of None accepts any."""
-    record = read_record(folder)
     # The program writes `latest` before its record. A newer `latest` was edited, or the job was killed
     # between the two: in both cases it names the right checkpoint.
     is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)
@@ -116,7 +126,8 @@ def _candidates(
             reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
     own = _open_or_none(current_path(folder, latest))
     if own is not None:
-        return {latest: None} | _newest_first(_lineage_of(own, _readable_checkpoints(folder, names))), reason
+        others = {} if "lineage" in own.run else _readable_checkpoints(folder, names)
+        return {latest: None} | _newest_first(_lineage_of(own, others)), reason
     before = {name: path for name, path in names.items() if step_of(name) < step_of(latest)}
     rest = _newest_first(record.lineage) if record is not None else _single_lineage(folder, before)
     return {latest: None} | rest, reason
@@ -183,11 +194,17 @@ def native_names(folder: Path) -> dict[str, Path]:
     names = {
         path.name.removesuffix(REPLACED)
         for path in folder.iterdir()
-        if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED))
-        and path.is_dir()
-        and format_of(path) == NATIVE
+        if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)) and _is_native(path)
     }
     return {name: current_path(folder, name) for name in sorted(names, key=step_of)}
+
+
+def _is_native(path: Path) -> bool:
+    """Whether it is the folder of a native checkpoint. One that cannot be accessed now may be."""
+    try:
+        return path.is_dir() and format_of(path) == NATIVE
+    except OSError:
+        return True
 
 
 def current_path(folder: Path, name: str) -> Path:
@@ -197,7 +214,8 @@ def current_path(folder: Path, name: str) -> Path:
 
 
 def _open_or_none(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder if its `run.json` can be read, even if files are missing; else None."""
+    """The checkpoint in a folder if its `run.json` is intact, even if files are missing; else None. OSError
+    if it cannot be read now."""
     try:
         return open_checkpoint(path, with_files=False)
     except ConfigError:
@@ -236,7 +254,9 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
     return open_checkpoint(folder, with_files)
 
 
-def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
+def open_checkpoint(
+    folder: str | Path, with_files: bool = True, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
+) -> Checkpoint:
     """Opens the checkpoint in a folder, of any format. ConfigError names a missing or damaged file, OSError
     one that cannot be read now.
 
@@ -248,7 +268,7 @@ def open_checkpoint(folder: str | Path, with_files: bool = True) -> Checkpoint:
         return reader_class(path.parent).open_external(path.parent)
     check_program(path.parent)
     try:
-        run = read_with_retries(path, lambda: read_json(path))
+        run = read_with_retries(path, lambda: read_json(path), retry_delays_s)
         check_run(run, path)
         if not has_valid_checksum(run):
             raise ValueError("its checksum does not match")

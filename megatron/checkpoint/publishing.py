@@ -7,14 +7,16 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.integrity.access import RETRY_DELAYS_S
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.latest import record_upcoming, set_latest
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING
 from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.errors import one_line
+from megatron.config.errors import is_access_error, one_line
 from megatron.files import HostileFileError, read_json, sync_file
 from megatron.text_table import first_few
 
@@ -65,8 +67,7 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     for old in (replaced, final):
         _set_aside_unknown(old)
     if final.exists():
-        own = (before for before in identity.lineage if before.name == entry.name)
-        if not any(is_same_checkpoint(folder, before) for before in own):
+        if not _is_in_lineage(folder, entry.name, identity):
             _LOG.warning("replacing %s, which belongs to another branch or run", final)
         _remove(replaced)
         os.rename(final, replaced)
@@ -81,17 +82,28 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     return identity
 
 
+def _is_in_lineage(folder: Path, name: str, identity: RunIdentity) -> bool:
+    own = (entry for entry in identity.lineage if entry.name == name)
+    try:
+        return any(is_same_checkpoint(folder, entry, ()) for entry in own)
+    except OSError:
+        return False
+
+
 def _set_aside_unknown(folder: Path) -> None:
     """Renames a folder with files and no `run.json`, which are another program's checkpoint or the rest of
-    one, and a checkpoint that contains what it does not list."""
+    one, a checkpoint that contains what it does not list, and one that cannot be read now."""
     if not folder.exists():
         return
-    if not (folder / RUN_FILE).exists() and any(folder.iterdir()):
-        reason = f"has no {RUN_FILE}, so its run is not known"
-    elif unlisted := _unlisted(folder):
-        reason = _unlisted_text(unlisted)
-    else:
-        return
+    try:
+        if not (folder / RUN_FILE).exists() and any(folder.iterdir()):
+            reason = f"has no {RUN_FILE}, so its run is not known"
+        elif unlisted := _unlisted(folder):
+            reason = _unlisted_text(unlisted)
+        else:
+            return
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
     kept = folder.with_name(f"unknown-{folder.name}.{secrets.token_hex(4)}")
     _LOG.warning("%s %s: it is kept as %s", folder, reason, kept)
     os.rename(folder, kept)
@@ -99,10 +111,13 @@ def _set_aside_unknown(folder: Path) -> None:
 
 def _unlisted(folder: Path) -> list[str]:
     """The names in a checkpoint's folder that its `run.json` does not list, such as another run's
-    checkpoints. A save writes files only, so without a readable `run.json` these are the sub-folders."""
+    checkpoints. A save writes files only, so without an intact `run.json` these are the sub-folders. OSError
+    if it cannot be read now."""
     try:
         own = {RUN_FILE, *read_json(folder / RUN_FILE)["files"]}
-    except (OSError, ValueError, KeyError, TypeError, HostileFileError):
+    except (OSError, ValueError, KeyError, TypeError, HostileFileError) as error:
+        if is_access_error(error):
+            raise
         return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(path.name for path in folder.iterdir() if path.name not in own)
 
@@ -126,23 +141,26 @@ def delete_old_checkpoints(
     interval, kept = options.save_retain_interval, 0
     for entry in reversed([entry for entry in identity.lineage if identity.saved(entry)]):
         path = folder / entry.name
-        if kept < options.keep_last:
-            kept += is_same_checkpoint(folder, entry)
-        elif entry.name == protected or (interval and entry.iteration % interval == 0):
-            continue
-        elif is_same_checkpoint(folder, entry):
-            try:
+        try:
+            if kept < options.keep_last:
+                kept += is_same_checkpoint(folder, entry, ())
+            elif entry.name == protected or (interval and entry.iteration % interval == 0):
+                continue
+            elif is_same_checkpoint(folder, entry, ()):
                 _remove(path)
-            except OSError as error:
-                _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
+        except OSError as error:
+            _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
 
-def is_same_checkpoint(folder: Path, entry: LineageEntry) -> bool:
-    """Whether the folder's checkpoint of this name is the one in the lineage entry."""
+def is_same_checkpoint(
+    folder: Path, entry: LineageEntry, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
+) -> bool:
+    """Whether the folder's checkpoint of this name is the one in the lineage entry. OSError if it cannot be
+    read now. retry_delays_s: empty where each save would wait for an old checkpoint again."""
     if CHECKPOINT_NAME.fullmatch(entry.name) is None or not (folder / entry.name / RUN_FILE).is_file():
         return False
     try:
-        found = open_checkpoint(folder / entry.name, with_files=False).run
+        found = open_checkpoint(folder / entry.name, False, retry_delays_s).run
     except ConfigError:
         return False
     if entry.sha256 is None:  # written before run ids existed: only the name can be compared

@@ -28,7 +28,7 @@ from megatron.cluster.exit_status import (
     is_caused_here,
 )
 from megatron.cluster.launch import MAX_PROCESSES
-from megatron.cluster.rank_reports import read_report, read_reports
+from megatron.cluster.rank_reports import read_reports
 from megatron.config.errors import printable
 from megatron.text_table import first_few, rank_list
 
@@ -326,8 +326,10 @@ def main() -> None:
     if not 1 <= arguments.processes <= MAX_PROCESSES:
         parser.error(f"--processes {arguments.processes}: expected 1 to {MAX_PROCESSES:,}")
     slurm = ask_slurm(*arguments.slurm) if arguments.slurm else SlurmJob()
-    diagnosis = diagnose(read_reports(arguments.folder), arguments.processes, slurm, arguments.ended_by_slurm)
-    damaged = [path.name for path in sorted(arguments.folder.glob("rank-*.json")) if not read_report(path)]
+    reports = read_reports(arguments.folder)
+    diagnosis = diagnose(reports, arguments.processes, slurm, arguments.ended_by_slurm)
+    read = {f"rank-{report['rank']}.json" for report in reports}
+    damaged = sorted({path.name for path in arguments.folder.glob("rank-*.json")} - read)
     if damaged and diagnosis.code:
         text = f"note: {first_few(damaged)} in {arguments.folder} cannot be read as reports of a rank"
         print(printable(text), file=sys.stderr)

@@ -13,11 +13,13 @@ from typing import NoReturn
 CONFIG_ERROR_EXIT_CODE = 2
 # Seconds in which rank 0 prints an error that another rank has found first.
 _RANK_0_PRINTS_S = 5.0
-# What an OSError can say about a file itself: it is missing, exists already, or is of another kind.
-_ABOUT_THE_FILE = frozenset(
+# What an OSError can say about the access to a file, rather than about the file itself.
+_OF_ACCESS = frozenset(
     {
-        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
-        *(errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV),
+        *(errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        # A network file system whose server does not answer.
+        *(errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN),
     }
 )
 
@@ -48,9 +50,9 @@ def one_line(text: object, limit: int = 200) -> str:
 
 
 def is_access_error(error: BaseException) -> bool:
-    """Whether an error only says that a file cannot be read or written now: an I/O error, a missing
-    permission, too many open files. It says nothing about the file's content."""
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in _ABOUT_THE_FILE
+    """Whether an error only says that a file cannot be read or written: an I/O error, a missing permission,
+    too many open files, a full disk. It says nothing about the file's content."""
+    return isinstance(error, OSError) and error.errno in _OF_ACCESS
 
 
 @contextmanager
@@ -68,13 +70,14 @@ def _access_sentence(error: OSError) -> str:
     name = "a file" if error.filename is None else error.filename
     is_limit = error.errno in (errno.EMFILE, errno.ENFILE)
     remedy = ": raise the limit with ulimit -n" if is_limit else ""
-    return f"{name} cannot be accessed now ({error.strerror}{remedy})"
+    now = " now" if is_access_error(error) else ""
+    return f"{name} cannot be accessed{now} ({error.strerror}{remedy})"
 
 
 @contextmanager
 def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """End the program with exit code 2 on a ConfigError, an error of access or too long a name. Every rank
-    exits, see `exit_with_error`."""
+    """Ends the program with exit code 2 on a ConfigError, an error of access or too long a name. Every rank
+    exits, see `exit_with_error`. Only the rank that has an error of access knows it, and prints it."""
     try:
         yield
     except ConfigError as error:
@@ -82,7 +85,7 @@ def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     except OSError as error:
         if not is_access_error(error) and error.errno != errno.ENAMETOOLONG:
             raise
-        exit_with_error(_access_sentence(error), CONFIG_ERROR_EXIT_CODE, env)
+        exit_with_error(_access_sentence(error), CONFIG_ERROR_EXIT_CODE, {})
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.config import ConfigError, exit_on_config_error
+from megatron.config.errors import one_line
 from megatron.files import expect_layout, read_json, write_json
 from megatron.planner.script_command import ScriptCommand, read_script, script_environment
 from megatron.sweep.axes import checked_row, run_words
@@ -103,7 +104,13 @@ def submit(
         file.unlink()
         reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
         raise ConfigError(f"sbatch refuses the array: {reason}")
-    job = run.stdout.strip().partition(";")[0]
+    # A wrapper of sbatch may print more before it.
+    job = (run.stdout.strip().splitlines() or [""])[-1].partition(";")[0]
+    if not re.fullmatch(r"[0-9]+", job):
+        raise ConfigError(
+            f"sbatch --parsable prints '{one_line(job or 'nothing')}' as its last line, expected a job's "
+            "number: if squeue shows the array, wait for its end before you submit again"
+        )
     write_json(file, {"job": job, "tasks": tasks})
     return (
         f"submitted job {job}: an array of {len(tasks)} runs{waiting}; tools/sweep.py report {folder.path} "
@@ -121,7 +128,7 @@ def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
     queued: set[tuple[int, int]] = set()
     for file in sorted((folder.path / "arrays").glob("*.json")):
         job, runs = _read_array(file)
-        if job is None:
+        if not isinstance(job, str) or not re.fullmatch(r"[0-9]+", job):
             continue
         command = ["squeue", "--noheader", "--array", "--format=%K", "--jobs", job]
         try:
@@ -132,13 +139,11 @@ def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
     return queued
 
 
-def _read_array(file: Path) -> tuple[str | None, list[tuple[int, int]]]:
-    """The Slurm job of an array, None before it is submitted, and the (row, repeat) of its tasks."""
+def _read_array(file: Path) -> tuple[object, list[tuple[int, int]]]:
+    """The Slurm job of an array, unchecked, and the (row, repeat) of its tasks."""
     with expect_layout(file, "the tasks of an array"):
         array = read_json(file)
         job, runs = array["job"], [(task["row"], task["repeat"]) for task in array["tasks"]]
-        if job is not None and not re.fullmatch(r"[0-9]+", job):
-            raise ValueError("the job is not a number")
         if not all(is_count(row, 0) and is_count(repeat, 1) for row, repeat in runs):
             raise ValueError("a run has no numbers")
     return job, runs

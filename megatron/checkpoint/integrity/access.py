@@ -4,7 +4,7 @@ content, so a read is repeated and then stops the program. Only a file that was 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,10 +19,12 @@ MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair
 T = TypeVar("T")
 
 
-def read_with_retries(path: Path, read: Callable[[], T]) -> T:
+def read_with_retries(
+    path: Path, read: Callable[[], T], retry_delays_s: Sequence[float] = RETRY_DELAYS_S
+) -> T:
     """Returns read(), which reads `path`. After an error of access it is called again for about ten seconds;
     then the OSError is raised with the path. Any other error is raised at once."""
-    for delay_s in (*RETRY_DELAYS_S, None):
+    for delay_s in (*retry_delays_s, None):
         try:
             return read()
         except OSError as error:

@@ -35,7 +35,8 @@ from megatron.text_table import first_few
 
 def check_save_place(config: Config) -> None:
     """Raises ConfigError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
-    delete the run as well."""
+    delete the run as well. For each rank, before it creates --save: a folder in a checkpoint prevents its
+    deletion."""
     if config.checkpoint.save is None or config.training.no_train:
         return
     save = Path(os.path.realpath(config.checkpoint.save))
@@ -45,6 +46,8 @@ def check_save_place(config: Config) -> None:
                 f"--save {config.checkpoint.save} is {'inside ' if folder != save else ''}the checkpoint "
                 f"{folder}: give a folder outside it ({folder.parent} to continue the run of this checkpoint)"
             )
+        if os.path.ismount(folder):
+            return  # looking into the folder of an automounter asks its servers
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -228,10 +231,14 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
 
 
 def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
-    """Whether a checkpoint in --save is the one that `latest` names; False if --load names an older one."""
+    """Whether a checkpoint in --save is the one that a resume would select; False if --load names an older
+    one."""
     if not _is_same(checkpoint.folder, config.load or ""):
         return True
-    current = find_latest(str(config.save))
+    try:
+        current = find_latest(str(config.save))
+    except MissingCheckpointError:
+        return False
     return current is not None and _is_same(current.folder, checkpoint.folder)
 
 
@@ -246,7 +253,7 @@ def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) ->
     for name, path in native_names(save).items():
         run = _run_of(path)
         if run is None:
-            belongs = name in recorded or not (path / RUN_FILE).exists()
+            belongs = name in recorded or _lacks_run_file(path)
         else:
             names = {name, *(entry if isinstance(entry, str) else "" for entry in run.get("lineage", []))}
             belongs = "run_id" not in run and bool(names & old_names)
@@ -267,10 +274,18 @@ def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
 
 
 def _run_of(path: Path) -> Mapping[str, Any] | None:
+    """The `run.json` of a checkpoint that need not be the one to resume from; None if it cannot be read."""
     try:
         return open_checkpoint(path, with_files=False).run
-    except ConfigError:
+    except (ConfigError, OSError):
         return None
+
+
+def _lacks_run_file(path: Path) -> bool:
+    try:
+        return not (path / RUN_FILE).exists()
+    except OSError:
+        return False
 
 
 def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:

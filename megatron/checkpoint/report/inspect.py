@@ -245,8 +245,8 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
         kind=_kind(folder),
         state=vars(checkpoint.state),
         model=one_line(_model_line(checkpoint, sum(prod(parameter.shape) for parameter in parameters))),
-        layout=printable(run.get("layout", {})),
-        stages=printable(run.get("stages", {})),
+        layout=printable_entries(run.get("layout", {})),
+        stages=printable_entries(run.get("stages", {})),
         vocab_size=run.get("vocab_size"),
         eod=run.get("eod"),
         parameters=parameters,
@@ -304,12 +304,12 @@ def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"never written: {first_few(missing)}"
 
 
-def printable(value: Any) -> Any:
+def printable_entries(value: Any) -> Any:
     """A value from a file without control characters, which could forge lines on a terminal."""
     if isinstance(value, dict):
-        return {one_line(key): printable(entry) for key, entry in value.items()}
+        return {one_line(key): printable_entries(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [printable(entry) for entry in value]
+        return [printable_entries(entry) for entry in value]
     return one_line(value) if isinstance(value, str) else value
 
 

@@ -2,10 +2,11 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 from megatron.cluster.processes import is_main_process
 from megatron.config import Config, ConfigError
-from megatron.training.logging.output import open_log
+from megatron.files import open_own, open_stream
 
 
 def make_output_folders(config: Config) -> None:
@@ -29,7 +30,9 @@ def make_output_folders(config: Config) -> None:
     if logging.log_path:
         try:
             os.makedirs(os.path.dirname(logging.log_path) or ".", exist_ok=True)
-            open_log(logging.log_path).close()
+            # A stream stays open until the process ends: the reader of a pipe would see its end, and exit.
+            if open_stream(Path(logging.log_path)) is None:
+                os.close(open_own(logging.log_path, os.O_APPEND))
         except OSError as error:
             raise ConfigError(
                 f"--log-path {logging.log_path} cannot be written ({error.strerror}): set another file"

@@ -1,12 +1,15 @@
 """A run that saves small checkpoints with the functions of the program, for tests without an engine."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.integrity import access
 from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
 from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
 from megatron.checkpoint.lineage.start import (
@@ -82,6 +85,27 @@ def old_folder(folder, *steps):
     run = Run(folder, folder, old_format=True).save(*steps)
     (folder / "latest.json").unlink()
     return run
+
+
+def make_unreadable(patch, *paths):
+    """Makes every attempt to open one of these files, or to find what is in one of these folders, an I/O
+    error. Returns the list of waits between attempts."""
+    waits = []
+
+    def failing(function):
+        def call(name, *args, **kwargs):
+            parent = Path() if isinstance(name, int) else Path(name).parent
+            if parent in paths or (function is open_file and Path(name) in paths):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return function(name, *args, **kwargs)
+
+        return call
+
+    open_file = os.open
+    patch.setattr(os, "open", failing(os.open))
+    patch.setattr(os, "stat", failing(os.stat))
+    patch.setattr(access.time, "sleep", waits.append)
+    return waits
 
 
 def steps_in(folder):

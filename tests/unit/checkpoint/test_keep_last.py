@@ -7,7 +7,8 @@ import pytest
 
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
-from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, steps_in
+from megatron.config import CheckpointConfig
+from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, make_unreadable, steps_in
 from tests.unit.hostile import snapshot
 
 
@@ -36,6 +37,26 @@ def test_a_cleanup_that_fails_does_not_fail_the_save(tmp_path, monkeypatch, capl
     assert find_latest(tmp_path).folder.name == "global_step2"
     for name in ("saving-global_step9", "global_step1.replaced", "global_step1"):
         assert re.search(rf"{name}\S* cannot be (removed|deleted): .*not empty", caplog.text)
+
+
+def test_an_unreadable_old_checkpoint_stays_and_stops_no_other_deletion(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, tmp_path).save(1, 2, 3, 4)
+    run.options = CheckpointConfig(save=str(tmp_path), keep_last=1)
+    waits = make_unreadable(monkeypatch, tmp_path / "global_step3" / "run.json")
+    run.save(5)
+    assert steps_in(tmp_path) == [3, 5] and waits == []
+    assert "global_step3 cannot be deleted: [Errno 5] Input/output error" in caplog.text
+
+
+def test_an_unreadable_checkpoint_in_the_place_of_a_new_one_is_kept(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, tmp_path).save(1, 2)
+    before = snapshot(tmp_path / "global_step2")
+    with monkeypatch.context() as patch:
+        make_unreadable(patch, tmp_path / "global_step2" / "run.json")
+        run.save(2)
+    (kept,) = tmp_path.glob("unknown-global_step2.*")
+    assert snapshot(kept) == before and "cannot be read (Input/output error)" in caplog.text
+    assert Run(tmp_path, tmp_path).started_from == "global_step2"
 
 
 def test_the_next_save_finishes_a_deletion_that_was_killed(tmp_path, monkeypatch):

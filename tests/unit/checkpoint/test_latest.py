@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,16 @@ from megatron.checkpoint.lineage.latest import read_record
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.config import CheckpointConfig, ConfigError
-from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, damage, digest, old_folder, steps_in
+from tests.unit.checkpoint.saved_runs import (
+    FILE,
+    Killed,
+    Run,
+    damage,
+    digest,
+    make_unreadable,
+    old_folder,
+    steps_in,
+)
 
 
 def test_latest_set_by_hand_is_used_and_the_abandoned_branch_is_replaced_name_by_name(tmp_path):
@@ -130,6 +140,54 @@ def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_existing_ones(tm
     for load in (tmp_path / "global_step4", tmp_path):
         with pytest.raises(ConfigError, match="names global_step3, which does not exist"):
             Run(tmp_path / "B", load)
+
+
+def test_a_latest_that_the_program_wrote_may_name_a_removed_checkpoint(tmp_path):
+    Run(tmp_path, tmp_path).save(2, 4)
+    shutil.rmtree(tmp_path / "global_step4")
+    words = "latest names global_step4, which does not exist; the folder holds global_step2"
+    assert words in Run(tmp_path, tmp_path).start.skip_reason
+    run = Run(tmp_path, tmp_path / "global_step2").save(3)
+    assert run.started_from == "global_step2" and Run(tmp_path, tmp_path).started_from == "global_step3"
+    for path in tmp_path.glob("global_step*"):
+        shutil.rmtree(path)
+    with pytest.raises(ConfigError, match="the folder holds none: remove it to start from scratch"):
+        Run(tmp_path, tmp_path)
+    (tmp_path / "latest").unlink()
+    assert Run(tmp_path, tmp_path).start is None
+
+
+def test_a_kill_after_a_checkpoint_was_set_aside_leaves_its_parent(tmp_path, monkeypatch):
+    Run(tmp_path, tmp_path).save(2, 4)
+    damage(tmp_path, 4)
+    (tmp_path / "global_step4" / "mine").mkdir()
+    run, rename = Run(tmp_path, tmp_path), os.rename
+
+    def rename_once(source, target):
+        if "unknown-" not in str(target):
+            raise Killed
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(publishing.os, "rename", rename_once)
+        run.save(4)
+    assert steps_in(tmp_path) == [2] and (tmp_path / "latest").read_text() == "global_step4"
+    assert Run(tmp_path, tmp_path).started_from == "global_step2"
+
+
+def test_only_an_unreadable_checkpoint_to_resume_from_stops_the_start(tmp_path, monkeypatch):
+    run = Run(tmp_path, tmp_path).save(1, 2, 4)
+    make_unreadable(monkeypatch, tmp_path / "global_step1" / "run.json", tmp_path / "global_step2")
+    again = Run(tmp_path, tmp_path)
+    assert again.started_from == "global_step4" and again.identity.run_id == run.identity.run_id
+    (tmp_path / "latest").write_text("global_step4\n")  # without `latest.json`, by its own lineage
+    (tmp_path / "latest.json").unlink()
+    assert Run(tmp_path, tmp_path).started_from == "global_step4"
+    with pytest.raises(ConfigError, match=r"holds checkpoints of another run \(global_step1, "):
+        Run(tmp_path)
+    (tmp_path / "latest").write_text("global_step1")
+    with pytest.raises(OSError, match="Input/output error"):
+        Run(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])

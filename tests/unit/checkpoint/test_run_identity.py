@@ -9,6 +9,7 @@ import pytest
 from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
 from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     choose_checkpoint,
@@ -110,9 +111,9 @@ def test_a_start_from_another_checkpoint_is_another_run(tmp_path):
     Run(save, load).save(6)
     other = tmp_path / "C"
     Run(other, other).save(4)
-    for start in (other, load / "global_step2"):
-        with pytest.raises(ConfigError, match=f"another run .global_step6.*a start from {start}"):
-            Run(save, start)
+    for given in (other, load / "global_step2"):
+        with pytest.raises(ConfigError, match=f"another run .global_step6.*a start from {given}"):
+            Run(save, given)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_restarts_from_its_origin(tmp_path):
@@ -136,6 +137,15 @@ def test_a_save_folder_inside_a_checkpoint_is_refused(file, place, tmp_path):
     with pytest.raises(ConfigError, match=rf"--save {save} is (inside )?the checkpoint {checkpoint}: give"):
         Run(save, checkpoint)
     assert not (checkpoint / "deeper").exists()
+
+
+def test_no_folder_above_a_mount_point_is_searched_for_a_checkpoint(tmp_path, monkeypatch):
+    searched, mount = [], tmp_path / "mount"
+    monkeypatch.setattr(start, "_is_checkpoint", searched.append)
+    monkeypatch.setattr(start.os.path, "ismount", lambda folder: folder == mount)
+    mount.mkdir()
+    Run(mount / "run")
+    assert searched == [mount / "run", mount]
 
 
 def test_an_older_checkpoint_of_the_same_folder_is_a_new_run_and_the_newest_is_not(tmp_path):

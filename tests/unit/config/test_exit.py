@@ -31,36 +31,52 @@ def test_a_config_error_ends_with_code_2_and_one_line(
 @pytest.mark.parametrize(
     "code, words",
     [
-        (errno.EMFILE, "(Too many open files: raise the limit with ulimit -n)"),
-        (errno.EACCES, "(Permission denied)"),
-        (errno.ENAMETOOLONG, "(File name too long)"),
+        (errno.EMFILE, " now (Too many open files: raise the limit with ulimit -n)"),
+        (errno.EACCES, " now (Permission denied)"),
+        (errno.ENAMETOOLONG, " (File name too long)"),
     ],
 )
-def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line(
-    code: int, words: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("env", [{}, {"RANK": "3"}])
+def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_each_rank(
+    env: dict[str, str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught, exit_on_config_error({}):
+    with pytest.raises(SystemExit) as caught, exit_on_config_error(env):
         raise OSError(code, os.strerror(code), "some/file")
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"error: some/file cannot be accessed now {words}\n"
+    assert capsys.readouterr().err == f"error: some/file cannot be accessed{words}\n"
 
 
-@pytest.mark.parametrize("limit", [12, 60, -1])
+def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) -> list[tuple[int, int]]:
+    """Sets what a start finds. Returns the limits of open files that it sets."""
+    given = {limits.resource.RLIMIT_NOFILE: files, limits.resource.RLIMIT_AS: (space, space)}
+    changes: list[tuple[int, int]] = []
+    patch.setattr(limits.resource, "getrlimit", given.__getitem__)
+    patch.setattr(limits.resource, "setrlimit", lambda kind, new: changes.append(new))
+    return changes
+
+
+@pytest.mark.parametrize("limit", [12, 60])
 def test_too_few_open_files_are_a_hostile_start(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlimited = limits.resource.RLIM_INFINITY
-    given = {limits.resource.RLIMIT_NOFILE: limit, limits.resource.RLIMIT_AS: unlimited}
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (given[kind], given[kind]))
-    if limit < 0:  # no limit
+    set_limits(monkeypatch, (limit, limit), -1)
+    with pytest.raises(ConfigError, match=f"ulimit -Hn {limit}: .* expected 256 at least: start in a shell"):
         limits.check_limits()
-        return
-    with pytest.raises(ConfigError, match=f"ulimit -n {limit}: .* expected 256 at least: raise the limit"):
-        limits.check_limits()
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [((12, 4096), [(4096, 4096)]), ((200, -1), [(-1, -1)]), ((1024, 4096), []), ((-1, -1), [])],
+)
+def test_a_low_soft_limit_of_open_files_becomes_the_hard_one(
+    given: tuple[int, int], changes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = set_limits(monkeypatch, given, 2 << 30)
+    limits.check_limits()
+    assert found == changes
 
 
 def test_too_little_virtual_memory_is_a_hostile_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {limits.resource.RLIMIT_NOFILE: 1024, limits.resource.RLIMIT_AS: 2 << 30}
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (given[kind], given[kind]))
-    with pytest.raises(ConfigError, match="ulimit -v 2097152: .* 2.0 GiB .*, expected 8 GiB at least: raise"):
+    set_limits(monkeypatch, (1024, 1024), 1 << 30)
+    with pytest.raises(ConfigError, match="ulimit -v 1048576: .* 1.0 GiB .*, expected 2 GiB at least: raise"):
         limits.check_limits()
 
 

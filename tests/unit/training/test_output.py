@@ -94,3 +94,16 @@ def test_a_hostile_pipe_as_the_log_is_refused_before_the_run(tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=f"--log-path {path} cannot be written"):
             make_output_folders(config)
     assert not (tmp_path / "victim").exists()
+
+
+def test_the_reader_of_a_pipe_as_the_log_sees_no_end_before_the_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    config = parse_args([*SMALL, "--log-path", str(tmp_path / "log")], {})
+    with os.fdopen(os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        make_output_folders(config)
+        with pytest.raises(BlockingIOError):  # at an end os.read returns nothing
+            os.read(reader.fileno(), 1)
+        logger = MetricsLogger(config.logging, THROUGHPUT, stream=io.StringIO())
+        logger.print("one")
+        assert reader.readline() == "one\n"
+        logger.close()
