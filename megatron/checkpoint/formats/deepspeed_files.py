@@ -26,8 +26,8 @@ SHARDED_WEIGHTS = (
     "another program saved it with ZeRO-3, in shards that this program does not read: convert it with "
     "DeepSpeed's own ds_to_universal.py"
 )
-# Every checkpoint of DeepSpeed has it.
-FIRST_MODEL_FILE = "mp_rank_00_model_states.pt"
+# A checkpoint of DeepSpeed has one of these files of the first rank: without ZeRO-3, or with it.
+FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 
 

@@ -20,7 +20,7 @@ from megatron.checkpoint.discovery import (
     native_names,
     open_checkpoint,
 )
-from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILE
+from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.integrity.access import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.lineage.branch import find_branch_point
@@ -53,7 +53,7 @@ def check_save_place(config: Config) -> None:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint, of this program or another one: DeepSpeed's file of the first rank is
     in it, or a `run.json` that lists files."""
-    if os.path.lexists(folder / FIRST_MODEL_FILE):
+    if any(os.path.lexists(folder / name) for name in FIRST_MODEL_FILES):
         return True
     try:
         return isinstance(read_json(folder / RUN_FILE)["files"], dict)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
+from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
@@ -127,7 +128,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_restarts_from_its_origin(tmp_pa
 
 
 @pytest.mark.parametrize("place", ["", "deeper/run", "link"])
-@pytest.mark.parametrize("file", ["run.json", "mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize("file", ["run.json", *FIRST_MODEL_FILES])
 def test_a_save_folder_inside_a_checkpoint_is_refused(file, place, tmp_path):
     checkpoint = Run(tmp_path / "A", tmp_path / "A").save(2).folder / "global_step2"
     (tmp_path / "link").symlink_to(checkpoint)
