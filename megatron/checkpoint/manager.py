@@ -315,11 +315,12 @@ class CheckpointManager:
         names: list[list[str]] = [[]]
         with _shared_errors():
             if self.identity is not None:
-                newest_first = reversed(self.identity.lineage)
                 try:
-                    names = [[entry.name for entry in newest_first if is_same_checkpoint(self.folder, entry)]]
-                except OSError as error:
-                    raise ConfigError(f"the checkpoints in {self.folder} cannot be read ({error})") from error
+                    for entry in reversed(self.identity.lineage):
+                        names[0] += [entry.name] if is_same_checkpoint(self.folder, entry) else []
+                except OSError as error:  # what is older than an unreadable checkpoint is no candidate
+                    if not names[0]:
+                        raise ConfigError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         dist.broadcast_object_list(names)  # rank 0 keeps the identity
         for name in names[0]:
             checkpoint = _opened(self.folder / name)
