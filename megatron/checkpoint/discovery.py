@@ -210,7 +210,10 @@ def _is_native(path: Path) -> bool:
 def current_path(folder: Path, name: str) -> Path:
     """The path of a checkpoint. It has a suffix while the checkpoint is being replaced."""
     path, replaced = folder / name, folder / f"{name}{REPLACED}"
-    return replaced if not path.exists() and replaced.is_dir() else path
+    try:
+        return replaced if not path.exists() and replaced.is_dir() else path
+    except OSError:  # it cannot be looked up now
+        return path
 
 
 def _open_or_none(path: Path) -> Checkpoint | None:

@@ -361,7 +361,7 @@ class CheckpointManager:
         """Deletes old checkpoints as --keep-last says, once the checkpoint `name` is complete. Collective.
 
         mismatched: replicas that differ in `name`. A resume refuses such a checkpoint, so the newest one that
-        it accepts is kept as well.
+        it accepts is kept as well; if it cannot be found, nothing is deleted.
         """
         folder, options = self.folder, self.engine.run_config.checkpoint
         protected: Checkpoint | None = None
@@ -372,6 +372,8 @@ class CheckpointManager:
                 )
             if options.keep_last is not None:
                 protected = self.newest_valid(allow_replica_mismatch=False)
+                if protected is None:
+                    return
         if self.identity is not None:
             kept = protected.folder.name if protected is not None else None
             try:

@@ -170,34 +170,38 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
 
 
 def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
-    """A hang. Prints the position of each rank, the rarest position first. Ranks without a report of the hang
-    are the cause; otherwise ranks that wait for no other rank, otherwise those whose main thread is at the
-    rarest place."""
+    """A hang. Prints the position of each rank, the rarest position first, and names the ranks that cause it
+    (see `_causes_of_hang`)."""
     lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout)", *_position_lines(hung)]
+    causes, what = _causes_of_hang(hung, reports)
+    lines[0:0] = _stacks_of(causes[0] if causes else hung[0])
+    if not causes:
+        what = "all ranks wait at the same place, for the network or for each other"
+        return "\n".join([*lines, f"error: hang: {what}"])
+    return "\n".join([*lines, f"error: hang: {_describe_ranks(causes)}: {what}"])
+
+
+def _causes_of_hang(hung: Sequence[Report], reports: Sequence[Report]) -> tuple[list[Report], str]:
+    """The ranks that cause a hang, and what is wrong with the first one; none if all wait for each other.
+
+    In this order: ranks that are stopped or do not answer; ranks whose device does not answer; ranks that
+    wait for no other rank; ranks whose main thread is at the rarest place.
+    """
     stopped = {rank for report in hung for rank in report.get("stopped", ())}
-    reported = {report["rank"] for report in hung}
-    suspects = [report for report in reports if report["rank"] in stopped or "end" not in report]
-    busy = [] if suspects else _waiting_for_none(hung)
-    suspects = suspects or busy
+    if silent := [report for report in reports if report["rank"] in stopped or "end" not in report]:
+        is_stopped = silent[0]["rank"] in stopped
+        return silent, "stopped by a signal (SIGSTOP)" if is_stopped else "does not answer"
+    # A rank adds `waits_in` when its device has answered.
+    mute = [report for report in hung if "waits_in" not in report]
+    if mute and len(mute) < len(hung):
+        return mute, "its device does not answer"
+    if free := _waiting_for_none(hung):
+        return free, f"at {hang_position(free[0])}, waits for no other rank"
     places = Counter(report["place"] for report in hung)
-    if not suspects and len(places) > 1:
-        rarest = min(places, key=lambda place: places[place])
-        suspects = [report for report in hung if report["place"] == rarest]
-    if not suspects:
-        lines[0:0] = _stacks_of(hung[0])
-        return "\n".join(
-            [*lines, "error: hang: all ranks wait at the same place, for the network or for each other"]
-        )
-    first = suspects[0]
-    lines[0:0] = _stacks_of(first)
-    what = f"at {first.get('place')}, where the others are not"
-    if busy:
-        what = f"at {hang_position(first)}, waits for no other rank"
-    elif first["rank"] in stopped:
-        what = "stopped by a signal (SIGSTOP)"
-    elif first["rank"] not in reported:
-        what = "does not answer"
-    return "\n".join([*lines, f"error: hang: {_describe_ranks(suspects)}: {what}"])
+    if len(places) == 1:
+        return [], ""
+    rarest = min(places, key=lambda place: places[place])
+    return [report for report in hung if report["place"] == rarest], f"at {rarest}, where the others are not"
 
 
 def _position_lines(hung: Sequence[Report]) -> list[str]:

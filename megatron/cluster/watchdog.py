@@ -162,22 +162,23 @@ class Watchdog:
             other["rank"] for other in self.report.siblings() if process_state(other["pid"]) in ("T", "t")
         ]
         reported = self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped)
+        if not reported:
+            where = f"rank {self.report.rank} on {node_name(os.environ)}"
+            print(f"error: {where}: {problem} (--hang-timeout), at {place}", file=sys.stderr, flush=True)
         facts = self._ask_device()
         if reported:
             self.report.note(**facts)
-        else:
-            where = f"rank {self.report.rank} on {node_name(os.environ)}"
-            at = "; ".join([hang_position({"place": place, **facts}), *waiting(facts)])
-            print(f"error: {where}: {problem} (--hang-timeout), at {at}", file=sys.stderr, flush=True)
+        elif facts:
+            print("; ".join([hang_position(facts), *waiting(facts)]), file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         conclude(self.report)
         os._exit(HANG_EXIT_CODE)
 
     def _ask_device(self) -> Mapping[str, str]:
-        """The facts of `set_device_facts`. If the device's library does not answer either, the process ends:
-        it may hold Python's lock, so a thread of C waits for it."""
+        """The facts of `set_device_facts`. If the device's library does not answer either, the process prints
+        its stacks and ends: the library may hold Python's lock, so a thread of C waits for it."""
         facts: Mapping[str, str] = {}
-        faulthandler.dump_traceback_later(_DEVICE_ANSWER_S, exit=True)
+        faulthandler.dump_traceback_later(_DEVICE_ANSWER_S, exit=True, file=2)  # sys.stderr may be closed
         with suppress(Exception):
             facts = self._device_facts()
             self.report.write_flight_record(self._flight_record())

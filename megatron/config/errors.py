@@ -18,8 +18,11 @@ _OF_ACCESS = frozenset(
     {
         *(errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        *(errno.EAGAIN, errno.EBUSY, errno.EUCLEAN, errno.EBADMSG, errno.ENOLCK),
         # A network file system whose server does not answer.
         *(errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN),
+        *(errno.ECOMM, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED),
+        *(errno.ECONNRESET, errno.ECONNABORTED, errno.ENOLINK, errno.EPROTO),
     }
 )
 

@@ -276,7 +276,7 @@ def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
 def _run_of(path: Path) -> Mapping[str, Any] | None:
     """The `run.json` of a checkpoint that need not be the one to resume from; None if it cannot be read."""
     try:
-        return open_checkpoint(path, with_files=False).run
+        return open_checkpoint(path, with_files=False, retry_delays_s=()).run
     except (ConfigError, OSError):
         return None
 

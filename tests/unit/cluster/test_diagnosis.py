@@ -242,6 +242,15 @@ def test_hang_on_gpus_names_the_rank_whose_device_waits_for_none() -> None:
     assert f": at x.py:1 tolist; device {WAITS}; rank 0 waits in recv 0<-1 of 0\n" in text
 
 
+def test_hang_names_the_rank_whose_device_does_not_answer() -> None:
+    """Its report has no facts of the device: the driver held the process until it was ended."""
+    *others, stuck = hung_on_gpus()
+    del stuck["device"], stuck["waits_in"]
+    assert last_line(*others, stuck) == (
+        "error: hang: rank 3 on n2, stage 1 (pid 103): its device does not answer"
+    )
+
+
 def test_hang_in_the_first_step_accuses_no_rank_that_may_make_a_communicator() -> None:
     assert last_line(*hung_on_gpus(iteration=0)).endswith("for the network or for each other")
 
