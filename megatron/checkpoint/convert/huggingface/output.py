@@ -72,6 +72,8 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_name_of(path, lock):  # the process that had the lock has ended and deleted the file
+                raise BlockingIOError
         except BlockingIOError as error:
             raise ConfigError(
                 f"{temporary} is being written by another process: wait, or give another folder"
@@ -88,6 +90,13 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
             path.unlink(missing_ok=True)
     finally:
         os.close(lock)
+
+
+def _is_name_of(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:
