@@ -13,6 +13,7 @@ from megatron.config import ConfigError
 from megatron.testing.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
 from megatron.testing.layouts import VOCAB, Row, build_engine, config_of, train
 from megatron.testing.pool import run_world
+from tests.unit.checkpoint.saved_runs import make_unreadable
 
 
 def save_two_steps(row, folder):
@@ -105,10 +106,14 @@ def test_a_difference_stops_every_rank_and_is_named(what, named, tmp_path):
 def save_with_unequal_copies(row, folder):
     engine = build_engine(config_of(row))
     train(engine, range(1))
+    make_copies_unequal(engine)
+    make_manager(engine, folder).save(state_after(2))
+
+
+def make_copies_unequal(engine):
     (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
     place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
     flat.master.data[place] += 1e-3 * engine.global_rank
-    make_manager(engine, folder).save(state_after(2))
 
 
 def names_of(engine, flat):
@@ -123,6 +128,26 @@ def test_replicas_that_differ_are_recorded_and_need_a_flag_to_load(tmp_path):
     ):
         find(tmp_path)
     assert find(tmp_path, checkpoint={"allow_replica_mismatch": True})[0] is not None
+
+
+def save_beside_an_unreadable_checkpoint(folder):
+    """Step 1 is good, the copies of 2 and 3 are unequal, and 2 cannot be read while 3 is saved."""
+    engine = build_engine(config_of(Row(tp=2), checkpoint={"keep_last": 1}))
+    train(engine, range(1))
+    manager = make_manager(engine, folder)
+    manager.save(state_after(1))
+    make_copies_unequal(engine)
+    manager.save(state_after(2))
+    with pytest.MonkeyPatch.context() as patch:
+        make_unreadable(patch, folder / "global_step2" / "run.json")
+        manager.save(state_after(3))
+
+
+def test_the_only_checkpoint_that_a_resume_accepts_is_kept_though_another_cannot_be_read(tmp_path):
+    run_world(2, save_beside_an_unreadable_checkpoint, tmp_path)
+    assert {path.name for path in tmp_path.glob("global_step*")} == {
+        f"global_step{step}" for step in (1, 2, 3)
+    }
 
 
 # --- data and learning rate ---
