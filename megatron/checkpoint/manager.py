@@ -342,8 +342,8 @@ class CheckpointManager:
                 options = self.engine.run_config.checkpoint
                 if not (options.overwrite_checkpoints or may_replace(self.folder, name, self.identity)):
                     raise FolderTakenError(
-                        f"{self.folder / name} belongs to another run: it is not overwritten without "
-                        "--overwrite-checkpoints; move it away, or give another --save"
+                        f"{self.folder / name} belongs to another run, or cannot be read: it is not "
+                        "overwritten without --overwrite-checkpoints; move it away, or give another --save"
                     )
                 if self.folder.is_dir():
                     clean_leftovers(self.folder)
