@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,32 +55,48 @@ def test_valid_files_are_kept(request_: IndexRequest) -> None:
     assert [os.stat(path).st_ino for path in request_.paths()] == before
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def descriptors_of(files: Iterable[str]) -> list[int]:
+    """This process's descriptors of these files. Others come and go with objects of earlier tests."""
+    inodes = {os.stat(path).st_ino for path in files}
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found += [int(name)] if os.fstat(int(name)).st_ino in inodes else []
+    return found
+
+
+def take_all_descriptors(taken: list[int]) -> None:
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
 
 
 def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(request_: IndexRequest) -> None:
     prepare_sample_index(request_)
-    expected, before = arrays(request_), open_files()
+    expected = arrays(request_)
     inodes = [os.stat(path).st_ino for path in request_.paths()]
     data = [IndexedDataset(request_.dataset.prefix) for _ in range(20)]
     indices = [load_sample_index(replace(request_, dataset=dataset)) for dataset in data]
-    assert open_files() == before
+    mapped = [*request_.paths(), f"{request_.dataset.prefix}.bin", f"{request_.dataset.prefix}.idx"]
+    assert descriptors_of(mapped) == []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.dup(0) for _ in range(64)]  # a limit below the highest descriptor would not be reached
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
+    gc.disable()  # it closes descriptors of earlier tests
     try:
         for read in (
             lambda: IndexedDataset(request_.dataset.prefix),
             lambda: prepare_sample_index(request_),
             lambda: load_sample_index(request_),
         ):
+            take_all_descriptors(taken)
             with pytest.raises(ConfigError) as caught:
                 read()
             sentence = str(caught.value)
             assert "(Too many open files: raise the limit with ulimit -n)" in sentence
             assert request_.dataset.prefix in sentence and "damaged" not in sentence
     finally:
+        gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in taken:
             os.close(descriptor)
