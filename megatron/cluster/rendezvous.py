@@ -215,7 +215,7 @@ def _connect(address: Address, deadline: float) -> dist.Store:
         except dist.DistError as error:
             raise ConfigError(
                 f"MASTER_PORT {address.port} cannot be used on {node_name(os.environ)} "
-                f"({_first_line(error)}): another program, or another job, listens there; set another port"
+                f"({one_line(error)}): another program, or another job, listens there; set another port"
             ) from error
     last = time.monotonic()
     # A plain socket first: torch's store prints a stack for every failed attempt.
@@ -340,7 +340,7 @@ def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) 
                 _print(f"rank {address.rank} is waiting at {address} for rank 0, which {state}")
     except dist.DistError as error:
         raise RunStopped(
-            f"rank {address.rank}: rank 0 does not answer at {address} ({_first_line(error)})",
+            f"rank {address.rank}: rank 0 does not answer at {address} ({one_line(error)})",
             on_all_ranks=False,
         ) from None
     kind, _, text = _text(store, "outcome").partition(" ")
@@ -428,7 +428,3 @@ def _differing_flags(reference: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

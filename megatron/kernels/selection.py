@@ -15,9 +15,9 @@ from importlib.util import find_spec
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megatron.config.errors import one_line
+
 _LOG = logging.getLogger(__name__)
-_CACHE_VARIABLE = "TRITON_CACHE_DIR"
-_MOST_ERROR_CHARACTERS = 200
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,10 +82,10 @@ def _launch_failure(device_type: str) -> str | None:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the device cannot be used at all
     except Exception as error:  # of triton, of the C compiler, of the file system
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_ERROR_CHARACTERS]}"
+        problem = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}")
     if problem is None:
         return None
     return (
         f"triton cannot launch a kernel ({problem}): it needs a C compiler ($CC, gcc or clang), Python's "
-        f"header files and a cache folder to write to and load libraries from ({_CACHE_VARIABLE})"
+        "header files and a cache folder to write to and load libraries from (TRITON_CACHE_DIR)"
     )

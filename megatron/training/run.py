@@ -76,12 +76,7 @@ def run(
 
     preparation.end()
     on_exit.enter_context(early_out_of_memory())
-    store = processes.connect(config)
-    # A rank that dies from here on leaves the others waiting for it.
-    watchdog.start(config.training.hang_timeout, config.training.compile)
-    with watchdog.phase(Phase.PREFLIGHT):
-        rank = processes.init_distributed(config, store)
-    watchdog.set_device_facts(DeviceProgress(get_accelerator()).facts, flight_record)
+    rank = _connect(config, watchdog)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
     with watchdog.phase(Phase.PREFLIGHT):
@@ -129,6 +124,17 @@ def run(
 
 def _print(line: str) -> None:
     print(printable(line), flush=True)
+
+
+def _connect(config: Config, watchdog: Watchdog) -> int:
+    """Connects the processes and creates their process group; returns the global rank. The watchdog watches
+    from the moment that all have connected: then a rank that dies leaves the others waiting for it."""
+    store = processes.connect(config)
+    watchdog.start(config.training.hang_timeout, config.training.compile)
+    with watchdog.phase(Phase.PREFLIGHT):
+        rank = processes.init_distributed(config, store)
+    watchdog.set_device_facts(DeviceProgress(get_accelerator()).facts, flight_record)
+    return rank
 
 
 def _dry_run(

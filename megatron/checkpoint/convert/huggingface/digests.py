@@ -1,5 +1,5 @@
 """Digests of the files of an exported folder, in the format of sha256sum: `sha256sum -c megatron.sha256`
-compares them. The file's name differs from those of other programs, whose lists may have other entries."""
+compares them. Other programs write SHA256SUMS, which may list other files; this program does not read it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def digest_of(path: Path) -> str:
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Writes the digests of all files in a folder and its sub-folders. known: those of files that are not
-    read again, by name."""
+    """Writes the digests of all files in a folder and its sub-folders. known: digests by file name;
+    these files are not read again."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.relative_to(folder).as_posix() for path in paths]
     lines = [f"{known.get(name) or digest_of(folder / name)}  {name}\n" for name in names]
