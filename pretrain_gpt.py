@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains a GPT model: parses the flags, then calls `megatron.training.run`.
+"""Trains a GPT model: parses the flags, then calls `megatron.training.run`, or `megatron.planner.dry_run`.
 
 python pretrain_gpt.py --help
 python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
@@ -35,17 +35,18 @@ def main() -> None:
         set_max_connections(settings.config.parallel)
         # Imported here: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
-        from megatron.cluster.processes import configure_logging, is_main_process
+        from megatron.cluster.processes import configure_logging
 
         configure_logging(settings.config.logging)
         preparation = on_exit.enter_context(Preparation(settings.config))
-        from megatron.training.run import run
+        if settings.config.training.dry_run:
+            from megatron.planner.dry_run import dry_run
 
-        status = run(settings.config, notes, watchdog, on_exit, preparation)
-        if settings.config.training.simulate and is_main_process():  # with --dry-run only
-            from megatron.simulation.stages import simulation_report
+            status = dry_run(settings.config, notes)
+        else:
+            from megatron.training.run import run
 
-            print("\n" + simulation_report(settings.config))
+            status = run(settings.config, notes, watchdog, on_exit, preparation)
     sys.exit(exit_code(report, status))
 
 

@@ -13,6 +13,7 @@ setup(
     description="GPT pretraining, tensor, pipeline and data parallel: the same numbers on every layout",
     python_requires=">=3.10",  # 3.11 is tested; on 3.10 constraints.txt leaves numpy and matplotlib free
     packages=find_packages(include=["megatron", "megatron.*"]),
+    package_dir={"": "."},  # an editable installation also finds `benchmarks` and `tests`
     package_data={
         "megatron.page": ["*.html", "*.css", "*.js"],
         "megatron.training.harness.tasks": ["*.yaml"],

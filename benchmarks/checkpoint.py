@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
 
@@ -78,7 +77,7 @@ def main() -> None:
 
 def direct_load(sizes: list[int], rounds: int) -> None:
     """Prints the table of loads on another layout."""
-    from megatron.testing.measured_worlds import World
+    from tests.support.measured_worlds import World
 
     print(
         f"\ndirect load, saved by TP=2 ZeRO-1, opened by PP=2, seconds of the slower rank, median of {rounds}"
@@ -147,7 +146,7 @@ def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
 
 def make_checkpoint(folder: Path, layers: int) -> Path:
     """A native checkpoint of TP=2, ZeRO-1, written by two processes."""
-    from megatron.testing.measured_worlds import World
+    from tests.support.measured_worlds import World
 
     world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: str(folder)})
     world.run("save")
@@ -157,33 +156,17 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
 
 def run_worker(layers: int, layout_name: str) -> None:
     """'tp2' saves a checkpoint on request; 'pp2' reads and loads it."""
-    from megatron.testing.measured_worlds import redirect_stdout, serve
+    from tests.support.measured_worlds import begin_worker, connect, make_engine, serve
 
-    answers = redirect_stdout()
-    from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
-
-    configure_logging(LoggingConfig())
-
+    answers = begin_worker()
     import torch
 
     from megatron.checkpoint.manager import CheckpointManager
     from megatron.checkpoint.record import TrainingState
-    from megatron.cluster.processes import destroy_distributed, init_distributed
-    from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.layout import ParallelLayout
-    from megatron.planner.stages import plan_stages
+    from megatron.cluster.processes import destroy_distributed
 
     config = make_config(layers, layout_name)
-    rank = init_distributed(config)
-    parallel = config.parallel
-    layout = ParallelLayout.create(
-        2, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, rank
-    )
-    tensor = layout.make_tp_group()
-    model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
-    engine = GPTEngine(config, layout, tensor, model)
+    engine = make_engine(config, *connect(config), VOCAB)
     if layout_name == "pp2":
         serve(Loader(engine, Path(os.environ[FOLDER])).do, answers)
         destroy_distributed()
@@ -211,9 +194,9 @@ class Loader:
     def do(self, work: str) -> None:
         """'read', 'load', 'verify' or 'check'."""
         from megatron.checkpoint.formats.registry import open_reader
-        from megatron.checkpoint.integrity.manifest import first_problem
-        from megatron.checkpoint.verification.digests import UnquantizedDigests
-        from megatron.checkpoint.verification.record import verify_loaded_state
+        from megatron.checkpoint.verify.digests import UnquantizedDigests
+        from megatron.checkpoint.verify.files import first_problem
+        from megatron.checkpoint.verify.integrity import verify_loaded_state
 
         if work == "read":
             self.read()
@@ -276,14 +259,14 @@ class AnonymousMemory:
 
     @staticmethod
     def now() -> int:
-        from megatron.cluster.local.processes import status_bytes
+        from megatron.cluster.node_processes import status_bytes
 
         return status_bytes("RssAnon")
 
 
 def make_config(layers: int, layout_name: str):
     """The configuration of the run that is saved."""
-    from megatron.testing.measured_worlds import config_of
+    from tests.support.measured_worlds import config_of
 
     layout = (
         f"--tensor-model-parallel-size {TENSOR}"

@@ -26,10 +26,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.machine import describe_machine
 
-from benchmarks.machine import describe_machine  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 FAULTS = ("scancel", "kill", "stop", "node", "disk")

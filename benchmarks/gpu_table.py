@@ -14,10 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megatron.training.logging.log_lines import parse_log_line  # noqa: E402
+from megatron.training.logging.log_lines import parse_log_line
 
 # Runs of the trainer with the same model and data.
 _RUNS = ("nccl", "resumed", "cpu", "bf16", "adam-8bit")

@@ -19,15 +19,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +195,7 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
     from megatron.model.position import document_ids_of
     from megatron.mpu.layout import TPGroup
     from megatron.mpu.random import DropoutRNG
-    from megatron.testing.measured_worlds import config_of
+    from tests.support.measured_worlds import config_of
 
     config = config_of(
         f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "

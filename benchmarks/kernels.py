@@ -10,16 +10,12 @@ metadata. Nothing runs on a GPU.
 
 import argparse
 import os
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 # Kernels that are defined for triton's interpreter cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
-from megatron.testing.compiled_kernels import ARCHITECTURES, compile_variant, variants  # noqa: E402
-from megatron.text_table import format_table  # noqa: E402
+from megatron.text_table import format_table
+from tests.support.compiled_kernels import ARCHITECTURES, compile_variant, variants
 
 
 def main() -> None:

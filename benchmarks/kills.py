@@ -16,11 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import describe_machine  # noqa: E402
-from megatron.testing.kills import run_kill_test  # noqa: E402
+from benchmarks.machine import describe_machine
+from tests.support.kills import run_kill_test
 
 
 def main() -> None:

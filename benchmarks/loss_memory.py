@@ -16,16 +16,11 @@ three matrix products of head and loss alone, each at full size.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megatron.testing.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib  # noqa: E402
+from tests.support.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
 
 if TYPE_CHECKING:
     import torch

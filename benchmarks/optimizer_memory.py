@@ -10,11 +10,7 @@ master weights, 4 bytes per parameter, which are not counted.
 """
 
 import argparse
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 8, 512, 8, 64, 16384
 STAGES = 2
 TARGETS = {"adam": 8.0, "8-bit adam": 2.1}
@@ -30,7 +26,7 @@ def main() -> None:
         run_worker(arguments.worker)
         return
     from benchmarks.machine import describe_machine
-    from megatron.testing.measured_worlds import World
+    from tests.support.measured_worlds import World
 
     print(describe_machine(), flush=True)
     print("bytes of moments per parameter")
@@ -51,30 +47,19 @@ def main() -> None:
 
 
 def run_worker(name: str) -> None:
-    from megatron.testing.measured_worlds import redirect_stdout, serve
+    from tests.support.measured_worlds import begin_worker, connect, make_engine, micro_batches, serve
 
-    answers = redirect_stdout()
-    from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
-
-    configure_logging(LoggingConfig())
+    answers = begin_worker()
     import torch
 
-    from megatron.cluster.processes import destroy_distributed, init_distributed
-    from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.layout import ParallelLayout
-    from megatron.planner.stages import plan_stages
+    from megatron.cluster.processes import destroy_distributed
     from megatron.training.logging.moments import local_moments
 
     config = make_config(eight_bit=name != "adam")
-    rank = init_distributed(config)
-    layout = ParallelLayout.create(STAGES, 1, STAGES, rank)
-    tensor = layout.make_tp_group()
-    model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
-    engine = GPTEngine(config, layout, tensor, model)
-    tokens = torch.randint(0, VOCAB, (1, SEQ))
-    engine.train_step(iter([(tokens, (tokens, torch.ones(1, SEQ)))] * STAGES), 0, STAGES, 1e-4)
+    layout, tp_group = connect(config)
+    engine = make_engine(config, layout, tp_group, VOCAB)
+    tokens = torch.randint(0, VOCAB, (STAGES, SEQ + 1))
+    engine.train_step(micro_batches(tokens, layout, 1), STAGES, 1e-4)
     moments = local_moments(engine.optimizer).values()
     count, quantized = sum(m.local_numel for m in moments), [m for m in moments if m.actual_bits == {8}]
     in_8_bits = sum(m.local_numel for m in quantized)
@@ -95,7 +80,7 @@ def run_worker(name: str) -> None:
 
 def make_config(eight_bit: bool):
     """The configuration of the measured run."""
-    from megatron.testing.measured_worlds import config_of
+    from tests.support.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/parity.py             # 408 fp32 rows and 34 in bf16 and fp16: 40 minutes
     .venv/bin/python benchmarks/parity.py --rows 40   # this many, spread evenly over the matrix
 
-Each row trains the tiny model of megatron/testing/layouts.py for 20 steps, on gloo. Bounds, at every step:
+Each row trains the tiny model of tests/support/layouts.py for 20 steps, on gloo. Bounds, at every step:
 fp32 rows 1e-5 relative in loss and grad norm, bf16 and fp16 rows 2e-3 relative in loss. Exit code 1 if a row
 is beyond its bound.
 """
@@ -15,13 +15,9 @@ import dataclasses
 import sys
 import time
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.machine import describe_machine  # noqa: E402
-from megatron.testing.layouts import (  # noqa: E402
+from benchmarks.machine import describe_machine
+from tests.support.layouts import (
     FP32_BOUND,
     LOW_PRECISION_BOUND,
     Row,
@@ -30,7 +26,7 @@ from megatron.testing.layouts import (  # noqa: E402
     relative_errors,
     train_layout,
 )
-from megatron.testing.pool import WorldError, run_world  # noqa: E402
+from tests.support.pool import WorldError, run_world
 
 ROW_TIMEOUT_S = 300.0
 

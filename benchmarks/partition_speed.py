@@ -22,15 +22,12 @@ other load on the machine affects all of them. Methods that give the same partit
 import argparse
 import os
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 LAYERS, HIDDEN, HEADS, SEQ, VOCAB = 10, 256, 8, 256, 7168
 MICRO_BATCH, MICRO_BATCHES, STAGES = 1, 8, 4
 TOKENS = MICRO_BATCH * MICRO_BATCHES * SEQ
@@ -125,12 +122,12 @@ def measure(rounds: int, profile: str) -> list[Row]:
     """Everything in the table. `profile`: the file of the layer times."""
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
-    from megatron.testing.measured_worlds import World
+    from tests.support.measured_worlds import World
 
     configure_logging(LoggingConfig())
 
-    from megatron.planner.stages import layer_kinds, plan_stages
-    from megatron.planner.timing.layer_times import read_layer_times
+    from megatron.pipeline.layer_times import read_layer_times
+    from megatron.pipeline.stages import layer_kinds, plan_stages
 
     single = World(__file__, profile, 1, KEEP_MEMORY)
     single.run("profile")
@@ -180,43 +177,30 @@ def turns(work: dict, rounds: int) -> dict:
 
 def run_worker(profile: str) -> None:
     """Work is 'profile', or bounds: of one stage in a single process, of all stages in several."""
-    from megatron.testing.measured_worlds import make_stage_step, redirect_stdout, serve
+    from tests.support.measured_worlds import begin_worker, connect, make_engine, make_stage_step, serve
 
-    answers = redirect_stdout()
-    from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
-
-    configure_logging(LoggingConfig())
-
+    answers = begin_worker()
     import torch
 
-    from megatron.cluster.processes import destroy_distributed, init_distributed
-    from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.layout import ParallelLayout
-    from megatron.planner.stages import plan_stages
-    from megatron.planner.timing.layer_times import find_layer_times
+    from megatron.cluster.processes import destroy_distributed
+    from megatron.pipeline.layer_times import find_layer_times
+    from tests.support.measured_worlds import micro_batches
 
     size = int(os.environ["WORLD_SIZE"])
-    config = make_config("type:transformer", size, profile)
-    rank = init_distributed(config)
-    layout = ParallelLayout.create(size, 1, size, rank)
-    tensor = layout.make_tp_group()
+    config = make_config("type:transformer", size)
+    layout, tp_group = connect(config)
     batch = torch.randint(0, VOCAB, (MICRO_BATCHES, SEQ + 1), generator=torch.Generator().manual_seed(0))
     steps: dict[str, Callable[[], object]] = {}
 
-    def micro_batches() -> Iterator[tuple]:
-        for part in batch.split(MICRO_BATCH):
-            yield part[:, :-1].contiguous(), (part[:, 1:].contiguous(), torch.ones(MICRO_BATCH, SEQ))
-
     def make_pipeline_step(bounds: list[int]) -> Callable[[], object]:
-        model = GPTModelPipe(config, layout, tensor, VOCAB, 0, bounds)
-        engine = GPTEngine(config, layout, tensor, model)
-        return lambda: engine.train_step(micro_batches(), 0, MICRO_BATCH * MICRO_BATCHES, 1e-4)
+        engine = make_engine(config, layout, tp_group, VOCAB, bounds)
+        samples = MICRO_BATCH * MICRO_BATCHES
+        return lambda: engine.train_step(micro_batches(batch, layout, MICRO_BATCH), samples, 1e-4)
 
     if size == 1:
-        model = GPTModelPipe(config, layout, tensor, VOCAB, 0, plan_stages(config, VOCAB).bounds)
-        steps["profile"] = lambda: find_layer_times(config, layout, tensor, VOCAB, 0)
+        model = make_engine(config, layout, tp_group, VOCAB).module
+        profiled = make_config("profile", size, profile)
+        steps["profile"] = lambda: find_layer_times(profiled, layout, tp_group, VOCAB, 0)
 
     def run(name: str) -> None:
         if name not in steps:  # in the warm-up
@@ -234,7 +218,7 @@ def run_worker(profile: str) -> None:
 
 def make_config(method: str, stages: int, profile: str | None = None):
     """The configuration of the measured run."""
-    from megatron.testing.measured_worlds import config_of
+    from tests.support.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQ} "

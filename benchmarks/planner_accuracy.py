@@ -1,32 +1,38 @@
 #!/usr/bin/env python3
-"""The planner against published measurements: time of a step, memory, out-of-memory runs, row by row.
+"""The planner's rates and formulas against published measurements: time of a step, memory, out-of-memory
+runs.
 
-    python benchmarks/planner_accuracy.py          half a minute on one core
-    python benchmarks/planner_accuracy.py --fit    also searches the two constants of each kind of GPU
+    python benchmarks/planner_accuracy.py               BigScience's rows of 2021, row by row
+    python benchmarks/planner_accuracy.py --rows FILE   rows of 2023 and later, by program and GPU
+    python benchmarks/planner_accuracy.py --fit         also searches the constants
 
-The rows are BigScience's (benchmarks/published/). They were measured with other programs, whose kernels and
-bytes per parameter are a named profile: `megatron.planner.timing.work.MEGATRON_2021`,
-`published_rows.Memory`. Rows marked with * are those that the constants were fitted on.
+The rows were measured with other programs, whose kernels and memory `benchmarks.published_programs`
+describes. What is tested is how long kernels and collectives take (`megatron.planner.timing.rates`,
+`network`), and the simulation of schedules. Rows marked with * are those that constants were fitted on
+(`benchmarks.published_programs.fitting`).
+
+FILE is in the form of benchmarks/published/modern.csv, whose rows the constants were fitted on.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import statistics
-import sys
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 # The published programs have no such kernels.
 os.environ["MEGATRON_KERNELS"] = "pytorch"
 
-from benchmarks.published_rows import (  # noqa: E402
+from benchmarks.published_programs.classes import IN_USE
+from benchmarks.published_programs.fitting import FITTED, Sample, choose, fit
+from benchmarks.published_programs.report import accuracy_report, kendall_tau, predict
+from benchmarks.published_programs.rows import read_rows
+from benchmarks.published_programs.steps import predict_step
+from benchmarks.published_rows import (
     DEEPSPEED_3D,
+    FOLDER,
     MEGATRON,
     MIB,
     USABLE,
@@ -36,79 +42,70 @@ from benchmarks.published_rows import (  # noqa: E402
     stage_rows,
     throughput_rows,
 )
-from megatron.config import Config  # noqa: E402
-from megatron.planner.stages import plan_stages  # noqa: E402
-from megatron.planner.timing.hardware import find_gpu  # noqa: E402
-from megatron.planner.timing.step_time import FITTED, Achieved, find_cluster, predict_step  # noqa: E402
-from megatron.text_table import format_table  # noqa: E402
+from megatron.cluster.gpus import find_gpu
+from megatron.config import Config
+from megatron.pipeline.stages import plan_stages
+from megatron.text_table import format_table
 
-FITTED_ON = {
-    "a100": tuple(
-        f"chronicles-prequel.md:{line}" for line in (583, 585, 615, 635, 790, 802, 809, 832, 867, 907)
-    ),
-    "v100": tuple(f"tr3m-1B3.md:{line}" for line in (24, 26, 31, 45, 47)),
-}
+BIGSCIENCE = "bigscience-workshop/bigscience"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fit", action="store_true", help="search the constants of each kind of GPU")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="published rows of 2023 and later")
+    parser.add_argument("--outliers", type=int, default=0, help="with --rows, rows to print per program")
+    parser.add_argument("--fit", action="store_true", help="search the constants")
     arguments = parser.parse_args()
     rows = throughput_rows()
-    for kind in FITTED_ON:
-        of_kind = [row for row in rows if row.gpu.lower().startswith(kind)]
-        if arguments.fit:
-            print(f"{kind}: best constants {fit(of_kind, kind)}, in use {FITTED[kind]}")
-        print(f"\n{kind}, time of a step; constants {FITTED[kind]}")
-        print(time_report(of_kind, kind))
+    fitted_on = choose({BIGSCIENCE: [row.source for row in rows if row.seconds]})
+    if arguments.fit:
+        print(fit_report(rows, fitted_on))
+    if arguments.rows is not None:
+        print(rows_report(arguments.rows, arguments.outliers))
+        return
+    for kind in ("a100", "v100"):
+        print(f"\n{kind}, time of a step")
+        print(time_report([row for row in rows if row.gpu_kind == kind], fitted_on))
     print("\nmemory of the fullest GPU, GB")
     print(memory_report(rows))
     print("\nmemory per stage, MiB")
     print(stage_report())
 
 
-def predicted_seconds(row: Row, achieved: Achieved | None = None) -> float:
-    """The predicted time of a step of the row."""
-    cluster = find_cluster(row.config)
-    assert cluster is not None
-    if achieved is not None:
-        cluster = dataclasses.replace(cluster, achieved=achieved)
-    return predict_step(row.config, row.plan, row.vocab_size, cluster, row.program).total
+def rows_report(path: Path, outliers: int) -> str:
+    """Errors of the rows of a file."""
+    rows, skipped = read_rows(path)
+    fitted_rows, _ = read_rows(FOLDER / "modern.csv")
+    return accuracy_report(predict(rows, IN_USE), skipped, {row.source for row in fitted_rows}, outliers)
 
 
-def fit(rows: Sequence[Row], kind: str) -> Achieved:
-    """The constants with the least mean absolute error on the rows of FITTED_ON, to 0.02."""
-    used = [row for row in rows if row.name in FITTED_ON[kind] and row.seconds]
-
-    def mean_error(achieved: Achieved) -> float:
-        return statistics.fmean(abs(predicted_seconds(row, achieved) / row.seconds - 1) for row in used)
-
-    best = Achieved(0.7, 0.5)
-    for step in (0.1, 0.02):
-        around = [step * count for count in range(-4, 5)]
-        best = min(
-            (
-                Achieved(best.matmul + m, best.memory + b)
-                for m in around
-                for b in around
-                if best.matmul + m <= 1.0 and 0 < best.memory + b <= 1.0
-            ),
-            key=mean_error,
-        )
-    return best
+def fit_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
+    """The best constants and those in use."""
+    samples = [
+        Sample(row.run, row.seconds, BIGSCIENCE, row.gpu_kind)
+        for row in rows
+        if row.source in fitted_on and row.seconds
+    ]
+    samples += [
+        Sample(row.run, row.seconds, row.origin, row.gpu_kind) for row in read_rows(FOLDER / "modern.csv")[0]
+    ]
+    best = fit(samples, IN_USE)
+    table = [["constant", "best", "in use"]]
+    table += [[one.name, f"{best.get(one.name):.3g}", f"{IN_USE.get(one.name):.3g}"] for one in FITTED]
+    return f"fitted on {len(samples)} rows\n{format_table(table, left_align=(0,))}"
 
 
-def time_report(rows: Sequence[Row], kind: str) -> str:
+def time_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
     """A line per row, and the errors of the rows that the constants were not fitted on."""
     table, others, order = [["row", "layout", "measured s", "predicted s", "error %"]], [], []
     for row in rows:
         if row.seconds is None:
             continue
-        predicted = predicted_seconds(row)
+        predicted = predict_step(row.run(IN_USE)).total
         error = predicted / row.seconds - 1
-        used = row.name in FITTED_ON[kind]
+        used = row.source in fitted_on
         table.append([row.name + "*" * used, row.layout, f"{row.seconds:.1f}", f"{predicted:.1f}"])
         table[-1].append(f"{100 * error:+.1f}")
         order.append((row, predicted))
@@ -157,19 +154,6 @@ def _errors(errors: Sequence[float]) -> str:
         f"{len(sizes)} rows, median {100 * statistics.median(sizes):.1f} %, 9 of 10 within "
         f"{100 * sizes[max(-(-9 * len(sizes) // 10) - 1, 0)]:.1f} %, worst {worst} %; {within} within 10 %"
     )
-
-
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order."""
-    agree = differ = tied_x = tied_y = 0
-    for (x1, y1), (x2, y2) in combinations(pairs, 2):
-        sign = (x1 - x2) * (y1 - y2)
-        agree += sign > 0
-        differ += sign < 0
-        tied_x += x1 == x2
-        tied_y += y1 == y2
-    total = len(pairs) * (len(pairs) - 1) / 2
-    return (agree - differ) / ((total - tied_x) * (total - tied_y)) ** 0.5 if total > tied_x else 0.0
 
 
 def memory_report(rows: Sequence[Row]) -> str:

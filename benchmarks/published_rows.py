@@ -2,23 +2,30 @@
 
 The layers, the stages, the micro-batches in flight and the communication are those of this program's planner.
 What differs is named here: `Memory`, the bytes per parameter and the temporary tensors of BigScience's
-Megatron-LM and Megatron-DeepSpeed (2021), and `megatron.planner.timing.work.MEGATRON_2021`, their kernels.
+Megatron-LM and Megatron-DeepSpeed (2021), and `benchmarks.published_programs.classes.MEGATRON_2021`,
+their kernels.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from benchmarks.published_programs.classes import MEGATRON_2021, Constants
+from benchmarks.published_programs.shapes import Layout, Model
+from benchmarks.published_programs.steps import Machine, Run
+from megatron.cluster.gpus import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.stages import StagePlan, in_flight_micro_batches, plan_stages
-from megatron.planner.timing.work import MEGATRON_2021, Program
+from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.planner.in_flight import in_flight_micro_batches
+from megatron.planner.timing.network import find_network
 
 FOLDER = Path(__file__).resolve().parent / "published"
 GB, MIB = 1e9, 2**20
@@ -92,9 +99,25 @@ class Row:
         )
 
     @property
-    def program(self) -> Program:
-        """The kernels of the program that was measured."""
-        return dataclasses.replace(MEGATRON_2021, gradient_bytes=4 if self.is_bf16 else 2)
+    def gpu_kind(self) -> str:
+        """The kind of GPU, as 'a100'."""
+        return self.gpu.partition("-")[0].lower()
+
+    def run(self, constants: Constants) -> Run:
+        """The row as a run of the program that was measured, with these constants."""
+        config = self.config
+        gpu, network = find_gpu(config), find_network(config)
+        assert gpu is not None and network is not None
+        size = 4 if self.is_bf16 else 2
+        program = dataclasses.replace(constants.programs[MEGATRON_2021.name], gradient=size, reduced=size)
+        machine = Machine(gpu, constants.rates[self.gpu_kind], network, is_hopper=False)
+        layers = tuple(
+            self.plan.names[start:end].count(TRANSFORMER_LAYER)
+            for start, end in itertools.pairwise(self.plan.bounds)
+        )
+        return Run(
+            program, _model(config, self.vocab_size), _layout(config), machine, config.precision.name, layers
+        )
 
     @property
     def memory(self) -> Memory:
@@ -105,6 +128,40 @@ class Row:
     def plan(self) -> StagePlan:
         """The stages."""
         return _plan(self.config, self.vocab_size)
+
+
+def _model(config: Config, vocab_size: int) -> Model:
+    model = config.model
+    return Model(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_hidden_size,
+        heads=model.num_attention_heads,
+        groups=model.num_attention_heads,
+        head=model.kv_channels,
+        vocab=padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size),
+        seq=model.seq_length,
+        tied=True,
+        biases=True,
+        dropout=True,
+    )
+
+
+def _layout(config: Config) -> Layout:
+    parallel, batch = config.parallel, config.batch
+    return Layout(
+        gpus=parallel.world_size,
+        node_size=parallel.node_size or 8,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        chunks=1,
+        context=1,
+        zero=1,
+        sequence_parallel=False,
+        micro_batch=batch.micro_batch_size,
+        global_batch=batch.global_batch_size,
+        recompute="full" if config.training.recomputes_layers else "none",
+    )
 
 
 @cache

@@ -12,8 +12,8 @@ Gbit/s of their node.
 
 There are two estimates of MFU, with the same collectives, optimizer and pipeline. "by roofline": all calls of
 an operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels
-do not reach; the second table has the operations of a stage. "with the A100's achieved rates": the planner's
-prediction, whose memory kernels reach the part of the bandwidth that was fitted on published A100 runs.
+do not reach; the second table has the operations of a stage. "with fitted rates": the planner's prediction,
+whose rates of kernels were fitted on published runs.
 
 All other flags are those of pretrain_gpt.py, and replace the preset's.
 """
@@ -25,24 +25,19 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from megatron.config import Config, ConfigError  # noqa: E402
-from megatron.config.cli import parse_args  # noqa: E402
-from megatron.mpu.layout import ParallelLayout  # noqa: E402
-from megatron.pipeline.schedule import simulate_schedule  # noqa: E402
-from megatron.planner.implementations import skips_bias_add  # noqa: E402
-from megatron.planner.stages import StagePlan  # noqa: E402
-from megatron.planner.timing.hardware import find_gpu  # noqa: E402
-from megatron.planner.timing.step_time import find_cluster, planned_step, predict_step  # noqa: E402
-from megatron.simulation.processes import run_in_processes  # noqa: E402
-from megatron.simulation.record import STEP, Instruction, OperationCount, StepRecord, Work  # noqa: E402
-from megatron.simulation.stages import syncs_per_micro_batch  # noqa: E402
-from megatron.simulation.world import plan_of, simulate_rank  # noqa: E402
-from megatron.text_table import format_table  # noqa: E402
+from megatron.cluster.gpus import find_gpu
+from megatron.config import Config, ConfigError
+from megatron.config.cli import parse_args
+from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.mpu.layout import ParallelLayout
+from megatron.pipeline.schedule import simulate_schedule
+from megatron.planner.timing.step_time import Cluster, find_cluster, planned_step, predict_step
+from megatron.simulation.passes import Kernel
+from megatron.simulation.record import STEP, Instruction, OperationCount, StepRecord, Work
+from megatron.simulation.stages import simulate_ranks, syncs_per_micro_batch
+from megatron.simulation.world import plan_of
+from megatron.text_table import format_table
 
 _COMMON = (
     "--dry-run --bf16 --zero-stage 1 --micro-batch-size 1 --lr 1e-4 --train-iters 100 --vocab-size 50257 "
@@ -111,19 +106,17 @@ def simulate(config: Config) -> Simulated:
     one = config.with_settings({"model.num_layers": stages, **_BY_LAYERS})
     two = config.with_settings({"model.num_layers": 2 * stages, **_BY_LAYERS})
     others = [two.with_settings(settings) for settings in VARIANTS.values()]
-    records = run_in_processes(
-        simulate_rank,
-        [(config, rank) for rank in ranks] + [(each, ranks[middle]) for each in (one, two, *others)],
-    )
+    records = simulate_ranks(config, ranks)
     chunks = parallel.stages_per_rank
-    lower, upper, *found = (_forward_cost(each) for each in records[count:])
+    small = [simulate_ranks(each, [ranks[middle]])[0] for each in (one, two, *others)]
+    lower, upper, *found = map(_forward_cost, small)
     layer = [(b - a) / chunks for a, b in zip(lower, upper, strict=True)]
     costs = {"dropout": LayerCost(*layer)}
     for variant, other in zip(VARIANTS, found, strict=True):
         # The two layers are all that differs.
         less = [(a - b) / (2 * chunks) for a, b in zip(upper, other, strict=True)]
         costs[variant] = LayerCost(*(a - b for a, b in zip(layer, less, strict=True)))
-    return Simulated(config, records[middle], records[:count], costs)
+    return Simulated(config, records[middle], records, costs)
 
 
 def _forward_cost(record: StepRecord) -> tuple[float, float, float]:
@@ -148,7 +141,9 @@ def layer_rows(simulated: Simulated) -> list[Row]:
     size = 4 if config.precision.name == "fp32" else 2
     # A layer has two; without dropout each residual addition moves three elements, and each bias that the
     # row-parallel layer leaves out two.
-    additions = size * (5 if skips_bias_add(config) else 3)
+    ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
+    has_bias = parallel.tensor_model_parallel_size > 1 and not model.disable_bias_linear
+    additions = size * (5 if has_bias and not ends_with_norm else 3)
     hidden = (costs["dropout"].bytes - costs["no hidden dropout"].bytes) / 2 / elements + additions
     heads = model.num_attention_heads / parallel.tensor_model_parallel_size
     rows = batch.micro_batch_size * heads * model.seq_length
@@ -224,33 +219,28 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
     return rows
 
 
+class Roofline(Cluster):
+    """Devices whose kernels are as fast as the data sheet allows."""
+
+    contention = launch_s = 0.0
+
+    def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
+        return self.gpu.least_seconds(kernel.flops, kernel.bytes, dtype)
+
+
 def utilisation_rows(simulated: Simulated) -> list[Row]:
     """The two estimates of MFU (see the module's docstring)."""
     config, cluster = simulated.config, find_cluster(simulated.config)
     if cluster is None:
         return []
     vocab, plan = plan_of(config)
-    bound = predict_step(config, plan, vocab.size, cluster, computing=bounds_of_passes(simulated, plan)).mfu
+    roofline = Roofline(cluster.kind, cluster.gpu, cluster.network)
+    bound = predict_step(config, plan, vocab.size, roofline).mfu
     predicted = predict_step(config, plan, vocab.size, cluster).mfu
     return [
         Row("MFU by roofline", f"{100 * bound:.0f} %", ">= 50 %", bound >= 0.5),
-        Row("MFU with the A100's achieved rates", f"{100 * predicted:.0f} %", "", None),
+        Row("MFU with fitted rates", f"{100 * predicted:.0f} %", "", None),
     ]
-
-
-def bounds_of_passes(simulated: Simulated, plan: StagePlan) -> dict[int, list[float]]:
-    """By stage, the least seconds of each of its PASSES."""
-    stages = range(simulated.config.parallel.num_stages)
-    bounds = {}
-    for stage in stages:
-        rank = plan.rank_of(stage)
-        chunk = plan.rank_of_stage[:stage].count(rank)
-        passes = (_operations(simulated.ranks[rank], kind, chunk) for kind in PASSES)
-        bounds[stage] = [
-            sum(_least_seconds(simulated.config, count) for count in operations.values())
-            for operations in passes
-        ]
-    return bounds
 
 
 def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:

@@ -27,16 +27,12 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 HIDDEN, SEQ, VOCAB = 512, 256, 8192
 STEPS = 3
@@ -111,6 +107,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Achieved:
+    """The parts of the machine's rates that the kernels of a pass reach."""
+
+    matmul: float
+    memory: float
+
+
+@dataclass(frozen=True)
 class Rates:
     """This machine, one thread: FLOP/s of matrix products, bytes/s of an addition."""
 
@@ -142,7 +146,7 @@ def main() -> None:
 
 def run_row(index: int) -> list[Measured]:
     """The processes of ROWS[index], by rank."""
-    from megatron.testing.measured_worlds import ON_CPU, World
+    from tests.support.measured_worlds import ON_CPU, World
 
     world = World(__file__, str(index), ROWS[index].processes, ON_CPU)
     answers = [process.stdout.readline() for process in world.processes]
@@ -154,7 +158,7 @@ def run_row(index: int) -> list[Measured]:
 
 def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Any:
     """The configuration of a row."""
-    from megatron.testing.measured_worlds import config_of
+    from tests.support.measured_worlds import config_of
 
     return config_of(
         f"--hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {seq} "
@@ -166,8 +170,8 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
 
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """A line per row and pipeline rank."""
+    from megatron.pipeline.stages import plan_stages
     from megatron.planner.memory.stage_memory import plan_memory
-    from megatron.planner.stages import plan_stages
     from megatron.simulation.stages import simulate_stages
     from megatron.text_table import format_table
 
@@ -251,9 +255,8 @@ def _seconds(processes: Sequence[Measured], rank: int) -> float:
 
 def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
     """The two constants with the least mean absolute error on the rows, to 0.01."""
-    from megatron.planner.timing.step_time import Achieved
 
-    def mean_error(achieved: Any) -> float:
+    def mean_error(achieved: Achieved) -> float:
         return statistics.fmean(
             abs(sum(parts) / _seconds(processes, rank) - 1)
             for row, processes in rows
@@ -275,22 +278,31 @@ def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
     return best
 
 
-def predicted_seconds(row: Row, machine: Rates, achieved: Any) -> list[tuple[float, float]]:
+def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tuple[float, float]]:
     """Seconds of a micro-batch by pipeline rank: (in matrix products, in the rest)."""
-    from megatron.planner.stages import plan_stages
-    from megatron.planner.timing.communication import rank_communication
-    from megatron.planner.timing.hardware import GPU
+    from megatron.cluster.gpus import GPU
+    from megatron.pipeline.stages import plan_stages
     from megatron.planner.timing.network import Network
     from megatron.planner.timing.step_time import Cluster, stage_times
-    from megatron.planner.timing.work import program_of
+    from megatron.simulation.passes import Kernel
+    from megatron.simulation.stage_costs import stage_costs
+
+    class Processor(Cluster):
+        """This machine."""
+
+        contention = launch_s = 0.0
+
+        def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
+            products = kernel.flops / (achieved.matmul * machine.flops)
+            return products + kernel.bytes / (achieved.memory * machine.bytes)
 
     config = make_config(row)
     plan = plan_stages(config, VOCAB)
     ranks = config.parallel.pipeline_model_parallel_size
     # Collectives are left out below, so any network will do.
-    device = Cluster(GPU(0, {"fp32": machine.flops}, machine.bytes), achieved, Network(1, 1, 1))
-    exchanges = [rank_communication(config, plan, VOCAB, rank) for rank in range(ranks)]
-    times = stage_times(config, plan, VOCAB, device, program_of(config), exchanges)
+    device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1))
+    costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
+    times = stage_times(config, plan, costs, device)
     return [
         (
             sum(time.matmul for time in times if time.rank == rank),
@@ -325,18 +337,10 @@ def _least_time(work: Callable[[], object], calls: int = 20) -> float:
 
 def run_worker(row: Row) -> None:
     """One process of the row: trains, and prints a `Measured` in JSON."""
-    if row.processes > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    from megatron.testing.measured_worlds import redirect_stdout
+    from tests.support.measured_worlds import begin_worker
 
-    answers = redirect_stdout()
-    from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
-
-    configure_logging(LoggingConfig())
-
-    from megatron.cluster.local.processes import status_bytes
+    answers = begin_worker()
+    from megatron.cluster.node_processes import status_bytes
     from megatron.cluster.processes import destroy_distributed, init_distributed
     from megatron.engine.pass_times import PassTimes
     from megatron.mpu.layout import ParallelLayout
@@ -380,8 +384,9 @@ def make_step(config: Any, vocab_size: int) -> tuple[Any, Callable[[], object]]:
     """The engine of this rank, and its training step on random tokens."""
     import torch
 
+    from megatron.data.loader import MicroBatch
     from megatron.mpu.layout import ParallelLayout
-    from megatron.planner.stages import plan_stages
+    from megatron.pipeline.stages import plan_stages
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
@@ -393,16 +398,16 @@ def make_step(config: Any, vocab_size: int) -> tuple[Any, Callable[[], object]]:
         0, vocab_size, (batch.micro_batch_size, seq + 1), generator=torch.Generator().manual_seed(0)
     )
 
-    def micro_batches() -> Iterator[Any]:
-        for _ in range(engine.micro_batches):
-            yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(tokens.shape[0], seq))
+    def micro_batches() -> Iterator[MicroBatch]:
+        for number in range(engine.micro_batches):
+            yield MicroBatch.from_rows(tokens, number * len(tokens))
 
-    return engine, lambda: engine.train_step(micro_batches(), 0, batch.global_batch_size, 1e-4)
+    return engine, lambda: engine.train_step(micro_batches(), batch.global_batch_size, 1e-4)
 
 
 def trimmed_resident_bytes() -> int:
     """The resident memory of this process, after glibc has returned what is free; the peak begins here."""
-    from megatron.cluster.local.processes import status_bytes
+    from megatron.cluster.node_processes import status_bytes
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -13,7 +13,7 @@ on the CPU, slowly. 6.7B-slice has 12 of a 6.7B model's 32 layers, 13B-slice 10 
 embedding and head; 250k-last-stage is the last of many stages, with one of 4 shards of a 250k vocabulary.
 80 GB hold all of them but 6.7B.
 
-Model FLOPs are the family's formula (megatron/planner/timing/flops.py) without recomputation. They are
+Model FLOPs are the family's formula (megatron/model/flops.py) without recomputation. They are
 compared with the card's peak, where it is known, and with a matrix product measured by the same process, in
 turns with the steps: [tokens of a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
 
@@ -29,11 +29,8 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     import torch
 
@@ -146,9 +143,9 @@ def main() -> None:
 
 def print_fits(card: str) -> None:
     """A line per preset for a GPU, by the plan of its memory."""
+    from megatron.pipeline.stages import plan_stages
     from megatron.planner.memory.fit import fit_summary
     from megatron.planner.memory.stage_memory import plan_memory
-    from megatron.planner.stages import plan_stages
 
     for name in PRESETS.keys() - {"cpu-small"}:
         preset, (row,) = PRESETS[name], rows_of(name)
@@ -169,7 +166,7 @@ def rows_of(name: str) -> list[Row]:
 
 def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
     """Medians by 'ROW' (seconds of a step), 'ROW product' (seconds) and 'ROW peak' (bytes)."""
-    from megatron.testing.measured_worlds import ON_CPU, World
+    from tests.support.measured_worlds import ON_CPU, World
 
     rows = rows_of(name)
     if name == "cpu-small":
@@ -230,7 +227,7 @@ def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> N
 
 def step_flops(preset: Preset) -> float:
     """Model FLOPs of a step."""
-    from megatron.planner.timing.flops import iteration_flops
+    from megatron.model.flops import iteration_flops
 
     return iteration_flops(
         num_layers=preset.layers,
@@ -256,46 +253,84 @@ def make_batch(preset: Preset) -> "torch.Tensor":
 
 def run_plain(preset: Preset) -> None:
     """A step of the plain loop for each line of the input."""
-    from benchmarks.overhead import make_plain_step
-    from megatron.testing.measured_worlds import redirect_stdout, serve
+    from tests.support.measured_worlds import begin_worker, serve
 
-    answers = redirect_stdout()
-    step = make_plain_step(make_batch(preset))
+    answers = begin_worker()
+    step = make_plain_step(preset)
     serve(lambda name: step(), answers)
+
+
+def make_plain_step(preset: Preset) -> Callable[[], None]:
+    """A step with the same model, optimizer, clipping and accumulation in plain PyTorch."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    hidden = preset.hidden
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+            self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+            self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch_size, seq, _ = x.shape
+            qkv = self.qkv(self.norm1(x)).view(batch_size, seq, 3, preset.heads, hidden // preset.heads)
+            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(context.transpose(1, 2).reshape(batch_size, seq, hidden))
+            return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(preset.vocab, hidden)
+            self.positions = nn.Embedding(preset.seq, hidden)
+            self.blocks, self.norm = (
+                nn.ModuleList(Block() for _ in range(preset.layers)),
+                nn.LayerNorm(hidden),
+            )
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x) @ self.words.weight.T
+
+    model, batch = GPT(), make_batch(preset)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for part in batch.split(preset.micro_batch):
+            logits = model(part[:, :-1])
+            loss = F.cross_entropy(logits.reshape(-1, preset.vocab), part[:, 1:].reshape(-1))
+            (loss * preset.micro_batch / preset.global_batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
 
 
 def run_worker(preset: Preset, row: Row, compiles: bool, dropout: float) -> None:
     """For each line of the input, does the work that it names, and answers."""
-    if row.processes > 1 and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
-    from megatron.testing.measured_worlds import redirect_stdout, serve
+    from tests.support.measured_worlds import begin_worker, connect, make_engine, micro_batches, serve
 
-    answers = redirect_stdout()
-    from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
-
-    configure_logging(LoggingConfig())
-
+    answers = begin_worker()
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.cluster.processes import destroy_distributed, init_distributed
-    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.cluster.processes import destroy_distributed
     from megatron.model.gpt_model import PARAMETER_DTYPES
-    from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.layout import ParallelLayout
-    from megatron.planner.stages import plan_stages
     from megatron.training.logging.peak_memory import local_memory
 
     if "KEEP_THREADS" in os.environ:
         torch.set_num_threads(os.cpu_count() or 1)
     config = make_config(preset, row, compiles, dropout)
-    rank = init_distributed(config)
-    layout = ParallelLayout.create(row.processes, row.tensor, row.pipeline, rank)
-    tensor = layout.make_tp_group()
-    model = GPTModelPipe(config, layout, tensor, preset.vocab, 0, plan_stages(config, preset.vocab).bounds)
-    engine = GPTEngine(config, layout, tensor, model)
+    layout, tp_group = connect(config)
+    engine = make_engine(config, layout, tp_group, preset.vocab)
     batch = make_batch(preset)
     size = preset.micro_batch
     dtype, device = PARAMETER_DTYPES[row.precision], get_accelerator().current_device_name()
@@ -305,12 +340,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool, dropout: float) -> None
     )
 
     def step() -> None:
-        first = layout.dp_rank * size
-        starts = range(first, preset.global_batch, layout.dp_size * size)
-        parts = (batch[i : i + size] for i in starts)
-        mask = torch.ones(size, preset.seq)
-        micro_batches = ((p[:, :-1].contiguous(), (p[:, 1:].contiguous(), mask)) for p in parts)
-        engine.train_step(micro_batches, 0, preset.global_batch, 1e-4)
+        engine.train_step(micro_batches(batch, layout, size), preset.global_batch, 1e-4)
         get_accelerator().synchronize()
 
     def product() -> None:
@@ -332,7 +362,7 @@ def peak_bytes(found: dict[str, int]) -> int:
 
 def make_config(preset: Preset, row: Row, compiles: bool, dropout: float) -> "Config":
     """The configuration of a measured run."""
-    from megatron.testing.measured_worlds import config_of
+    from tests.support.measured_worlds import config_of
 
     return config_of(
         f"--num-layers {preset.layers} --hidden-size {preset.hidden} --num-attention-heads {preset.heads} "

@@ -22,6 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 # Without it Linux may refuse a mapping for writing that is larger than the memory.
 _MAP_NORESERVE = 0x4000
@@ -59,3 +60,11 @@ def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.ui
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(path))
     return np.asarray(_Mapping(address, num_bytes, copy_on_write))
+
+
+def release_pages(address: int, num_bytes: int) -> None:
+    """Takes pages of a mapping that was not written to out of the resident memory of the process. They are
+    read again when they are accessed. Without it a pass over a file makes all of it resident."""
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + num_bytes
+    if (length := end // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
+        _LIBC.madvise(first, length, mmap.MADV_DONTNEED)

@@ -1,11 +1,1 @@
-"""Tests. Without a GPU, Triton kernels run in triton's interpreter.
-
-Triton reads the variable when it is imported, which PyTorch and DeepSpeed do where it is installed.
-"""
-
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Tests."""

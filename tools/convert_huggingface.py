@@ -157,7 +157,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
         verification,
         write_hugging_face,
     )
-    from megatron.checkpoint.convert.huggingface.registry import family_of
+    from megatron.checkpoint.convert.huggingface.family import family_of
     from megatron.checkpoint.reading import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
@@ -195,13 +195,13 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Write the universal checkpoint; return notes for the user."""
-    from megatron.checkpoint.convert.huggingface.digests import check_digests
     from megatron.checkpoint.convert.huggingface.importer import (
         own_tokenizer,
         read_hugging_face,
         start_flags,
         write_universal,
     )
+    from megatron.checkpoint.convert.huggingface.output import check_digests
     from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)

@@ -22,9 +22,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.checkpoint.convert.source import Source, open_source
-from megatron.checkpoint.convert.to_universal import convert
-from megatron.checkpoint.integrity.manifest import file_problems
+from megatron.checkpoint.convert.to_universal import Source, convert, open_source
+from megatron.checkpoint.verify.files import file_problems
 from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
@@ -106,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             verify_digests(source, workers)
         target = Path(arguments.output_folder)
         mismatches = {}
-        with tqdm(total=len(source.plans), unit="parameter", disable=None) as bar:
+        with tqdm(total=len(source.reader.specs), unit="parameter", disable=None) as bar:
             try:
                 for parameter in convert(source, target, workers, arguments.allow_replica_mismatch):
                     bar.set_postfix_str(parameter.name)
@@ -119,9 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, mismatch in mismatches.items():
             if mismatch:
                 print(f"{name}: replicas on TP ranks differed by up to {mismatch:.2e}; their mean is used")
-        finished = len(source.plans) - len(mismatches)
+        finished = len(source.reader.specs) - len(mismatches)
         before = f", {finished} of them by an earlier, interrupted conversion" if finished else ""
-        print(f"{target}: {len(source.plans)} parameters{before}")
+        print(f"{target}: {len(source.reader.specs)} parameters{before}")
 
 
 def verify_digests(source: Source, workers: int) -> None:

@@ -245,12 +245,12 @@ def mean_loss(
     total, done = 0.0, 0
     interval_s = 0.1 if sys.stderr.isatty() else 60.0
     with tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
-        for tokens, (labels, mask) in micro_batches(dataset, num_samples, size, checkpoint):
-            losses = -model.score(tokens, labels).log_probs
-            total += masked_mean(losses, mask.to(losses.device)).item() * len(tokens)
-            done += len(tokens)
+        for batch in micro_batches(dataset, num_samples, size, checkpoint):
+            losses = -model.score(batch.tokens, batch.labels).log_probs
+            total += masked_mean(losses, batch.loss_mask.to(losses.device)).item() * len(batch.samples)
+            done += len(batch.samples)
             bar.set_postfix_str(f"loss {total / done:.4f}", refresh=False)
-            bar.update(len(tokens))
+            bar.update(len(batch.samples))
     return total / num_samples
 
 
@@ -336,7 +336,7 @@ def run(argv: Sequence[str]) -> None:
             evaluation.run(load_model(checkpoint, verify=verify), size)
             return
         if launched == 1:
-            from megatron.cluster.local.ranks import start_other_ranks
+            from megatron.cluster.tool_ranks import start_other_ranks
 
             stack.enter_context(start_other_ranks(__file__, argv, world_size))
         run_on_ranks(evaluation, checkpoint, config, size)

@@ -49,8 +49,8 @@ def build_parser() -> ToolParser:
 
 def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
     """Describe the checkpoint in `folder`; return whether it is intact."""
-    from megatron.checkpoint.report.inspect import inspect_folder
-    from megatron.checkpoint.report.tables import overview_text
+    from megatron.checkpoint.inspect import inspect_folder
+    from megatron.checkpoint.report import overview_text
 
     overview = inspect_folder(folder, verify)
     _print(overview, as_json, overview_text)
@@ -60,8 +60,7 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
     """Compare two checkpoints."""
     from megatron.checkpoint.reading import read_checkpoint
-    from megatron.checkpoint.report.compare import compare_checkpoints
-    from megatron.checkpoint.report.tables import comparison_text
+    from megatron.checkpoint.report import compare_checkpoints, comparison_text
 
     one, other = (read_checkpoint(folder, allow_external=True) for folder in folders)
     comparison = compare_checkpoints(one, other)

@@ -27,6 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
 from megatron.config.cli import make_parser
 from megatron.config.errors import printable
+from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
 from megatron.files import write_json
 from megatron.page.write import Kind, write_page
@@ -71,10 +72,14 @@ def build_parser() -> PlanParser:
     return parser
 
 
+@exit_on_interrupt()
 @exit_on_config_error()
 def main() -> None:
     arguments = build_parser().parse_args()
-    # Imported after the flags are checked: DeepSpeed takes seconds.
+    # Imported after the flags are checked: DeepSpeed takes seconds, also that of the server.
+    from megatron.simulation.processes import start_server
+
+    start_server()
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())

@@ -14,10 +14,6 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.integrity.access import RETRY_DELAYS_S, read_with_retries
-from megatron.checkpoint.integrity.layout_files import missing_files, unneeded_files
-from megatron.checkpoint.integrity.manifest import first_size_mismatch, has_valid_checksum
-from megatron.checkpoint.integrity.names import check_run, read_name
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
 from megatron.checkpoint.lineage.latest import (
     LATEST_FILE,
@@ -27,6 +23,15 @@ from megatron.checkpoint.lineage.latest import (
     read_record,
 )
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
+from megatron.checkpoint.verify.files import (
+    RETRY_DELAYS_S,
+    first_size_mismatch,
+    has_valid_checksum,
+    missing_files,
+    read_with_retries,
+    unneeded_files,
+)
+from megatron.checkpoint.verify.names import check_run, read_name
 from megatron.config import ConfigError
 from megatron.config.errors import is_access_error
 from megatron.files import read_json

@@ -29,17 +29,9 @@ from megatron.checkpoint.compatibility import (
     mismatched_replicas,
     schedule_line,
 )
-from megatron.checkpoint.convert.rules import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.integrity.access import MAY_BE_INTACT
-from megatron.checkpoint.integrity.layout_files import missing_files
-from megatron.checkpoint.integrity.manifest import (
-    add_checksum,
-    describe_files,
-    first_problem,
-    no_heartbeat,
-)
+from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import (
@@ -58,8 +50,16 @@ from megatron.checkpoint.publishing import (
     saving_name,
 )
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.verification.digests import UnquantizedDigests
-from megatron.checkpoint.verification.record import (
+from megatron.checkpoint.verify.digests import UnquantizedDigests
+from megatron.checkpoint.verify.files import (
+    MAY_BE_INTACT,
+    add_checksum,
+    describe_files,
+    first_problem,
+    missing_files,
+    no_heartbeat,
+)
+from megatron.checkpoint.verify.integrity import (
     Check,
     make_integrity_record,
     verification_table,
@@ -70,7 +70,7 @@ from megatron.config.checks.batch import check_remaining_batches
 from megatron.config.errors import stop_at_access_error
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.files import write_json
-from megatron.mpu.parameters import spec_of
+from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.optimizer.eight_bit import rule_record
 
 _LOG = logging.getLogger(__name__)
@@ -262,8 +262,8 @@ class CheckpointManager:
         engine, folder, name = self.engine, self.folder, f"global_step{state.iteration}"
         if engine.global_rank == 0 and self.identity is None:
             self.identity = RunIdentity()
-        parameters = _parameter_records(engine)
-        info = derive_info(parameters, self.vocab_size)
+        specs = _all_specs(engine)
+        info = derive_info(specs, self.vocab_size)
         try:
             saving = folder / self._begin_save(name)
             # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
@@ -282,7 +282,7 @@ class CheckpointManager:
                 "vocab_size": self.vocab_size,
                 "eod": self.eod,
                 "data": self.fingerprint,
-                "parameters": parameters,
+                "parameters": {name: spec_record(spec) for name, spec in specs.items()},
                 "certificate": integrity_record,
                 INFO_KEY: info,
                 "files": files,
@@ -401,13 +401,12 @@ def _optimizer_state_record(config: Config) -> dict[str, Any]:
     return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
 
 
-def _parameter_records(engine: GPTEngine) -> dict[str, Any]:
-    """The spec of every parameter of the model, by name: readers of the checkpoint need no model.
-    Collective."""
-    own = {name: spec_record(spec_of(p)) for name, p in engine.module.named_parameters()}
+def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
+    """The spec of every parameter of the model, by name. Collective."""
+    own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
-    return {name: record for records in everywhere for name, record in records.items()}
+    return {name: spec for specs in everywhere for name, spec in specs.items()}
 
 
 def _is_of_writing(error: OSError | RuntimeError) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
-from megatron.checkpoint.integrity.access import MAY_BE_INTACT
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.latest import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
+from megatron.checkpoint.verify.files import MAY_BE_INTACT
 from megatron.config import CheckpointConfig, Config, ConfigError
 from megatron.config.checkpoint_args import SavedConfig
 from megatron.config.errors import is_access_error, one_line, stop_at_access_error

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from megatron.cluster.launch import node_name
-from megatron.cluster.local.processes import private_temporary_folder
+from megatron.cluster.node_processes import private_temporary_folder
 from megatron.config import ConfigError, ParallelConfig
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -19,7 +19,7 @@ from megatron.cluster.exit_status import (
     sentence_of,
 )
 from megatron.cluster.launch import has_torch_launcher, node_name
-from megatron.cluster.local.diagnosis import conclude
+from megatron.cluster.node_diagnosis import conclude
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.errors import ConfigError, printable
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from megatron.cluster.exit_codes import SharedConfigError
 from megatron.cluster.launch import node_name
+from megatron.cluster.network_figures import NetworkFigures, write_network_figures
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.planner.timing.network_figures import NetworkFigures, write_network_figures
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.

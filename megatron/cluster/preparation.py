@@ -18,7 +18,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron.cluster.exit_codes import RunStopped
-from megatron.cluster.local.processes import io_bytes
+from megatron.cluster.node_processes import io_bytes
 from megatron.cluster.rendezvous import PROGRESS_KEY, Address, mark_preparing, open_store
 from megatron.config import Config, ConfigError
 

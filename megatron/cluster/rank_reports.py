@@ -6,7 +6,7 @@ rank that was killed has no end.
 
 The environment variable RANK_REPORTS names the folder (examples/slurm/common.sh sets it); then the caller
 runs the diagnosis. Without it, the ranks of a node share a temporary folder, and one of them starts the
-diagnosis, see `megatron.cluster.local.diagnosis`. Needs no torch.
+diagnosis, see `megatron.cluster.node_diagnosis`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import decimal_number, node_name, rank_of, world_size_of
-from megatron.cluster.local.processes import (
+from megatron.cluster.node_processes import (
     earlier_folders,
     is_running,
     shared_temporary_folder,

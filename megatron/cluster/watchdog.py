@@ -23,8 +23,8 @@ from megatron.cluster.diagnosis import hang_position, waiting
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
 from megatron.cluster.hang_detector import HangDetector, Phase
 from megatron.cluster.launch import node_name
-from megatron.cluster.local.diagnosis import conclude
-from megatron.cluster.local.processes import io_bytes, is_running, process_state
+from megatron.cluster.node_diagnosis import conclude
+from megatron.cluster.node_processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
 

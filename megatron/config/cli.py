@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from megatron.config.branch import add_branch_settings, check_branch_flags
 from megatron.config.checkpoint_args import ReadSavedConfig, add_checkpoint_args
-from megatron.config.checks.unused import risk_notes, unused_setting_notes
+from megatron.config.checks.rules import risk_notes, unused_setting_notes
 from megatron.config.checks.validate import validate
 from megatron.config.config import SECTIONS, Config
 from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS

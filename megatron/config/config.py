@@ -75,6 +75,12 @@ class Config:
         """Tokens per sample in iteration `iteration`, counted from 1; evaluations use --seq-length."""
         return self.model.seq_length if self.curriculum is None else self.curriculum.length_at(iteration)
 
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of a step on each data-parallel replica, at the full batch size."""
+        batch = self.batch
+        return batch.global_batch_size // (batch.micro_batch_size * self.parallel.data_parallel_size)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Section name -> field name -> value, in JSON types (tuples become lists)."""
         sections = {

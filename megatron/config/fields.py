@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,55 +24,19 @@ _LONGEST_NAME, _LONGEST_PATH = 240, 4000
 
 @dataclass(frozen=True)
 class Flag:
-    """The metadata of a field for the command line and the checks, beside its name, type and default."""
-
-    help: str
-    group: str | None
-    aliases: tuple[str, ...]
-    choices: tuple[str, ...] | Registry | None
-    registry: Registry | None
-    metavar: str | tuple[str, ...] | None
-    nargs: int | str | None
-    derived: str | None
-    strip_quotes: bool
-    at_least: float | None
-    above: float | None
-    at_most: float | None
-    below: float | None
-    changes_model: bool | None
-    summary: str | None
-    changes_layer_time: bool | None
-    megatron_arg: bool | None
-
-
-def flag(
-    default: Any = dataclasses.MISSING,
-    *,
-    help: str,
-    group: str | None = None,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | Registry | None = None,
-    registry: Registry | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    nargs: int | str | None = None,
-    derived: str | None = None,
-    strip_quotes: bool = False,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    changes_model: bool | None = None,
-    summary: str | None = None,
-    changes_layer_time: bool | None = None,
-    megatron_arg: bool | None = None,
-) -> Any:
-    """A dataclass field that is also a flag; required if it has no default.
+    """The metadata of a field for the command line and the checks, beside its name, type and default.
 
     group: title of the help group (None: the section's `group`). derived: description of a default that the
     section's `derive` computes from other fields, so that a constructed section has no None there. at_least,
     above, at_most, below: bounds of the number, or of each number of a tuple.
 
     choices: the possible values. registry: described in --help (default: `choices`, if that is a Registry).
+
+    The rules of the field beside other settings, each 'section.field' or 'section.field=value', or several
+    with '|' between them. One is given if it has that value, or any but its default (see `checks.rules`).
+    needs: settings without which the flag is refused -> the end of the error. excludes: settings with which
+    it is refused -> the end of the error. used_with: it has an effect only if one of these is given.
+    unused_with: it has none if one of these is.
 
     changes_model: whether the same weights compute another function with another value, or have other shapes
     (None: the section's `changes_model`). A checkpoint with another value is then refused, and a value that
@@ -83,27 +47,40 @@ def flag(
     (times in --partition-profile are then refused for another value); megatron_arg, whether Megatron's
     checkpoints have the value in their `args` under the same name.
     """
-    description = Flag(
-        help,
-        group,
-        aliases,
-        choices,
-        registry if registry is not None or not isinstance(choices, Registry) else choices,
-        metavar,
-        nargs,
-        derived,
-        strip_quotes,
-        at_least,
-        above,
-        at_most,
-        below,
-        changes_model,
-        summary,
-        changes_layer_time,
-        megatron_arg,
-    )
-    default = None if derived is not None else default
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: description})
+
+    help: str
+    _: dataclasses.KW_ONLY
+    group: str | None = None
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] | Registry | None = None
+    registry: Registry | None = None
+    metavar: str | tuple[str, ...] | None = None
+    nargs: int | str | None = None
+    derived: str | None = None
+    strip_quotes: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    used_with: tuple[str, ...] = ()
+    unused_with: tuple[str, ...] = ()
+    changes_model: bool | None = None
+    summary: str | None = None
+    changes_layer_time: bool | None = None
+    megatron_arg: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.registry is None and isinstance(self.choices, Registry):
+            object.__setattr__(self, "registry", self.choices)
+
+
+def flag(default: Any = dataclasses.MISSING, **description: Any) -> Any:
+    """A dataclass field that is also a flag; required if it has no default. description: of `Flag`."""
+    metadata = Flag(**description)
+    default = None if metadata.derived is not None else default
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: metadata})
 
 
 def flag_of(field: dataclasses.Field[Any]) -> Flag:
@@ -147,15 +124,14 @@ class Section:
 
     def chosen_settings(self) -> set[str]:
         """Fields that the chosen values use and other choices may not: `Choice.settings`."""
-        return {name for registry, value in self._registry_values() for name in registry[value].settings}
+        return {name for registry, value in self.choices_made() for name in registry[value].settings}
 
     def unused_fields(self) -> set[str]:
         """Fields that have no effect with the chosen values: `Choice.settings` of other choices."""
-        return {
-            name for registry, value in self._registry_values() for name in registry.unused_settings(value)
-        }
+        return {name for registry, value in self.choices_made() for name in registry.unused_settings(value)}
 
-    def _registry_values(self) -> Iterator[tuple[Registry[Any], str]]:
+    def choices_made(self) -> Iterator[tuple[Registry[Any], str]]:
+        """The registries of the section's settings, each with the chosen name."""
         for field in dataclasses.fields(self):
             choices, value = flag_of(field).choices, getattr(self, field.name)
             if isinstance(choices, Registry) and value is not None:

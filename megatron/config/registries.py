@@ -219,24 +219,40 @@ WSD_DECAY_STYLES = Registry(
     },
 )
 
-# Functions (PartitionMethod, LayerTable, PipelineShape) -> Partition.
+
+@dataclass(frozen=True)
+class Partitioner(Choice):
+    """A partition method. Its implementation is a function (PartitionMethod, LayerTable, PipelineShape) ->
+    Partition.
+
+    memory_costs: "module:attribute" of the function (Config, vocabulary size) -> MemoryCosts that computes
+    the memory of the layers; empty if the method does not depend on it. Rank 0 of a run calls it.
+    """
+
+    memory_costs: str = ""
+
+
 PARTITION_METHODS = Registry(
     "--partition-method",
     {
-        "uniform": Choice("equal numbers of layers", "megatron.pipeline.methods:by_layer_count"),
-        "parameters": Choice("equal numbers of parameters", "megatron.pipeline.methods:by_parameters"),
-        "memory": Choice("equal estimated memory", "megatron.pipeline.methods:by_memory"),
-        "time": Choice("equal estimated FLOPs", "megatron.pipeline.methods:by_flops"),
-        "profile": Choice("equal measured time", "megatron.pipeline.methods:by_measured_time"),
-        "type": Choice(
+        "uniform": Partitioner("equal numbers of layers", "megatron.pipeline.methods:by_layer_count"),
+        "parameters": Partitioner("equal numbers of parameters", "megatron.pipeline.methods:by_parameters"),
+        "memory": Partitioner(
+            "equal estimated memory",
+            "megatron.pipeline.methods:by_memory",
+            memory_costs="megatron.planner.memory.layer_memory:memory_costs",
+        ),
+        "time": Partitioner("equal estimated FLOPs", "megatron.pipeline.methods:by_flops"),
+        "profile": Partitioner("equal measured time", "megatron.pipeline.methods:by_measured_time"),
+        "type": Partitioner(
             "equal sums of layer weights by class name, as in type:embed:2|transformer:1",
             "megatron.pipeline.methods:by_layer_type",
         ),
-        "layout": Choice(
+        "layout": Partitioner(
             "explicit stages in Megatron-LM's syntax, as in layout:Et*3|(tt|)*29,t|L",
             "megatron.pipeline.methods:explicit_stages",
         ),
-        "stages": Choice(
+        "stages": Partitioner(
             "explicit numbers of transformer layers, as in stages:5,6*10,5",
             "megatron.pipeline.methods:explicit_stages",
         ),
@@ -247,10 +263,7 @@ PARTITION_METHODS = Registry(
 @dataclass(frozen=True)
 class PipelineSchedule(Choice):
     """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> Order: the order of
-    work that the simulator and the engine run.
-
-    engine: "module:attribute" of the subclass of GPTEngine that runs it. instructions: that of DeepSpeed's
-    PipeSchedule which emits the engine's instructions; empty if the order of work does.
+    work that the engine, the simulation and the plan run.
 
     stages_per_rank: 0 if --virtual-pipeline-stages gives it; the function then has it as third parameter.
     is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
@@ -261,8 +274,6 @@ class PipelineSchedule(Choice):
     splits_backward: the gradients of weights are computed in passes of their own.
     """
 
-    engine: str = ""
-    instructions: str = ""
     stages_per_rank: int = 1
     is_v_schedule: bool = False
     micro_batches_per_rank: int = 0
@@ -276,14 +287,11 @@ PIPELINE_SCHEDULES = Registry(
         "1f1b": PipelineSchedule(
             "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
             "megatron.pipeline.orders:one_f_one_b",
-            engine="megatron.engine.pipeline_engine:GPTEngine",
-            instructions="deepspeed.runtime.pipe.schedule:TrainSchedule",
         ),
         "interleaved": PipelineSchedule(
             "interleaved 1F1B: each rank holds --virtual-pipeline-stages stages, which reduces the pipeline "
             "bubble; stage s is on rank s modulo the pipeline-parallel size (arXiv:2104.04473)",
             "megatron.pipeline.orders:interleaved",
-            engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
             stages_per_rank=0,
             micro_batches_per_rank=1,
             micro_batches_multiple_of_ranks=True,
@@ -292,7 +300,6 @@ PIPELINE_SCHEDULES = Registry(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
             "pipeline bubble (DualPipeV, github.com/deepseek-ai/DualPipe)",
             "megatron.pipeline.orders:dual_pipe_v",
-            engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
             stages_per_rank=2,
             is_v_schedule=True,
             micro_batches_per_rank=2,
@@ -301,7 +308,6 @@ PIPELINE_SCHEDULES = Registry(
             "1F1B with the gradients of inputs and those of weights in separate passes; the latter run when "
             "the rank would be idle, which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
             "megatron.pipeline.orders:zero_bubble",
-            engine="megatron.engine.pipeline_engine:GPTMultiStageEngine",
             splits_backward=True,
         ),
     },
@@ -329,21 +335,18 @@ TOKENIZERS = Registry(
     },
 )
 
-# Instances of megatron.planner.timing.hardware.GPU.
+# Instances of megatron.cluster.gpus.GPU.
 GPUS = Registry(
     "--gpu",
     {
-        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.planner.timing.hardware:V100_16GB"),
-        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.planner.timing.hardware:V100_32GB"),
-        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:A100_40GB"),
-        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:A100_80GB"),
-        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:H100_80GB"),
-        "h200-141gb": Choice(
-            "139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:H200_141GB"
-        ),
-        "b200-180gb": Choice(
-            "178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.planner.timing.hardware:B200_180GB"
-        ),
+        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.cluster.gpus:V100_16GB"),
+        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.cluster.gpus:V100_32GB"),
+        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.gpus:A100_40GB"),
+        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.gpus:A100_80GB"),
+        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.gpus:H100_80GB"),
+        "h200-141gb": Choice("139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.gpus:H200_141GB"),
+        "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.cluster.gpus:B200_180GB"),
+        "gb200-186gb": Choice("184.31 GiB, 2,500 TFLOP/s in 16 bit", "megatron.cluster.gpus:GB200_186GB"),
     },
 )
 

@@ -7,8 +7,7 @@ indices          computes the document, sample and shuffle index of a split
 index_cache      stores these three arrays as .npy files
 gpt_dataset      map-style datasets of samples, one per split
 blended_dataset  a weighted blend of several datasets
-sampler          assigns samples to data-parallel ranks
-loader           reads the micro-batches of one data-parallel rank
+loader           assigns samples to data-parallel ranks, and reads their micro-batches
 
 This file imports nothing: preprocessing does not need torch, whose import takes seconds.
 """

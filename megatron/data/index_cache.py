@@ -131,9 +131,10 @@ def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
 def _map_array(path: str) -> npt.NDArray[Any]:
     """As np.load(path, mmap_mode="r"), without a descriptor that stays open."""
     with open_regular(path) as file:
-        is_first = np.lib.format.read_magic(file) == (1, 0)
-        read_header = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(file)
+        # Headers of later versions may have gigabytes; np.save writes them for other dtypes only.
+        if (version := np.lib.format.read_magic(file)) != (1, 0):
+            raise ValueError(f"version {version} of the npy format, expected (1, 0)")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
         start, count = file.tell(), math.prod(shape)
     content = map_file(path)[start : start + count * dtype.itemsize].view(dtype)
     return content.reshape(shape, order="F" if is_fortran else "C")

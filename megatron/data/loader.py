@@ -1,29 +1,65 @@
-"""Micro-batches of tensors in the format of DeepSpeed's pipeline engine."""
+"""Micro-batches: which samples, and their tensors, from the token files to the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron.config import ConfigError
 from megatron.data.blended_dataset import SampleDataset
-from megatron.data.sampler import micro_batch_samples
-
-# (tokens int64 [batch, seq], (labels int64 [batch, seq], loss_mask float32 [batch, seq]))
-MicroBatch: TypeAlias = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 
 PREFETCH_PER_WORKER = 2
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Consecutive samples of the run, for one forward and one backward pass.
+
+    On pipeline ranks between the first and the last stage, which read no tokens, seq is 0.
+    """
+
+    samples: range
+    """Numbers of the samples in the run: dropout masks depend on them."""
+    tokens: Tensor
+    """int64 [batch, seq]"""
+    labels: Tensor
+    """int64 [batch, seq]: the tokens shifted by one."""
+    loss_mask: Tensor
+    """float32 [batch, seq]"""
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, first_sample: int, masked_token: int | None = None) -> MicroBatch:
+        """rows: the tokens of the samples from `first_sample` on, int64 [batch, seq + 1]. masked_token: the
+        loss mask is 0 where the input is this token, otherwise 1."""
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
+        if masked_token is not None:
+            loss_mask[tokens == masked_token] = 0.0
+        return cls(range(first_sample, first_sample + len(rows)), tokens, labels, loss_mask)
+
+    def truncated(self, seq_length: int) -> MicroBatch:
+        """The first `seq_length` tokens of each sample."""
+        if seq_length >= self.tokens.shape[1]:
+            return self
+        parts = (x[:, :seq_length].contiguous() for x in (self.tokens, self.labels, self.loss_mask))
+        return MicroBatch(self.samples, *parts)
 
 
 class GPTBatchLoader:
     """Reads the micro-batches of one data-parallel rank, starting at any sample.
 
-    Labels are the tokens shifted by one. The loss mask is 1; with `eod_mask_loss` it is 0 where the input
-    token is `eod`. `vocab_size` is the vocabulary size without padding: a token id at or above it raises
+    A global batch is the next `global_batch_size` samples after the consumed ones, on every layout.
+    Micro-batch k of data-parallel rank r is the `micro_batch_size` samples from sample
+    consumed + (k * dp_size + r) * micro_batch_size on, as in Megatron-LM.
+
+    first_sample: number of the data set's first sample in the run. reads_tokens: False for a rank that needs
+    only the numbers of the samples. With `eod_mask_loss` the loss mask is 0 where the input token is `eod`.
+    `vocab_size` is the vocabulary size without padding: a token id at or above it raises
     ConfigError, since the data was made with another tokenizer. With `num_workers` > 0, as many threads
     prefetch micro-batches. Threads suffice because the files are memory-mapped.
     """
@@ -39,6 +75,8 @@ class GPTBatchLoader:
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
         num_workers: int = 0,
+        first_sample: int = 0,
+        reads_tokens: bool = True,
     ) -> None:
         if eod_mask_loss and eod is None:
             raise ConfigError(
@@ -50,6 +88,7 @@ class GPTBatchLoader:
         self.dp_size = dp_size
         self._masked_token = eod if eod_mask_loss else None
         self._vocab_size = vocab_size
+        self._first_sample, self._reads_tokens = first_sample, reads_tokens
         self._workers = ThreadPoolExecutor(num_workers, "data-prefetch") if num_workers > 0 else None
         self._num_prefetched = num_workers * PREFETCH_PER_WORKER
         self._pending: dict[int, Future[MicroBatch]] = {}  # by the micro-batch's first sample
@@ -67,20 +106,15 @@ class GPTBatchLoader:
                 f"{self.micro_batch_size} times data-parallel size {self.dp_size}: change "
                 "--global-batch-size or --rampup-batch-size"
             )
-        if consumed_samples + global_batch_size > len(self.dataset):
+        consumed = consumed_samples - self._first_sample
+        if consumed + global_batch_size > len(self.dataset):
             raise ConfigError(
                 f"the {self.dataset.name} dataset has {len(self.dataset):,} samples, and this step reads "
-                f"samples {consumed_samples:,} to {consumed_samples + global_batch_size:,}: the datasets "
+                f"samples {consumed:,} to {consumed + global_batch_size:,}: the datasets "
                 "were built for a shorter run, check --train-iters or --train-samples"
             )
-        steps = micro_batch_samples(
-            consumed_samples,
-            self.micro_batch_size,
-            global_batch_size // per_micro_batch,
-            self.dp_rank,
-            self.dp_size,
-        )
-        return (self._next(int(samples[0])) for samples in steps)
+        own = consumed + self.dp_rank * self.micro_batch_size
+        return map(self._next, range(own, consumed + global_batch_size, per_micro_batch))
 
     def close(self) -> None:
         """Stop the prefetch threads."""
@@ -102,23 +136,13 @@ class GPTBatchLoader:
         return self._pending.pop(start).result()
 
     def _read(self, start: int) -> MicroBatch:
+        if not self._reads_tokens:
+            rows = torch.empty(self.micro_batch_size, 1, dtype=torch.int64)
+            return MicroBatch.from_rows(rows, self._first_sample + start)
         samples = np.stack([self.dataset[i] for i in range(start, start + self.micro_batch_size)])
         if self._vocab_size is not None and not 0 <= samples.min() <= samples.max() < self._vocab_size:
             raise ConfigError(
                 f"the {self.dataset.name} data has token ids {samples.min()} to {samples.max()}, expected "
                 f"0 to {self._vocab_size - 1}: use the tokenizer that the data was preprocessed with"
             )
-        block = torch.from_numpy(samples)
-        tokens, labels = block[:, :-1].contiguous(), block[:, 1:].contiguous()
-        loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
-        if self._masked_token is not None:
-            loss_mask[tokens == self._masked_token] = 0.0
-        return tokens, (labels, loss_mask)
-
-
-def truncated(micro_batches: Iterator[MicroBatch], seq_length: int) -> Iterator[MicroBatch]:
-    """Truncate tokens, labels and loss masks to the first `seq_length` tokens of each sample."""
-    for tokens, (labels, mask) in micro_batches:
-        if seq_length < tokens.shape[1]:
-            tokens, labels, mask = (x[:, :seq_length].contiguous() for x in (tokens, labels, mask))
-        yield tokens, (labels, mask)
+        return MicroBatch.from_rows(torch.from_numpy(samples), self._first_sample + start, self._masked_token)

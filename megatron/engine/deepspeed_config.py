@@ -151,11 +151,6 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
     settings = {} if path is None or _file_is_absent(config) else _load(path)
-    # With 1f1b each tensor-parallel rank sends its part of a replicated activation. `engine.multi_stage` does
-    # not support that, and with --sequence-parallel the activation is sharded already.
-    unpartitioned = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
-    parallel = config.parallel
-    pipeline = unpartitioned if parallel.runs_order_of_work or parallel.sequence_parallel else {}
     return {
         "wall_clock_breakdown": False,
         # This timer synchronizes with the device in every forward pass, and nothing reads it.
@@ -169,7 +164,6 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
         # sharding itself is done by this repository's optimizer.
         "zero_optimization": {"stage": min(config.parallel.zero_stage, 1)},
         "zero_allow_untested_optimizer": True,
-        **pipeline,
     }
 
 
@@ -270,7 +264,6 @@ def _check_passed_on(settings: Mapping[str, Any]) -> None:
 def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
     """ConfigError if a value of the file differs from its flag."""
     batch, parallel = config.batch, config.parallel
-    accumulation = batch.global_batch_size // (batch.micro_batch_size * parallel.data_parallel_size)
     bf16 = "bfloat16" if "bfloat16" in settings else "bf16"
     pairs = [
         (
@@ -289,7 +282,7 @@ def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
             "gradient_accumulation_steps",
             settings.get("gradient_accumulation_steps"),
             "--global-batch-size / (--micro-batch-size x data-parallel size)",
-            accumulation,
+            config.micro_batches_per_step,
         ),
         ("gradient_clipping", settings.get("gradient_clipping"), "--clip-grad", config.optimizer.clip_grad),
         (

@@ -1,4 +1,4 @@
-"""The instructions of a step for DeepSpeed's pipeline engine, from an order of work."""
+"""An order of work as the instructions of a step for DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from megatron.config.registry import load_object
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.pipeline.orders import Kind, Order, Work, forward_only
 from megatron.pipeline.schedule import order_of_work
@@ -41,37 +40,29 @@ _PASSES: dict[Kind, type[PipeInstruction]] = {
 }
 
 
-def training_schedule(parallel: ParallelConfig, micro_batches: int, rank: int) -> PipeSchedule:
-    """The instructions of a training step on a pipeline rank."""
-    ranks, schedule = parallel.pipeline_model_parallel_size, parallel.schedule
-    if schedule.instructions:
-        made: PipeSchedule = load_object(schedule.instructions)(
-            micro_batches=micro_batches, stages=ranks, stage_id=rank
-        )
-        return made
-    order = order_of_work(parallel.pipeline_schedule, ranks, micro_batches, parallel.stages_per_rank)
-    return OrderSchedule(order, micro_batches, rank, trains=True)
-
-
-def evaluation_schedule(parallel: ParallelConfig, micro_batches: int, rank: int) -> PipeSchedule:
-    """The instructions of an evaluation on a pipeline rank that has several stages."""
-    return OrderSchedule(
-        forward_only(parallel.rank_of_stage, micro_batches), micro_batches, rank, trains=False
-    )
+def pipeline_schedule(
+    parallel: ParallelConfig, rank: int, micro_batches: int, *, trains: bool
+) -> OrderSchedule:
+    """The instructions of a training step, or of an evaluation, on a pipeline rank."""
+    if trains:
+        ranks = parallel.pipeline_model_parallel_size
+        order = order_of_work(parallel.pipeline_schedule, ranks, micro_batches, parallel.stages_per_rank)
+    else:
+        order = forward_only(parallel.rank_of_stage, micro_batches)
+    return OrderSchedule(order, micro_batches, rank, trains=trains)
 
 
 class OrderSchedule(PipeSchedule):
-    """An order of work as the instructions of `MultiStageEngine`.
+    """The instructions of a rank.
 
     The stages of a rank are its phases 0, 1 and so on. Each phase has a buffer for every micro-batch:
-    phase x micro-batches + micro-batch.
+    phase x micro-batches + micro-batch. A rank loads a micro-batch before its first pass.
     """
 
     def __init__(self, order: Order, micro_batches: int, rank: int, *, trains: bool) -> None:
         super().__init__(micro_batches, max(order.rank_of_chunk) + 1, rank)
         self._own_steps = order.steps[rank]
         self._trains = trains
-        self._last = len(order.rank_of_chunk) - 1
         held = [stage for stage, holder in enumerate(order.rank_of_chunk) if holder == rank]
         self._phases = {stage: phase for phase, stage in enumerate(held)}
 
@@ -97,11 +88,8 @@ class OrderSchedule(PipeSchedule):
 
     def _pass(self, work: Work) -> list[PipeInstruction]:
         run = self._of(work, _PASSES[work.kind])
-        # A rank with the first and the last stage loads tokens and labels together.
-        loads_at = 0 if 0 in self._phases else self._last
-        if work.kind == "forward" and work.chunk == loads_at:
-            return [LoadMicroBatch(run.kwargs["buffer_id"]), run]
-        return [run]
+        loads = work.kind == "forward" and self._phases[work.chunk] == 0
+        return [LoadMicroBatch(run.kwargs["buffer_id"]), run] if loads else [run]
 
     def _of(self, work: Work, kind: type[PipeInstruction]) -> PipeInstruction:
         phase = self._phases[work.chunk]

@@ -8,20 +8,17 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe.schedule import PipeSchedule
 from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.checks.batch import check_batch_size
 from megatron.data.loader import MicroBatch
-from megatron.data.sampler import micro_batch_samples
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.engine.device_progress import DeviceProgress
-from megatron.engine.instructions import evaluation_schedule, training_schedule
-from megatron.engine.multi_stage import MultiStageEngine
+from megatron.engine.executor import ScheduleExecutor
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
-from megatron.engine.workarounds import PatchedPipelineEngine, reuse_tp_group
+from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.buckets import divide_into_buckets
@@ -31,11 +28,8 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 
 
-class GPTEngine(PatchedPipelineEngine):
-    """Trains and evaluates a `GPTModelPipe` stage."""
-
-    has_phases = False
-    """Whether passes name the stage of this rank that they go through."""
+class GPTEngine(ScheduleExecutor):
+    """Trains and evaluates the stages of a `GPTModelPipe`."""
 
     def __init__(
         self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
@@ -43,33 +37,19 @@ class GPTEngine(PatchedPipelineEngine):
         self.run_config = config
         self.layout = layout
         self.tp_group = tp_group
-        # Per stage of this rank: the samples of the micro-batches not yet run.
-        self._samples_to_come: list[Iterator[tuple[int, ...]]] = []
         self._heartbeat: Callable[[], None] = _no_heartbeat
         self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
         # Sequence length of the stages' communication buffers.
         self._seq_length = config.model.seq_length
-        self._zero_units = model.transformer_layers() if config.parallel.shards_gradients else {}
-        self._buckets = _buckets(model, config.parallel.bucket_size)
-        optimizer = config.optimizer
-        groups = parameter_groups(
-            model.named_parameters(),
-            optimizer.weight_decay,
-            optimizer.use_bnb_optimizer,
-            {layer: layer for layer in self._zero_units}
-            | {layer: name for name, bucket in self._buckets.items() for layer in bucket},
-            config.model.matrix_lr_mult,
-            [weight for weight, _ in _tied_weights(model)]
-            if config.parallel.optimizer_partitions > 1
-            else [],
-        )
         reuse_tp_group(model.mpu(), tp_group.group)
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
+            config.parallel,
+            tp_group,
             args=None,
             model=model,
-            optimizer=make_optimizer(groups, optimizer),
+            optimizer=plain_optimizer(config, model),
             model_parameters=list(model.parameters()),
             mpu=model.mpu(),
             config=settings,
@@ -77,40 +57,11 @@ class GPTEngine(PatchedPipelineEngine):
         )
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        grid = self.module.mpu()
-        layout, parallel = self.layout, self.run_config.parallel
-        groups = OptimizerProcessGroups(
-            data=grid.get_data_parallel_group(),
-            dp_size=layout.dp_size,
-            dp_rank=layout.dp_rank,
-            model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
-            description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
-            f"TP rank {layout.tp_rank}, DP rank {layout.dp_rank})",
-        )
-        return MixedPrecisionOptimizer(
-            optimizer,
-            {parameter: name for name, parameter in self.module.named_parameters()},
-            groups,
-            self.tp_group,
-            _tied_weights(self.module),
-            LossScaler(self.run_config.precision),
-            ZeroConfig(
-                parallel.zero_stage,
-                self._zero_units,
-                self.module.initial_values if parallel.shards_weights else None,
-                {name: list(bucket.values()) for name, bucket in self._buckets.items()},
-                overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
-                overlap_param_gather=not parallel.no_overlap_param_gather,
-                cpu_offload=parallel.cpu_offload,
-            ),
-            self.run_config.optimizer.clip_grad,
-            averages_replicated=self.run_config.stability.sync_tp_duplicated_parameters,
-        )
+        return mixed_precision_optimizer(self.run_config, self.layout, self.tp_group, self.module, optimizer)
 
     def train_step(
         self,
         micro_batches: Iterator[MicroBatch],
-        consumed_samples: int,
         global_batch_size: int,
         lr: float,
         *,
@@ -120,13 +71,14 @@ class GPTEngine(PatchedPipelineEngine):
         exit_code_fn: Callable[[], int] | None = None,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Trains one step on the global batch after `consumed_samples`; returns the mean loss on the device.
+        """Trains one step; returns the mean loss on the device.
 
-        lr: learning rate of the step. seq_length: tokens per sample of `micro_batches`, by default
-        --seq-length. skips_non_finite, exit_code_fn: see `MixedPrecisionOptimizer.begin_step`.
-        skip_update_fn: given the mean loss and the grad norm, equal on all ranks, returns whether to skip the
-        update. heartbeat: called for every micro-batch. Raises NonFiniteError on all ranks, before the
-        update, and ConfigError for a batch size that the layout does not support.
+        micro_batches: those of this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
+        sample of `micro_batches`, by default --seq-length. skips_non_finite, exit_code_fn: see
+        `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the mean loss and the grad norm, equal on
+        all ranks, returns whether to skip the update. heartbeat: called for every micro-batch. Raises
+        NonFiniteError on all ranks, before the update, and ConfigError for a batch size that the layout does
+        not support.
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(seq_length or self.run_config.model.seq_length)
@@ -142,15 +94,6 @@ class GPTEngine(PatchedPipelineEngine):
         )
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
-        samples = micro_batch_samples(
-            consumed_samples,
-            self.micro_batch_size,
-            self.micro_batches,
-            self.layout.dp_rank,
-            self.layout.dp_size,
-        )
-        in_order = [tuple(row) for row in samples.tolist()]
-        self._samples_to_come = [iter(in_order) for _ in range(self.run_config.parallel.stages_per_rank)]
         self.device_progress.begin_step()
         if self.pass_times:
             self.pass_times.begin_step()
@@ -212,15 +155,6 @@ class GPTEngine(PatchedPipelineEngine):
                     path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
-    def _next_batch(self) -> MicroBatch:
-        """The next micro-batch. The copy to the device is asynchronous, from pinned memory."""
-        tokens, labels_and_mask = super()._next_batch()
-
-        def send(x: Tensor) -> Tensor:
-            return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
-
-        return send(tokens), tuple(send(x) for x in labels_and_mask)
-
     def _free_pipe_buffers(self) -> None:
         """Frees the activations of the last micro-batches, which include logits.
 
@@ -231,22 +165,84 @@ class GPTEngine(PatchedPipelineEngine):
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()
 
-    def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
+    def _exec_forward_pass(self, buffer_id: int, phase: int) -> None:
         self._heartbeat()
         self.optimizer.unit_overlap.begin_micro_batch()
-        # Every schedule runs the forward passes of a stage in the order of the samples.
-        samples = next(self._samples_to_come[phase]) if self.module.training else ()
-        logits_wanted = self.eval_return_logits or not self._compute_loss
-        head_loss = nullcontext() if logits_wanted else self.module.fused_head_loss()
+        samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_phase]
+        head_loss = nullcontext() if self.eval_return_logits else self.module.fused_head_loss()
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
-            super()._exec_forward_pass(buffer_id, **({"phase": phase} if self.has_phases else {}))
+            super()._exec_forward_pass(buffer_id, phase)
 
-    def _exec_backward_pass(self, buffer_id: int, phase: int = 0) -> None:
+    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
         with self._timed_pass():
-            super()._exec_backward_pass(buffer_id, **({"phase": phase} if self.has_phases else {}))
+            super()._exec_backward_pass(buffer_id, phase)
+
+    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+        with self._timed_pass():
+            super()._exec_weight_grad_pass(buffer_id, phase)
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
+
+
+def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimizer:
+    """The optimizer of --optimizer over the parameter groups of a model."""
+    optimizer = config.optimizer
+    units = {layer: layer for layer in _zero_units(config, model)}
+    buckets = _buckets(model, config.parallel.bucket_size)
+    groups = parameter_groups(
+        model.named_parameters(),
+        optimizer.weight_decay,
+        optimizer.use_bnb_optimizer,
+        units | {layer: name for name, bucket in buckets.items() for layer in bucket},
+        config.model.matrix_lr_mult,
+        [weight for weight, _ in _tied_weights(model)] if config.parallel.optimizer_partitions > 1 else [],
+    )
+    return make_optimizer(groups, optimizer)
+
+
+def mixed_precision_optimizer(
+    config: Config,
+    layout: ParallelLayout,
+    tp_group: TPGroup,
+    model: GPTModelPipe,
+    plain: torch.optim.Optimizer,
+) -> MixedPrecisionOptimizer:
+    """The optimizer of a rank. plain: `plain_optimizer` of the model."""
+    grid, parallel = model.mpu(), config.parallel
+    groups = OptimizerProcessGroups(
+        data=grid.get_data_parallel_group(),
+        dp_size=layout.dp_size,
+        dp_rank=layout.dp_rank,
+        model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
+        description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
+        f"TP rank {layout.tp_rank}, DP rank {layout.dp_rank})",
+    )
+    buckets = _buckets(model, parallel.bucket_size)
+    return MixedPrecisionOptimizer(
+        plain,
+        {parameter: name for name, parameter in model.named_parameters()},
+        groups,
+        tp_group,
+        _tied_weights(model),
+        LossScaler(config.precision),
+        ZeroConfig(
+            parallel.zero_stage,
+            _zero_units(config, model),
+            model.initial_values if parallel.shards_weights else None,
+            {name: list(bucket.values()) for name, bucket in buckets.items()},
+            overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
+            overlap_param_gather=not parallel.no_overlap_param_gather,
+            cpu_offload=parallel.cpu_offload,
+        ),
+        config.optimizer.clip_grad,
+        averages_replicated=config.stability.sync_tp_duplicated_parameters,
+    )
+
+
+def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
+    """The layers whose gradients ZeRO-2 and 3 shard."""
+    return model.transformer_layers() if config.parallel.shards_gradients else {}
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
@@ -268,26 +264,3 @@ def _tied_weights(model: GPTModelPipe) -> list[tuple[nn.Parameter, dist.ProcessG
 
 def _no_heartbeat() -> None:
     """For callers without a watchdog."""
-
-
-class GPTMultiStageEngine(GPTEngine, MultiStageEngine):
-    """The engine for a `GPTModelPipe` that holds several stages, or runs any other order of work."""
-
-    has_phases = True
-
-    def __init__(
-        self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
-    ) -> None:
-        parallel = config.parallel
-        self.rank_of_stage = parallel.rank_of_stage
-
-        def make_schedule(micro_batches: int, trains: bool) -> PipeSchedule:
-            make = training_schedule if trains else evaluation_schedule
-            return make(parallel, micro_batches, layout.pipeline_stage)
-
-        self.make_schedule = make_schedule
-        super().__init__(config, layout, tp_group, model)
-
-    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
-        with self._timed_pass():
-            super()._exec_weight_grad_pass(buffer_id, phase)

@@ -24,10 +24,8 @@ tests/distributed/test_optimizer.py unless another file is named.
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
    lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
    tests/distributed/test_workarounds.py
-9. A stage receives activations and gradients into one buffer, chosen by size whatever the dtype: a stage that
-   receives fp32 and sends bf16 (--fp32-residual-connection, the head on a stage by itself) would read wrong
-   values. tests/distributed/test_workarounds.py
-10. Removed 2026-11-22: of DeepSpeed's `DualPipeVEngine`, which `engine.multi_stage` replaced.
+9, 10. Removed: of DeepSpeed's buffers for messages and of its `DualPipeVEngine`, which `engine.executor`
+   replaces.
 11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
    (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
@@ -42,16 +40,10 @@ tests/distributed/test_optimizer.py unless another file is named.
 15. The groups that DeepSpeed creates (data, tensor, pipeline) do not inherit the timeout of the default
    group: with NCCL a collective that waits for more than 600 s, as in a long step or save, ends the process.
    tests/distributed/test_workarounds.py
-16. `PartitionedTensor.to_meta` makes the table of a partition for every micro-batch, twice on stages in the
-   middle, and copies it to the device: the host waits for the device each time. Here the table of a shape
-   is made once. `from_meta` places the full tensor on the device that was current when DeepSpeed was
-   imported; here it is the device of the part. tests/distributed/test_partitioned_activations.py
-17. Before the backward pass of a stage, `PipelineEngine` all-gathers the stage's output, though autograd
-   reads only its shape. Here it gets a tensor of this shape without memory.
-   tests/distributed/test_partitioned_activations.py
+16, 17. Removed: of DeepSpeed's messages in parts, which `engine.executor` replaces.
 18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
    waits once per step. Here it is made on the device.
-   tests/distributed/test_partitioned_activations.py
+   tests/simulated/test_layouts.py
 19. At its start the engine broadcasts every parameter of the model, also those that have no memory yet
    (ZeRO-3: `optimizer/flat_group.py` makes their partitions). Here these have DeepSpeed's own mark of such
    parameters meanwhile. tests/distributed/test_zero.py
@@ -63,7 +55,6 @@ tests/distributed/test_optimizer.py unless another file is named.
 """
 
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import deepspeed.ops
@@ -72,7 +63,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
 
@@ -97,29 +87,6 @@ def reuse_tp_group(grid: PipelineParallelGrid, tp_group: dist.ProcessGroup | Non
     """Entry 21. tp_group: None without tensor parallelism."""
     if tp_group is not None:
         grid.slice_proc_group = tp_group
-
-
-class _CachedPartitionedTensor(PartitionedTensor):
-    """Entry 16."""
-
-    @classmethod
-    def from_meta(
-        cls, meta: torch.Tensor, local_part: torch.Tensor, group: dist.ProcessGroup
-    ) -> PartitionedTensor:
-        return super().from_meta(meta, local_part, group, device=local_part.device)
-
-    def to_meta(self) -> torch.Tensor:
-        table = (len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition)
-        return _partition_table(table, torch.device(self.orig_device))
-
-
-@lru_cache(maxsize=16)
-def _partition_table(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The table on the device. Nothing writes to it: it is sent, and received into other tensors."""
-    return torch.tensor(table, dtype=torch.int64).to(device)
-
-
-pipe_engine.PartitionedTensor = _CachedPartitionedTensor
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -159,12 +126,6 @@ class PatchedPipelineEngine(PipelineEngine):
         self.basic_optimizer = client_optimizer
         self.optimizer = self.wrap_optimizer(client_optimizer)
 
-    def _allocate_or_extend_buffers(self, idx: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        held = self._grad_layer_buf
-        if idx < len(held) and held[idx].dtype != dtype:
-            held[idx] = held[idx].new_empty(0, dtype=dtype)  # empty, so that DeepSpeed allocates a new one
-        return super()._allocate_or_extend_buffers(idx, shape, dtype)
-
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
@@ -180,14 +141,7 @@ class PatchedPipelineEngine(PipelineEngine):
         # Only the last stage has a loss to scale; the others receive gradients that are scaled already.
         if self.is_last_stage():
             self.loss = self.loss * self.optimizer.scaler.scale
-        partitioned = self.is_pipe_partitioned
-        if partitioned and not self.is_last_stage():
-            self._restore_output_shape(buffer_id)
-            self.is_pipe_partitioned = False  # super() would all-gather the output
-        try:
-            super()._exec_backward_pass(buffer_id)
-        finally:
-            self.is_pipe_partitioned = partitioned
+        super()._exec_backward_pass(buffer_id)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Entry 18."""
@@ -198,13 +152,3 @@ class PatchedPipelineEngine(PipelineEngine):
         dist.broadcast(losses, src=source, group=stages)
         self.dp_group_loss, step_loss = losses.clone().unbind()
         return step_loss
-
-    def _restore_output_shape(self, buffer_id: int) -> None:
-        """Entry 17: the stage's output, whose data was freed when it was partitioned, gets its shape back."""
-        table, part, *others = self.pipe_buffers["outputs"][buffer_id]
-        if self.pipe_partition_output_meta_cache is None:
-            self.pipe_partition_output_meta_cache = table.to("cpu")
-        dimensions, *numbers = self.pipe_partition_output_meta_cache.tolist()
-        output = self.pipe_buffers["output_tensors"][buffer_id]
-        output.data = part.new_zeros(()).expand(numbers[:dimensions])
-        self.pipe_buffers["outputs"][buffer_id] = (output, *others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -10,6 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron.config import Config
+from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.kernels.attention import MAX_HEAD_DIM
 from megatron.kernels.selection import reason_against_kernels, uses_kernels
 from megatron.model.position import AttentionMasks
@@ -82,6 +85,29 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
         Implementation.BIASED_SDPA,
         f"scaled_dot_product_attention with a bias per score, since {against}; {features}",
     )
+
+
+def counts_kernels(config: Config) -> bool:
+    """Whether a run on GPUs, or on devices of kind --gpu, uses the Triton kernels: not with
+    MEGATRON_KERNELS=pytorch, and not on a V100 (compute capability 7.0), which they do not support."""
+    is_old = (config.training.gpu or "").startswith("v100")
+    return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
+
+
+def attention_of(config: Config) -> Implementation:
+    """The implementation that a training run on GPUs uses."""
+    model = config.model
+    required = AttentionRequirements(
+        dropout=model.attention_dropout,
+        alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,
+        documents=config.data.reset_attention_mask,
+        seq_length=model.seq_length,
+        head_dim=model.kv_channels,
+        on_cpu=False,
+        kernels_unsupported_reason=None if counts_kernels(config) else "no kernels",
+        window=model.attention_window,
+    )
+    return choose_attention(required)[0]
 
 
 def implementation_for(query: Tensor, dropout: float, masks: AttentionMasks) -> Implementation:

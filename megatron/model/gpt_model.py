@@ -34,9 +34,8 @@ product of attention and MLP sums over the ranks. Hidden states are replicated o
 --sequence-parallel each rank has [s / TP, b, h] of them from layer 1 to L+2 (arXiv 2205.05198).
 The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
 
-The parts beside this file: core_attention.py (scores, softmax, dropout), position.py (learned, rotary, ALiBi,
-masks), norm.py, qk_norm.py, activations.py, loss.py, layer_context.py (what layers share). pipeline_module.py
-runs a part of the list as a pipeline stage, single_process.py all of it in one process.
+The parts beside this file: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
+layer_context.py. pipeline_module.py runs a part of the list, single_process.py all of it in one process.
 """
 
 from collections.abc import Callable
@@ -202,6 +201,8 @@ def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
         hidden, _ = split_layer_io(layer_io)
         if context.sequence_parallel:
             hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
+        elif hidden.requires_grad:
+            hidden.register_hook(Tensor.contiguous)  # once, or each layer before would copy its gradient
         return hidden.transpose(0, 1).contiguous()
 
     return to_batch_first
@@ -232,7 +233,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout_rate = model.hidden_dropout
-        self.layer_index = layer_index
+        self.layer_index, self.metrics = layer_index, context.metrics
         self.tp_group = context.tp_group
         self.dropout_rng = context.dropout_rng
         self.sequence_parallel = context.sequence_parallel
@@ -394,8 +395,7 @@ class ParallelMLP(nn.Module):
 
 
 def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of the column-parallel and of the row-parallel layer of attention and MLP. The bias
-    of the latter is added together with dropout and residual, except before a norm."""
+    """Keyword arguments of the column-parallel and of the row-parallel layer of attention and MLP."""
     model = context.config.model
     both = {
         "lr_mult": model.matrix_lr_mult,

@@ -1,6 +1,6 @@
 """What the layers of a stage share, and what they pass to each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedd
 from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
+from megatron.mpu.step_metrics import StepMetrics
 
 # What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
 LayerIO = Tensor | tuple[Tensor, Tensor]
@@ -23,13 +24,15 @@ def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share: the configuration, the TP group and the dropout RNG, and with
-    --pipeline-schedule zero-bubble the queue of weight gradients to compute later."""
+    """What all layers of a stage share: the configuration, the TP group, the dropout RNG, and with
+    --pipeline-schedule zero-bubble the queue of weight gradients to compute later. metrics: takes values for
+    the log."""
 
     config: Config
     tp_group: TPGroup
     dropout_rng: DropoutRNG
     deferred: DeferredGradients | None = None
+    metrics: StepMetrics = field(default_factory=StepMetrics)
 
     @property
     def positions(self) -> PositionScheme:

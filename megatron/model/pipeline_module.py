@@ -13,6 +13,7 @@ import contextlib
 import io
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,7 +40,7 @@ from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
-from megatron.pipeline.methods import embedding_and_head
+from megatron.mpu.step_metrics import StepMetrics
 
 
 def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
@@ -117,7 +118,8 @@ class GPTModelPipe(PipelineModule):
         self._head_is_fused = False
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
-        context = LayerContext(config, tp_group, self.dropout_rng, self.deferred_gradients)
+        self.metrics = StepMetrics()
+        context = LayerContext(config, tp_group, self.dropout_rng, self.deferred_gradients, self.metrics)
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
@@ -158,7 +160,7 @@ class GPTModelPipe(PipelineModule):
 
     def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
         """ValueError if the last stage does not hold the head. --partition-method never makes such bounds."""
-        _, head = embedding_and_head(layer_names(layers))
+        head = max(index for index, layer in enumerate(layers) if isinstance(layer, LayerSpec))
         if self.stage_bounds[-2] > head:
             raise ValueError(
                 f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer {head}): "
@@ -252,12 +254,18 @@ class GPTModelPipe(PipelineModule):
         while position < len(functions):
             end = self._end_of_checkpointed_layers(position)
             if end > position:
-                inputs = self.activation_checkpointing.run(_chain(functions[position:end]), inputs)
+                run = partial(self.activation_checkpointing.run, _chain(functions[position:end]))
             else:
                 end = position + 1
-                inputs = functions[position](inputs)
+                run = functions[position]
+            inputs = self.run_layers(range(position, end), run, inputs)
             position = end
         return inputs
+
+    def run_layers(self, positions: range, run: Callable[[LayerIO], LayerIO], inputs: LayerIO) -> LayerIO:
+        """Returns `run(inputs)`: the stage's functions at these positions, several if they are recomputed
+        together. A subclass can observe the layers here."""
+        return run(inputs)
 
     def _end_of_checkpointed_layers(self, start: int) -> int:
         """End of the group of layers from `start` that is recomputed together; `start` if there is none."""

@@ -23,6 +23,9 @@ LOGITS_BYTES = 128 * MIB
 # this many tokens that is already cheap relative to the matrix products. Larger chunks would only use CPU
 # caches worse.
 CHUNK_TOKENS = {4: 256, 2: 1024}
+# Tokens of a chunk are a multiple of this, if there are so many: tensor cores compute whole tiles, and are
+# slower with lengths that are no multiple of 8.
+TILE_TOKENS = 128
 # fp32 work space of a softmax: on a CPU it fits in a core's cache, on a GPU fewer and larger kernels are
 # faster.
 CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
@@ -42,7 +45,10 @@ class ChunkSizes:
 
 def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_cpu: bool) -> ChunkSizes:
     """For hidden [tokens, width] and weight [columns, width] of element_size bytes per element."""
-    per_chunk = max(min(CHUNK_TOKENS[element_size], LOGITS_BYTES // (columns * element_size), tokens), 1)
+    most = LOGITS_BYTES // (columns * element_size)
+    if most > TILE_TOKENS:
+        most -= most % TILE_TOKENS
+    per_chunk = max(min(CHUNK_TOKENS[element_size], most, tokens), 1)
     work = CPU_WORK_BYTES if on_cpu else WORK_BYTES
     product = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
     return ChunkSizes(

@@ -61,7 +61,7 @@ class Bucket:
         Registers the hooks: after those that accumulate the gradients."""
         self.flats = list(flats)
         self._dp_group = dp_group
-        self._start_reduction = start_reduction
+        self._start = start_reduction
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._micro_batches_left: dict[nn.Parameter, int] = {}
         self._parameters_left = 0
@@ -76,6 +76,11 @@ class Bucket:
         """The gradients are final when each parameter has those of this many micro-batches."""
         self._micro_batches_left = dict.fromkeys(self._parameters, micro_batches)
         self._parameters_left = len(self._parameters)
+
+    def start_reduction(self) -> None:
+        """Starts the reduction of the gradients, if it runs during the backward pass. Collective."""
+        if self._start is not None:
+            self._start(self.flats)
 
     def start_gather(self) -> None:
         """Starts the all-gather of the weights. Collective."""
@@ -92,8 +97,7 @@ class Bucket:
         self._micro_batches_left[parameter] = left
         self._parameters_left -= left == 0
         if left == 0 and self._parameters_left == 0:
-            assert self._start_reduction is not None
-            self._start_reduction(self.flats)
+            self.start_reduction()
 
     # With --compile the layer is compiled; hooks with collectives are not.
     @not_compiled

@@ -91,7 +91,7 @@ class MixedPrecisionOptimizer:
         self.skipped_by_fn = False
         # The largest of the ranks' exit codes when the last step computed the grad norm; None if not asked.
         self.exit_code: int | None = None
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self.begin_step()
         self._loss: Tensor | None = None
 
@@ -118,7 +118,7 @@ class MixedPrecisionOptimizer:
             else:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
         start = self._reduction.start if zero.overlap_grad_reduce else None
-        self._buckets = [
+        self.buckets = [
             Bucket(modules, [flat for flat in self.flat if flat.unit == unit], groups.data, start)
             for unit, modules in zero.buckets.items()
         ]
@@ -180,7 +180,7 @@ class MixedPrecisionOptimizer:
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
         self._exit_code_fn = exit_code_fn
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
     def register_loss(self, loss: Tensor) -> None:
@@ -255,10 +255,10 @@ class MixedPrecisionOptimizer:
         for flat in self.flat:
             flat.copy_master_to_params()
         if self.partition_count > 1:
-            in_buckets = {id(flat) for bucket in self._buckets for flat in bucket.flats}
+            in_buckets = {id(flat) for bucket in self.buckets for flat in bucket.flats}
             rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
             pending = [flat.all_gather_params(self.groups.data) for flat in rest]
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.start_gather()
             for work in pending:
                 work.wait()
@@ -268,7 +268,7 @@ class MixedPrecisionOptimizer:
     def wait_for_params(self) -> None:
         """Waits until all weights of the last step have arrived. Called before weights are read other than
         by a forward pass."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.wait_for_gather()
 
     @property

@@ -102,7 +102,7 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     groups = [dict(group) for group in groups]
     # PyTorch's fused kernels (one pass over memory) exist on these devices.
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = devices <= {"cpu", "cuda", "xpu", "mps", "sim"}  # 'sim' is that of megatron.simulation
+    fused = devices <= {"cpu", "cuda", "xpu", "mps", "sim"}  # 'sim': the simulated device
     kernels = {"fused": fused, "foreach": not fused}
     return OPTIMIZERS.load(config.optimizer)(groups, config, kernels)
 

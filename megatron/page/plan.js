@@ -192,12 +192,12 @@ function callTable(rows) {
   const table = sortableTable([
     { title: "process group", value: (row) => row.group },
     { title: "operation", value: (row) => row.operation },
-    { title: "purpose", value: (row) => row.purpose },
+    { title: "during", value: (row) => row.during },
     { title: "calls", number: true, value: (row) => row.calls },
     { title: "bytes", number: true, value: (row) => row.bytes },
     { title: "size", number: true, value: (row) => row.bytes, text: (row) => size(row.bytes) },
-  ], rows, { id: "calls", label: "communication by purpose" });
-  return element("details", {}, element("summary", {}, "by operation and purpose"), table.node);
+  ], rows, { id: "calls", label: "communication by pass" });
+  return element("details", {}, element("summary", {}, "by operation and pass"), table.node);
 }
 
 function whatIfSection(plan) {

@@ -14,8 +14,7 @@ from itertools import accumulate, pairwise
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
-from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
-from megatron.pipeline.partition import Weight, partition
+from megatron.pipeline.partition import TooLongError, Weight, partition, partition_v
 from megatron.units import GIB
 
 # Class names of the input embedding (and tied head), of an untied head, and of a transformer layer.
@@ -23,12 +22,21 @@ EMBEDDING = "EmbeddingPipe"
 UNTIED_HEAD = "LMHeadPipe"
 TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
-# Limit of the dynamic programs' numbers of steps, 10 to 30 s: 300 to 400 layers with two stages per rank, or
-# 4,000 layers on 64 stages by memory.
-_MAX_STEPS = 1_000_000_000
-
 MEMORY_UNIT = "GiB"
 TIME_UNITS = ("GFLOP", "ms")
+
+
+@dataclass(frozen=True)
+class MemoryCosts:
+    """The memory of the layers on one rank, for the method 'memory'."""
+
+    state_bytes: list[float]
+    """Parameters, gradients and optimizer state of each layer."""
+    activation_bytes: list[float]
+    """Activations of each layer that a micro-batch keeps between its forward and its backward pass."""
+    in_flight: list[float]
+    """For each stage, the number of micro-batches between their forward and their backward pass when its rank
+    has most of them, in units of `activation_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,10 @@ class LayerTable:
     parameters: list[int]
     flops: list[float]
     """Forward and backward pass of a micro-batch."""
-    state_bytes: list[float]
-    """Parameters, gradients and optimizer state."""
-    activation_bytes: list[float]
-    """Activations that a micro-batch keeps between its forward and its backward pass."""
     seconds: list[float] | None = None
     """Measured forward and backward pass of a micro-batch, for the method 'profile'."""
+    memory: MemoryCosts | None = None
+    """For the methods with `memory_costs` in the registry."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The stages of a schedule. is_v_schedule: rank r of p holds stages r and 2p - 1 - r.
-    in_flight_micro_batches: per stage, the number of micro-batches between their forward and their backward
-    pass when its rank has most of them."""
+    """The stages of a schedule. is_v_schedule: rank r of p holds stages r and 2p - 1 - r."""
 
     ranks: int
     stages_per_rank: int
     is_v_schedule: bool
-    in_flight_micro_batches: Sequence[float]
 
     @property
     def stages(self) -> int:
@@ -128,7 +131,8 @@ def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineSh
 def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """The stages that the flag lists."""
     bounds = _explicit_bounds(method, layers.names, shape)
-    return Partition(bounds, [float(work / 1e9) for work in _stage_sums(layers.flops, bounds)], "GFLOP")
+    sums = [sum(layers.flops[first:last]) / 1e9 for first, last in pairwise(bounds)]
+    return Partition(bounds, sums, "GFLOP")
 
 
 def _balanced(
@@ -140,14 +144,30 @@ def _balanced(
     scale: float = 1,
 ) -> Partition:
     """Stages with equal sums of the layers' weights. The sums are reported in `unit`, divided by `scale`."""
-    weights = _merge_end_functions(weights, layers.names)
-    if shape.is_v_schedule:
-        _check_cost(method, len(weights), len(weights) ** 4 // shape.stages)
-    _check_enough(method, layers.names, weights, shape)
-    bounds = (
-        partition_v([weights] * shape.stages) if shape.is_v_schedule else partition(weights, shape.stages)
-    )
-    return Partition(bounds, [float(value / scale) for value in _stage_sums(weights, bounds)], unit)
+    return _balanced_costs(method, layers, shape, [weights] * shape.stages, unit, scale)
+
+
+def _balanced_costs(
+    method: PartitionMethod,
+    layers: LayerTable,
+    shape: PipelineShape,
+    costs: Sequence[Sequence[Weight]],
+    unit: str,
+    scale: float,
+) -> Partition:
+    """Stages with equal costs. costs: of each layer, on each stage."""
+    merged = {id(row): _merge_end_functions(row, layers.names) for row in costs}
+    costs = [merged[id(row)] for row in costs]
+    _check_enough(method, layers.names, costs[-1], shape)
+    try:
+        bounds = partition_v(costs) if shape.is_v_schedule else partition(costs)
+    except TooLongError as error:
+        raise ConfigError(
+            f"--partition-method {method.text} would take too long for a list of {len(layers.names):,} "
+            "layers: list the stages with stages:, or use time with --pipeline-schedule 1f1b"
+        ) from error
+    sums = [sum(row[first:last]) for row, (first, last) in zip(costs, pairwise(bounds), strict=True)]
+    return Partition(bounds, [float(value / scale) for value in sums], unit)
 
 
 def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
@@ -206,29 +226,15 @@ def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> lis
     return [0] * first + inner + [0] * (len(names) - 1 - head)
 
 
-def _check_cost(method: PartitionMethod, num_layers: int, steps: int) -> None:
-    """ConfigError if a dynamic program of so many steps, for this number of layers, would take minutes."""
-    if steps > _MAX_STEPS:
-        raise ConfigError(
-            f"--partition-method {method.text} would take too long for a list of {num_layers:,} layers: list "
-            "the stages with stages:, or use time with --pipeline-schedule 1f1b"
-        )
-
-
 def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Equal estimated memory, including the activations of each stage's in-flight micro-batches."""
-    state, kept = (
-        _merge_end_functions(column, layers.names) for column in (layers.state_bytes, layers.activation_bytes)
-    )
+    memory = layers.memory
+    assert memory is not None  # see `memory_costs` in the registry
     costs = [
-        [s + live * k for s, k in zip(state, kept, strict=True)] for live in shape.in_flight_micro_batches
+        [state + live * kept for state, kept in zip(memory.state_bytes, memory.activation_bytes, strict=True)]
+        for live in memory.in_flight
     ]
-    size = len(layers.names)
-    _check_cost(method, size, size**4 // shape.stages if shape.is_v_schedule else size**2 * shape.stages)
-    _check_enough(method, layers.names, costs[-1], shape)
-    bounds = partition_v(costs) if shape.is_v_schedule else partition_by_stage(costs)
-    sums = [sum(row[a:b]) / GIB for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
-    return Partition(bounds, sums, MEMORY_UNIT)
+    return _balanced_costs(method, layers, shape, costs, MEMORY_UNIT, GIB)
 
 
 def _explicit_bounds(method: PartitionMethod, names: Sequence[str], shape: PipelineShape) -> list[int]:
@@ -268,7 +274,3 @@ def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
             count += len(names) - last_layer
         entries.append(count)
     return entries
-
-
-def _stage_sums(weights: Sequence[Weight], bounds: Sequence[int]) -> list[Weight]:
-    return [sum(weights[first:last]) for first, last in pairwise(bounds)]

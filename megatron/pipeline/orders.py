@@ -136,15 +136,6 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Order:
     return Order([stage_steps(stage) for stage in stages], stages)
 
 
-def zero_bubble_in_flight(stage: int, num_stages: int, num_micro_batches: int) -> list[tuple[int, int]]:
-    """The micro-batches of a stage under 'zero-bubble' that wait for their B, and that wait for their W,
-    at the times when there are most: when the first Bs begin."""
-    return [
-        (min(num_stages - stage, num_micro_batches - done), done)
-        for done in range(min(num_micro_batches, stage + 1))
-    ]
-
-
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
     """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
 
@@ -236,28 +227,6 @@ def _interleaved_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
     for work in backwards[pairs:]:
         steps.add(work)
     return steps.finished()
-
-
-def interleaved_in_flight(
-    rank: int, num_ranks: int, num_micro_batches: int, chunks_per_rank: int
-) -> list[tuple[int, ...]]:
-    """The in-flight forward passes of a rank under 'interleaved', per chunk of the rank, at the times when
-    there are most: after each forward pass of the steady state, for one period."""
-    period, passes = num_ranks * chunks_per_rank, num_micro_batches * chunks_per_rank
-    most = min(2 * (num_ranks - 1 - rank) + (chunks_per_rank - 1) * num_ranks + 1, passes)
-
-    def of_chunk(done: int, place: int) -> int:
-        """Of the first `done` passes of the rank, those through the chunk that comes at `place`."""
-        rounds, rest = divmod(done, period)
-        return rounds * num_ranks + min(max(rest - place * num_ranks, 0), num_ranks)
-
-    return [
-        tuple(
-            of_chunk(done + most, chunk) - of_chunk(done, chunks_per_rank - 1 - chunk)
-            for chunk in range(chunks_per_rank)
-        )
-        for done in range(min(period, passes - most + 1))
-    ]
 
 
 def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Order:

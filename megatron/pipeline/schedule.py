@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import isfinite
 from typing import NamedTuple
@@ -109,6 +109,7 @@ def splits_backward(name: str) -> bool:
     return name in PIPELINE_SCHEDULES and PIPELINE_SCHEDULES[name].splits_backward
 
 
+@lru_cache(maxsize=16)  # a plan asks for it once per rank
 def order_of_work(
     name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
 ) -> Order:

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+from megatron.cluster.gpus import device_memory_bytes
 from megatron.config import Config
 from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.planner.in_flight import in_flight_micro_batches
 from megatron.planner.memory.fit import reserve_bytes
 from megatron.planner.memory.stage_memory import StageMemory, plan_memory
-from megatron.planner.stages import (
-    StagePlan,
-    in_flight_micro_batches,
-    micro_batches_per_step,
-    plan_stages,
-)
-from megatron.planner.timing.communication import rank_communication
-from megatron.planner.timing.hardware import device_memory_bytes
 from megatron.planner.timing.step_time import PipelineTime, StepTime, planned_step
+from megatron.simulation.costs import spec_bytes
+from megatron.simulation.passes import Collective
+from megatron.simulation.stage_costs import rank_update, stage_costs
 
 _MOST_EVENTS = 4000
 
@@ -63,7 +62,8 @@ class CommunicationRow:
     rank: int
     group: str
     operation: str
-    purpose: str
+    during: str
+    """A forward, backward or weight pass, or the step after the passes."""
     calls: int
     bytes: int
 
@@ -167,7 +167,7 @@ def layout_of(config: Config) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence_parallel,
         "recompute": recomputation_of(config),
         "micro_batch_size": batch.micro_batch_size,
-        "micro_batches": micro_batches_per_step(config),
+        "micro_batches": config.micro_batches_per_step,
         "global_batch_size": batch.global_batch_size,
         "precision": config.precision.name,
         "gpu": training.gpu,
@@ -205,20 +205,43 @@ def _communication(config: Config, plan: StagePlan, vocab_size: int) -> tuple[Co
     rows = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
         sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-        found = rank_communication(config, plan, vocab_size, rank)
-        for one in found.exchanges(micro_batches_per_step(config)):
-            entry = sums[one.group, one.operation.strip("_"), one.purpose]
-            entry[0] += one.calls
-            entry[1] += one.calls * one.bytes
+        for during, times, call in _calls(config, plan, vocab_size, rank):
+            group = (
+                call.group if isinstance(call.group, str) else "stages " + " and ".join(map(str, call.group))
+            )
+            entry = sums[group, call.operation.strip("_"), during]
+            entry[0] += times
+            entry[1] += times * round(call.bytes)
         rows += [CommunicationRow(rank, *key, calls, size) for key, (calls, size) in sums.items()]
     return tuple(rows)
+
+
+def _calls(
+    config: Config, plan: StagePlan, vocab_size: int, rank: int
+) -> Iterator[tuple[str, int, Collective]]:
+    """(during what, number of times, collective or message) of a rank in a step."""
+    micro_batches, update = config.micro_batches_per_step, rank_update(config, plan, vocab_size, rank)
+    for stage in [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]:
+        costs = stage_costs(config, plan, vocab_size, stage)
+        for during, actions in costs.passes.items():
+            yield from ((during, micro_batches, one) for one in actions if isinstance(one, Collective))
+        for neighbour, specs, parts, operations in (
+            (stage - 1, costs.inputs, costs.receives, (("forward", "recv_"), ("backward", "send"))),
+            (stage + 1, costs.outputs, costs.sends, (("forward", "send"), ("backward", "recv_"))),
+        ):
+            if parts and plan.rank_of(neighbour) != rank:
+                size = spec_bytes(specs) / parts
+                for during, operation in operations:
+                    yield during, micro_batches, Collective("stages", operation, size)
+    after = chain(*update.reductions, update.reduce, update.step, *update.gathers)
+    yield from (("step", 1, action) for action in after if isinstance(action, Collective))
 
 
 def _shown_micro_batches(config: Config) -> int:
     """Micro-batches of the timeline: those of the step, or as many as a picture can show."""
     least = max(config.parallel.min_micro_batches, 1)
     most = max(_MOST_EVENTS // (2 * config.parallel.num_stages), least)
-    shown = min(micro_batches_per_step(config), most, max(3 * config.parallel.num_stages, 8))
+    shown = min(config.micro_batches_per_step, most, max(3 * config.parallel.num_stages, 8))
     multiple = config.parallel.micro_batch_multiple
     return max(shown // multiple, 1) * multiple
 

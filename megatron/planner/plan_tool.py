@@ -1,30 +1,42 @@
-"""What `tools/plan.py` prints and writes."""
+"""What `tools/plan.py` prints and writes: plans and searches in words and tables, and two classic recipes.
+
+nodes        TP = devices per node, PP = nodes, micro-batch 1, 8 to 16 x PP accumulation steps; then the
+             micro-batch grows as long as the plan fits and gets faster.
+micro-batch  First a few layers of full width on one device, without communication, with the largest
+             micro-batch that fits: the rate that no layout can beat. Then the whole model on as few devices
+             per replica as it fits on, and data parallelism for the rest.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError
 from megatron.page.figure import new_figure
+from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import replaced
-from megatron.planner.explain import (
-    explain,
-    layout_words,
-    search_table,
-    what_if,
-    what_if_table,
-)
 from megatron.planner.memory.fit import fit_summary
-from megatron.planner.plan import Plan, assemble_plan, make_plan
-from megatron.planner.recipes import RECIPES
-from megatron.planner.report import run_report
-from megatron.planner.search import NO_GPU, Candidate, search
-from megatron.planner.stages import plan_stages
-from megatron.planner.timing.step_time import time_lines
+from megatron.planner.plan import Plan, WhatIf, assemble_plan, make_plan, recomputation_of
+from megatron.planner.planned_report import planned_run_report
+from megatron.planner.script_command import PROGRAM
+from megatron.planner.search import (
+    NO_GPU,
+    PARTITION_METHODS,
+    Candidate,
+    Change,
+    SearchResult,
+    evaluate,
+    search,
+)
+from megatron.planner.timing.network import find_network
+from megatron.planner.timing.step_time import StepTime, time_lines
+from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 
@@ -46,7 +58,7 @@ def plan_report(config: Config) -> Report:
     stages = plan_stages(config, vocab_size)
     plan = make_plan(config, vocab_size, stages)
     # Without the step, which follows the line on the memory.
-    parts = [run_report(config, stages, vocab_size, [], "", plan.memory)]
+    parts = [planned_run_report(config, stages, vocab_size, [], "", plan.memory)]
     _, sentence = fit_summary(config, vocab_size, plan.memory)
     lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
     if plan.step is not None:
@@ -175,3 +187,262 @@ def _draw_timeline(axis: Any, plan: Plan) -> None:
         f"seconds, first {plan.timeline_micro_batches} micro-batches; forward blue, backward green"
         f"{', gradients of weights orange' * any(event.kind == 'weight' for event in plan.timeline)}"
     )
+
+
+def layout_words(config: Config) -> str:
+    """The settings that a search varies, in one line."""
+    parallel = config.parallel
+    return (
+        f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
+        f"{parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
+        f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.schedule_title}, "
+        f"{parallel.partition_method}{', sequence parallel' * parallel.sequence_parallel}"
+    )
+
+
+def search_table(candidates: Sequence[Candidate]) -> str:
+    """A row per layout, fastest first."""
+    rows = [["", "layout", "tokens/s", "step s", "MFU %", "bubble %", "GiB"]]
+    for number, one in enumerate(candidates, 1):
+        step = one.step
+        rows.append([str(number), layout_words(one.config), f"{one.tokens_per_second:,.0f}"])
+        rows[-1] += [f"{step.total:.2f}", f"{100 * step.mfu:.1f}", f"{100 * step.bubble:.1f}"]
+        rows[-1].append(f"{one.peak_bytes / GIB:.1f}")
+    return format_table(rows, left_align=(1,))
+
+
+def explain(number: int, one: Candidate, result: SearchResult, vocab_size: int, words: Sequence[str]) -> str:
+    """Why this layout: its tensor-parallel size, its memory, its time; and its flags."""
+    _, memory = fit_summary(one.config, vocab_size, one.memory)
+    flags = shlex.join(replaced(words, one.change))
+    return (
+        f"{number}. {layout_words(one.config)}\n"
+        f"{_tensor_parallel_line(one, result)}\n"
+        f"memory     {memory}\n"
+        f"{time_lines(one.step)}\n"
+        f"flags      {PROGRAM} {flags}"
+    )
+
+
+def _tensor_parallel_line(one: Candidate, result: SearchResult) -> str:
+    """What the next smaller and larger tensor-parallel sizes would give."""
+    own = one.config.parallel.tensor_model_parallel_size
+    parts = []
+    sizes = {c.config.parallel.tensor_model_parallel_size for c in (*result.candidates, *result.too_large)}
+    for size in sorted(sizes - {own}):
+        fitting = [c for c in result.candidates if c.config.parallel.tensor_model_parallel_size == size]
+        if fitting:
+            ratio = max(c.tokens_per_second for c in fitting) / one.tokens_per_second
+            word = "slower" if ratio < 1 else "faster"
+            parts.append(f"TP {size} at best {100 * abs(1 - ratio):.1f} % {word}")
+        else:
+            large = [c for c in result.too_large if c.config.parallel.tensor_model_parallel_size == size]
+            least = min(c.peak_bytes for c in large) / GIB
+            parts.append(f"TP {size} needs at least {least:.0f} GiB among the layouts planned")
+    alone = "no other size is among the fastest estimates"
+    return f"TP {own}       {'; '.join(parts) or alone}"
+
+
+def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
+    """One change at a time: twice and half of each size, the other choices of each setting."""
+    parallel, batch, model = config.parallel, config.batch, config.model
+    changes: list[tuple[str, dict[str, object]]] = []
+    for name, field, value in (
+        ("tensor-parallel size", "parallel.tensor_model_parallel_size", parallel.tensor_model_parallel_size),
+        (
+            "pipeline-parallel size",
+            "parallel.pipeline_model_parallel_size",
+            parallel.pipeline_model_parallel_size,
+        ),
+        ("micro-batch size", "batch.micro_batch_size", batch.micro_batch_size),
+    ):
+        changes += [(f"{name} {2 * value}", {field: 2 * value})]
+        changes += [(f"{name} {value // 2}", {field: value // 2})] if value % 2 == 0 else []
+    recomputes = not config.training.recomputes_layers
+    changes.append(
+        (
+            f"recompute {'full' if recomputes else 'none'}",
+            {"training.checkpoint_activations": recomputes, "training.recompute_granularity": None},
+        )
+    )
+    changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
+    own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
+    schedules = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1), ("zero-bubble", 1))
+    for schedule, virtual in schedules:
+        if (schedule, virtual) != own:
+            title = f"schedule {schedule}" + (f" x {virtual}" if virtual > 1 else "")
+            change = {"parallel.pipeline_schedule": schedule, "parallel.virtual_pipeline_stages": virtual}
+            changes.append((title, change))
+    for method in PARTITION_METHODS:
+        if method != parallel.partition_method:
+            changes.append((f"partition {method}", {"parallel.partition_method": method}))
+    if parallel.tensor_model_parallel_size > 1:
+        flag = not parallel.sequence_parallel
+        change = {"parallel.sequence_parallel": flag, "parallel.tp_comm_overlap": False}
+        changes.append((f"sequence parallel {'on' if flag else 'off'}", change))
+    if parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel:
+        flag = not parallel.tp_comm_overlap
+        title = f"TP communication overlap {'on' if flag else 'off'}"
+        changes.append((title, {"parallel.tp_comm_overlap": flag}))
+    if model.hidden_dropout > 0 or model.attention_dropout > 0:
+        changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
+    with ThreadPoolExecutor() as pool:  # most of the time is that of the processes that record
+        return tuple(pool.map(lambda one: _what_if(config, vocab_size, *one), changes))
+
+
+def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, object]) -> WhatIf:
+    try:
+        one = evaluate(config, change, vocab_size)
+    except ConfigError as error:
+        return WhatIf(text, None, None, None, str(error))
+    return WhatIf(text, one.fits, one.peak_bytes, one.tokens_per_second)
+
+
+def what_if_table(changes: Sequence[WhatIf], step: StepTime) -> str:
+    """A row per change; refused ones last, with the reason."""
+    rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
+    for one in changes:
+        if one.tokens_per_second is not None and one.peak_bytes is not None:
+            relative = f"{100 * (one.tokens_per_second / step.tokens_per_second - 1):+.1f} %"
+            rows.append([one.change, f"{one.tokens_per_second:,.0f}", relative])
+            rows[-1] += [f"{one.peak_bytes / GIB:.1f}", "yes" if one.fits else "no"]
+    refused = [f"refused: {one.change}: {one.reason}" for one in changes if one.reason]
+    return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in refused)
+
+
+_FEW_LAYERS = 4
+_ACCUMULATION = (8, 16)
+
+
+@dataclass(frozen=True)
+class RecipeStep:
+    """A step: what it does, and its plan."""
+
+    text: str
+    candidate: Candidate
+
+
+def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
+    """ConfigError if the number of devices is not a multiple of the node, or the model cannot be divided."""
+    network = find_network(config)
+    if network is None:
+        raise ConfigError(NO_GPU)
+    world, node = config.parallel.world_size, network.node_size
+    if world % node:
+        raise ConfigError(
+            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}: change one of them"
+        )
+    nodes = world // node
+    ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
+    change = {
+        "parallel.tensor_model_parallel_size": node,
+        "parallel.pipeline_model_parallel_size": ranks,
+        "parallel.zero_stage": 1 if nodes > ranks else 0,
+        "batch.micro_batch_size": 1,
+    }
+    first = evaluate(config, change, vocab_size)
+    least, most = (factor * ranks for factor in _ACCUMULATION)
+    count = first.step.micro_batches
+    advice = "as the recipe requires"
+    if not least <= count <= most:
+        batch = 12 * ranks * first.config.parallel.data_parallel_size
+        advice = (
+            f"the recipe requires {least} to {most}, as a global batch of about {batch} samples would give"
+        )
+    text = f"TP = {node} devices of a node, PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
+    steps = [RecipeStep(text, first)]
+    return steps + _grow(config, vocab_size, change, first)
+
+
+def _grow(config: Config, vocab_size: int, change: Change, last: Candidate) -> list[RecipeStep]:
+    """Doubles the micro-batch while the plan fits and is faster; recomputes first if it does not fit."""
+    steps: list[RecipeStep] = []
+    if not last.fits and not config.training.recomputes_layers:
+        change = {
+            **change,
+            "training.checkpoint_activations": True,
+            "training.recompute_granularity": None,
+        }
+        last = evaluate(config, change, vocab_size)
+        steps.append(RecipeStep("it does not fit: all layers are recomputed", last))
+    while True:
+        size = 2 * last.config.batch.micro_batch_size
+        try:
+            larger = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
+        except ConfigError:
+            return steps
+        if not larger.fits:
+            steps.append(RecipeStep(f"micro-batch {size} does not fit", larger))
+            return steps
+        if larger.tokens_per_second <= last.tokens_per_second:
+            steps.append(RecipeStep(f"micro-batch {size} fits and is slower: the one before is kept", larger))
+            return steps
+        steps.append(RecipeStep(f"micro-batch {size} fits and is faster", larger))
+        last = larger
+
+
+def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
+    """ConfigError if the whole model fits on no number of devices of a node x pipeline ranks."""
+    one = {
+        "parallel.tensor_model_parallel_size": 1,
+        "parallel.pipeline_model_parallel_size": 1,
+        "parallel.zero_stage": 0,
+        "parallel.world_size": 1,
+        "parallel.sequence_parallel": False,
+        "parallel.tp_comm_overlap": False,
+        "model.num_layers": min(_FEW_LAYERS, config.model.num_layers),
+    }
+    largest = _largest(config, vocab_size, one, (64, 32, 16, 8, 4, 2, 1))
+    if largest is None:
+        raise ConfigError(
+            f"--recipe micro-batch: {one['model.num_layers']} layers do not fit on one device: use "
+            "--recipe nodes"
+        )
+    size = largest.config.batch.micro_batch_size
+    steps = [
+        RecipeStep(
+            f"{one['model.num_layers']} layers on one device, the largest micro-batch: {size}", largest
+        )
+    ]
+    network = find_network(config)
+    assert network is not None
+    world = config.parallel.world_size
+    shapes = sorted(
+        (tp * pp, pp, tp)
+        for tp in range(1, network.node_size + 1)
+        for pp in range(1, config.model.num_layers + 1)
+        if world % (tp * pp) == 0 and config.model.heads_divide(tp)
+    )
+    sizes = tuple(n for n in (64, 32, 16, 8, 4, 2, 1) if n <= max(size, 1))
+    for devices, pp, tp in shapes:
+        change = {
+            "parallel.tensor_model_parallel_size": tp,
+            "parallel.pipeline_model_parallel_size": pp,
+            "parallel.zero_stage": 1 if world > devices else 0,
+        }
+        whole = _largest(config, vocab_size, change, sizes)
+        if whole is not None:
+            text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
+            return [*steps, RecipeStep(text, whole)]
+    raise ConfigError(
+        f"--recipe micro-batch: the model fits on no part of {world} devices: give more devices, or "
+        "--checkpoint-activations"
+    )
+
+
+def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, ...]) -> Candidate | None:
+    """The layout with the largest micro-batch that fits and divides the batch."""
+    for size in sizes:
+        try:
+            one = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
+        except ConfigError:
+            continue
+        if one.fits:
+            return one
+    return None
+
+
+RECIPES: dict[str, Callable[[Config, int], list[RecipeStep]]] = {
+    "nodes": nodes_recipe,
+    "micro-batch": micro_batch_recipe,
+}

@@ -1,31 +1,36 @@
 """Search of the fastest layout that fits: all sizes of TP (within a node), PP, DP, micro-batch, and more.
 
-Every combination gets an estimate of memory and time from the formulas of one layer, in microseconds. The
-best of them are planned in full (`megatron.planner.plan`): stages, memory of each rank, simulated schedule.
+Every combination gets an estimate of memory and time from the costs of one layer. The best of them are
+planned in full (`megatron.planner.plan`): stages, memory of each rank, simulated schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from megatron.cluster.gpus import device_memory_bytes
 from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.vocab import padded_vocab_size
-from megatron.model.attention_choice import Implementation
+from megatron.model.attention_choice import Implementation, attention_of
+from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.implementations import attention_of
-from megatron.planner.memory import layer_memory
+from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.memory.fit import fits
+from megatron.planner.memory.layer_memory import bytes_per_parameter
 from megatron.planner.memory.stage_memory import StageMemory, plan_memory
-from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
-from megatron.planner.timing.communication import ALL_REDUCE, DATA, TENSOR, Exchange
-from megatron.planner.timing.hardware import device_memory_bytes
-from megatron.planner.timing.step_time import Cluster, StepTime, find_cluster, planned_step
-from megatron.planner.timing.work import layer_work, program_of
+from megatron.planner.timing.network import ALL_REDUCE
+from megatron.planner.timing.step_time import Cluster, Rank, StepTime, find_cluster, planned_step
+from megatron.simulation.costs import spec_bytes
+from megatron.simulation.passes import Collective, Kernel
+from megatron.simulation.stage_costs import stage_costs
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
@@ -33,6 +38,7 @@ VIRTUAL_STAGES = (2, 4)
 PLANNED = 30
 """Combinations that are planned in full, per partition method at most."""
 _MOST_PARTITIONS = 5
+_AT_ONCE = 6
 _FEWEST, _SLOWER = 12, 1.3
 """A search ends when it has this many layouts and the next estimate is this much slower than the best."""
 
@@ -144,12 +150,13 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
     if cluster is None or device is None:
         raise ConfigError(NO_GPU)
     estimates: list[tuple[float, float, dict[str, Any]]] = []
+    of_layers = _Estimates(config, vocab_size, cluster)
     count = 0
     for change in combinations(config, cluster.network.node_size):
         count += 1
         try:
             # The checks of a whole configuration take longer than the estimate.
-            seconds, size = _estimate(config.with_settings(change), vocab_size, cluster)
+            seconds, size = of_layers.estimate(config.with_settings(change))
         except ConfigError:
             continue
         estimates.append((seconds, size, change))
@@ -157,13 +164,13 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
     found: list[Candidate] = []
     too_large: list[Candidate] = []
     # The estimate of memory is a little too small or too large: those near the limit are planned too.
-    for seconds, size, change in estimates:
-        if size > 1.15 * device:
-            continue
-        if len(found) >= _FEWEST and seconds > _SLOWER * min(one.step.total for one in found):
+    near = [(seconds, change) for seconds, size, change in estimates if size <= 1.15 * device]
+    for start in range(0, len(near), _AT_ONCE):
+        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(one.step.total for one in found):
             break
-        made = _evaluate(config, change, vocab_size)
-        if made is not None:
+        for made in _evaluate_all(
+            config, [change for _, change in near[start : start + _AT_ONCE]], vocab_size
+        ):
             (found if made.fits else too_large).append(made)
         if len(found) >= planned or len(found) + len(too_large) >= 4 * planned:
             break
@@ -189,65 +196,119 @@ def evaluate(config: Config, change: Change, vocab_size: int) -> Candidate:
     return Candidate(candidate, dict(change), stages, parts, step, fitting)
 
 
-def _evaluate(config: Config, change: Change, vocab_size: int) -> Candidate | None:
-    try:
-        return evaluate(config, change, vocab_size)
-    except ConfigError:
+def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) -> list[Candidate]:
+    """The layouts whose settings go together, in order. Threads: most of the time is that of the processes
+    that record."""
+
+    def evaluate_one(change: Change) -> Candidate | None:
+        with suppress(ConfigError):
+            return evaluate(config, change, vocab_size)
         return None
+
+    with ThreadPoolExecutor() as pool:
+        return [made for made in pool.map(evaluate_one, changes) if made is not None]
 
 
 def _other_partitions(config: Config, best: Sequence[Candidate], vocab_size: int) -> list[Candidate]:
     """The best layouts with the other partition methods, where these fit."""
-    found = []
+    found: list[Candidate] = []
     for candidate in best:
-        if candidate.config.parallel.pipeline_model_parallel_size == 1:
+        parallel = candidate.config.parallel
+        if parallel.pipeline_model_parallel_size == 1:
             continue
-        for method in PARTITION_METHODS:
-            if method == candidate.config.parallel.partition_method:
-                continue
-            made = _evaluate(config, {**candidate.change, "parallel.partition_method": method}, vocab_size)
-            other = made is not None and made.stages.bounds != candidate.stages.bounds
-            if made is not None and made.fits and other:
+        methods = [method for method in PARTITION_METHODS if method != parallel.partition_method]
+        changes = [{**candidate.change, "parallel.partition_method": method} for method in methods]
+        for made in _evaluate_all(config, changes, vocab_size):
+            if made.fits and made.stages.bounds != candidate.stages.bounds:
                 found.append(made)
     return found
 
 
-def _estimate(config: Config, vocab_size: int, cluster: Cluster) -> tuple[float, float]:
-    """(seconds of a step, bytes of the fullest rank) from one layer, with equal stages."""
-    parallel, model = config.parallel, config.model
-    ranks, tp_size = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    layout = ParallelLayout.from_config(parallel, 0)
-    padded = padded_vocab_size(vocab_size, model, tp_size)
-    layers = -(-model.num_layers // ranks)
-    work = layer_work(config, program_of(config))
-    rate = cluster.achieved.matmul * cluster.gpu.peak_flops[config.precision.name]
-    bandwidth = cluster.achieved.memory * cluster.gpu.bandwidth
-    both = work.forward + work.backward
-    seconds = both.flops / rate + 16 * both.misaligned_flops / rate + both.bytes / bandwidth
-    size = 4 if config.precision.name == "fp32" else 2
-    hidden = config.batch.micro_batch_size * model.seq_length * model.hidden_size * size
-    if tp_size > 1:
-        calls = 4 if config.training.recomputes_layers else 3
-        seconds += calls * cluster.network.seconds(Exchange(TENSOR, ALL_REDUCE, "", hidden), layout)
-    tokens = config.batch.micro_batch_size * model.seq_length
-    head = 6 * tokens * model.hidden_size * padded / tp_size / rate
-    count = micro_batches_per_step(config)
-    heaviest = max(model.num_layers * seconds / ranks + head / ranks, layers * seconds)
-    per_layer = 12 * model.hidden_size**2 / tp_size
-    held = per_layer * layers + padded * model.hidden_size / tp_size
-    fill = (ranks - 1) / parallel.stages_per_rank
-    if parallel.schedule.splits_backward:
-        fill *= 1 - 2 * work.weight.flops / both.flops  # (p - 1) (F + B - W), see `pipeline.orders`
-    step = heaviest * (count + fill)
-    if layout.dp_size > 1:
-        calls = count if parallel.zero_stage >= 2 else 1
-        reduction = cluster.network.seconds(Exchange(DATA, ALL_REDUCE, "", int(4 * held)), layout)
-        step += calls * 1.25 * reduction
-    in_layer = layer_memory.state_bytes_per_parameter(config, in_transformer_layer=True)
-    outside = layer_memory.state_bytes_per_parameter(config)
-    of_layer = layer_memory.transformer_layer_activation_bytes(config)
-    if parallel.schedule.splits_backward:
-        of_layer = max(of_layer, layer_memory.deferred_layer_bytes(config))
-    kept = of_layer * layers * min(count, ranks)
-    embedding = outside * padded * model.hidden_size / tp_size
-    return step, per_layer * layers * in_layer + embedding + kept
+class _Estimates:
+    """Estimates of layouts, from one transformer layer of each tensor-parallel layout at two micro-batch
+    sizes: all costs of a layer are affine in the size."""
+
+    def __init__(self, config: Config, vocab_size: int, cluster: Cluster) -> None:
+        self._vocab_size, self._cluster = vocab_size, cluster
+        self._layers: dict[tuple[Any, ...], _LayerEstimate] = {}
+        self._state = bytes_per_parameter(config, vocab_size)
+
+    def estimate(self, config: Config) -> tuple[float, float]:
+        """(seconds of a step, bytes of the fullest rank), with equal stages."""
+        parallel, model, training = config.parallel, config.model, config.training
+        ranks, tp_size = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+        layout, layers = ParallelLayout.from_config(parallel, 0), -(-model.num_layers // ranks)
+        layer = self._layer(config)
+        batch, count = config.batch.micro_batch_size, config.micro_batches_per_step
+        forward, backward, kept = layer.at(batch)
+        weight = backward / 2 if parallel.schedule.splits_backward else 0.0
+        held = kept
+        if training.recomputes_layers:
+            backward, held = backward + forward, layer.input_bytes * batch
+        padded = padded_vocab_size(self._vocab_size, model, tp_size)
+        tokens, flops = batch * model.seq_length, head_flops(config, padded)
+        product = Kernel("mm", flops, 0.0, (tokens, padded / tp_size, model.hidden_size))
+        head = self._cluster.kernel_seconds(product, config.precision.name)
+        seconds = forward + backward
+        heaviest = max((model.num_layers * seconds + head) / ranks, layers * seconds)
+        fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)  # see `pipeline.orders`
+        step = heaviest * (count + fill)
+        of_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
+        if layout.dp_size > 1:
+            size = 4.0 * (of_layer * layers + outside)
+            calls = count if parallel.zero_stage >= 2 else 1
+            step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), layout)
+        state = of_layer * layers * self._state.of_layers(parallel) + outside * self._state.of_others(
+            parallel
+        )
+        return step, state + held * layers * min(count, ranks) + (kept - held)
+
+    def _layer(self, config: Config) -> _LayerEstimate:
+        parallel = config.parallel
+        key = (parallel.tensor_model_parallel_size, parallel.sequence_parallel, parallel.tp_comm_overlap)
+        if key not in self._layers:
+            self._layers[key] = _LayerEstimate.record(config, self._vocab_size, self._cluster)
+        return self._layers[key]
+
+
+@dataclass(frozen=True)
+class _LayerEstimate:
+    """A transformer layer without recomputation: seconds of the forward and the backward pass and bytes that
+    are kept between them, at a micro-batch of one sample, and for each further one."""
+
+    first: tuple[float, float, float]
+    further: tuple[float, float, float]
+    input_bytes: int
+    """Of a sample."""
+    parameters: int
+
+    @classmethod
+    def record(cls, config: Config, vocab_size: int, cluster: Cluster) -> _LayerEstimate:
+        """From a model of one layer."""
+        costs = []
+        for batch in (1, 2):
+            alone = config.with_settings(
+                {
+                    "model.num_layers": 1,
+                    "batch.micro_batch_size": batch,
+                    "parallel.pipeline_model_parallel_size": 1,
+                    "parallel.pipeline_schedule": "1f1b",
+                    "parallel.virtual_pipeline_stages": 1,
+                    "parallel.zero_stage": 0,
+                    "parallel.world_size": config.parallel.tensor_model_parallel_size,
+                    "training.checkpoint_activations": False,
+                }
+            )
+            plan = plan_stages(alone, vocab_size)
+            index = plan.names.index(TRANSFORMER_LAYER)
+            stage = stage_costs(alone, plan, vocab_size, 0)
+            (layer,) = (layer for layer in stage.layers if layer.first == index)
+            rank = Rank(alone, cluster, 0)
+            times = [rank.time(part.actions).total for part in (layer.forward, layer.backward)]
+            costs.append((*times, float(layer.forward.change)))
+        further = tuple(two - one for one, two in zip(*costs, strict=True))
+        return cls(costs[0], further, spec_bytes(layer.output) // 2, plan.parameters[index])
+
+    def at(self, batch: int) -> tuple[float, ...]:
+        """(forward, backward, kept) at a micro-batch of this many samples."""
+        return tuple(one + (batch - 1) * more for one, more in zip(self.first, self.further, strict=True))

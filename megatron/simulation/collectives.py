@@ -51,7 +51,7 @@ def communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
     (name, the other rank). None for a group of one rank, which needs no buffers. name: of the operation.
 
     Messages of the default group are sent one at a time, those of other groups in batches
-    (`engine.multi_stage`).
+    (`engine.executor`).
     """
     group = group_of(args)
     if dist.get_world_size(group) == 1:

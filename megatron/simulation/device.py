@@ -17,18 +17,21 @@ import math
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megatron.simulation.collectives import communicator_of, describe_call
 from megatron.simulation.memory import MemoryTracker
+from megatron.simulation.passes import Kernel
 from megatron.simulation.trace import StepTrace, making_place
 
 NAME = "sim"
@@ -45,6 +48,7 @@ _NO_KERNEL = frozenset(
 )
 # Their output's size depends on values, which the host must wait for.
 _VALUE_SIZED = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive equal".split())
+_PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 # They change tensors in place and have no implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
 
@@ -59,11 +63,12 @@ class Peers(Protocol):
 class SimulatedDevice(TorchDispatchMode):
     """Runs what is within its context on the simulated device, and counts it in `trace` and `memory`."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, make_trace: Callable[[MemoryTracker], Any] = StepTrace) -> None:
+        """make_trace: makes what counts the operations and calls, `StepTrace` or with its methods."""
         super().__init__()
         self.memory = MemoryTracker()
         self.host_memory = MemoryTracker()
-        self.trace = StepTrace(self.memory)
+        self.trace = make_trace(self.memory)
         self.communicators: set[tuple[str, int | None] | None] = set()
         self._peers = peers
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -115,10 +120,20 @@ class SimulatedDevice(TorchDispatchMode):
                 return result
         if on_device and (name in _VALUE_SIZED or _indexes_by_mask(name, args)):
             self.trace.add_sync(name)
-        with self._fake:
-            result = None if name in _WITHOUT_META else func(*args, **kwargs)
+        if func.is_view:
+            result = self._view(func, args, kwargs)
+        else:
+            with self._fake:
+                result = None if name in _WITHOUT_META else func(*args, **kwargs)
         self._account(func, name, args, kwargs, result, on_device)
         return result
+
+    def _view(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Views are half of all operations: their shapes are found without what else `FakeTensorMode` does,
+        which takes four times as long."""
+        with in_kernel_invocation_manager(self._fake):
+            result = func(*args, **kwargs)
+        return tree_map_only(Tensor, lambda view: FakeTensor(self._fake, view, args[0].fake_device), result)
 
     def _run_on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not _is_large_factory(args, kwargs):
@@ -149,9 +164,11 @@ class SimulatedDevice(TorchDispatchMode):
         written = {id(x): x for x in (*outputs, *_mutated(func, args, kwargs))}
         if _overwrites(func, name):
             inputs = {key: x for key, x in inputs.items() if key not in written}
-        self.trace.add_operation(
-            name, flops, sum(map(_bytes_of, inputs.values())), sum(map(_bytes_of, written.values()))
-        )
+        bytes_read, bytes_written = (sum(map(_bytes_of, x.values())) for x in (inputs, written))
+        kernel = Kernel(name, flops, bytes_read + bytes_written)
+        if flops:
+            kernel = replace(kernel, product=_product(func, args), alignment=_alignment(args))
+        self.trace.add_operation(kernel, bytes_written)
 
     def _count_storage(self, tensor: FakeTensor) -> None:
         storage = tensor.untyped_storage()
@@ -220,7 +237,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _copy_to_device(self, source: Tensor, non_blocking: bool) -> None:
         size = _bytes_of(source)
-        self.trace.add_operation("copy to device", 0, size, size)
+        self.trace.add_operation(Kernel("copy to device", 0, 2 * size), size)
         if not non_blocking or source.untyped_storage() not in self._pinned:
             self.trace.add_sync("copy to device")
 
@@ -235,10 +252,11 @@ class SimulatedDevice(TorchDispatchMode):
     def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.communicators.add(communicator_of(name, args))
         call = describe_call(name, args)
-        if call is not None:
-            self.trace.add_call(call)
         with self._fake:
             result = func(*args, **kwargs)
+        if call is not None:
+            works = [x for x in _flat_results(result) if isinstance(x, torch.ScriptObject)]
+            self.trace.add_call(call, dist.Work.unbox(works[0]) if works else None)
         tensors = _tensors(args, kwargs)
         if any(x.device.type == "cpu" for x in tensors):
             self.trace.add_sync(f"{name} of host tensors")
@@ -283,6 +301,33 @@ def _iterate(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _iterate(value)
+
+
+def _flat_results(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (list, tuple)) else (result,)
+
+
+def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
+    """(rows, columns, inner length) of a matrix product, or of each product of a batch; (queries, keys,
+    elements of a head) of attention, whose operands are [batch, heads, seq, head_dim] in PyTorch, and
+    [seq, batch, heads, head_dim] in `megatron.kernels`."""
+    name = func.overloadpacket.__name__
+    if "attention" in name:
+        queries, keys = [x for x in args if isinstance(x, Tensor) and x.dim() == 4][:2]
+        seq = 2 if func.namespace == "aten" else 0
+        return queries.shape[seq], keys.shape[seq], queries.shape[-1]
+    if name not in _PRODUCTS:
+        return None
+    left, right = [x for x in args if isinstance(x, Tensor)][-2:]
+    return left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def _alignment(args: tuple) -> int:
+    """Of the operands of a matrix product, see `megatron.simulation.passes.Kernel`."""
+    matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
+    # The stride of the dimension that is not contiguous; cuBLAS needs one that is, so PyTorch copies others.
+    rows = [max(x.stride()[-2:]) if 1 in x.stride()[-2:] else x.shape[-1] for x in matrices]
+    return math.gcd(8, *rows)
 
 
 def _bytes_of(tensor: Tensor) -> int:

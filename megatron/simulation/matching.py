@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.mpu.layout import ParallelLayout
 from megatron.simulation.collectives import POINT_TO_POINT
+from megatron.simulation.passes import Group
 from megatron.simulation.record import CollectiveCall, Instruction, StepRecord
 from megatron.simulation.trace import COMMIT
 
@@ -63,6 +64,24 @@ def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int]:
     """(pipeline, data, tensor), as in `ParallelLayout`."""
     rest, tensor = divmod(rank, layout.tp_size)
     return (*divmod(rest, layout.dp_size), tensor)
+
+
+def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
+    """What the ranks of a process group differ in: 'tensor', 'data', 'pipeline', 'model' (tensor and
+    pipeline) or 'world'; the pipeline ranks of a group that has some of them."""
+    varying = [
+        len(set(axis)) > 1 for axis in zip(*(_coordinates(rank, layout) for rank in ranks), strict=True)
+    ]
+    pipeline, data, tensor = varying
+    if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
+        return tuple(_coordinates(rank, layout)[0] for rank in ranks)
+    names = {
+        (False, False): "data",
+        (True, False): "pipeline",
+        (False, True): "tensor",
+        (True, True): "model",
+    }
+    return "world" if data and (pipeline or tensor) else names[pipeline, tensor]
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:

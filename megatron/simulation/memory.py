@@ -82,6 +82,14 @@ class MemoryTracker:
         self.peak = 0
         self._note_peak()
 
+    def restart_peak(self) -> None:
+        """From now on `peak` is the most that is allocated after this call."""
+        self._note_peak()
+
+    def is_alive(self, storage_key: int) -> bool:
+        """Whether the storage, by its `_cdata`, has not been freed."""
+        return storage_key in self._blocks
+
     def begin_instruction(self, name: str) -> None:
         """What is made from now on is temporary, until the instruction ends."""
         self.end_instruction(None)

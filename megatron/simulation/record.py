@@ -11,6 +11,10 @@ STEP = "step"
 """The kind of the work of a step outside the instructions of the pipeline schedule."""
 
 
+class SimulationError(RuntimeError):
+    """The step cannot be simulated, or not extrapolated to more micro-batches."""
+
+
 @dataclass(frozen=True)
 class OperationCount:
     """Calls of one operation, and what they cost: FLOPs of matrix products and attention, and the bytes of

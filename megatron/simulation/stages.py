@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron.config import Config, ConfigError
-from megatron.engine.instructions import training_schedule
+from megatron.engine.instructions import pipeline_schedule
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.stages import micro_batches_per_step
 from megatron.simulation.matching import Batch, calls_of_other, find_deadlock, rank_calls
 from megatron.simulation.processes import run_in_processes
 from megatron.simulation.record import STEP, Instruction, StepRecord
+from megatron.simulation.stage_costs import inputs_of_stages
 from megatron.simulation.trace import QueuedMessages
-from megatron.simulation.world import simulate_rank
+from megatron.simulation.world import plan_of, simulate_rank
 from megatron.text_table import format_table
 from megatron.units import GIB
 
@@ -38,15 +38,24 @@ def simulate_stages(config: Config) -> list[StepRecord]:
             "without --simulate, or with fewer data-parallel replicas"
         )
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
-    ranks = range(0, parallel.world_size, per_stage)
-    return run_in_processes(simulate_rank, [(config, rank) for rank in ranks])
+    return simulate_ranks(config, range(0, parallel.world_size, per_stage))
+
+
+def simulate_ranks(
+    config: Config, ranks: Iterable[int], micro_batches: int | None = None
+) -> list[StepRecord]:
+    """A record of each of these ranks; see `world.simulate_rank`."""
+    vocab, plan = plan_of(config)
+    inputs = inputs_of_stages(config, plan, vocab.size)
+    return run_in_processes(simulate_rank, [(config, rank, inputs, micro_batches) for rank in ranks])
 
 
 def run_order(config: Config, stage: int, micro_batches: int | None = None) -> tuple[Instruction, ...]:
     """The instructions of the run's training step on a pipeline rank, with the run's number of micro-batches
     or another."""
     queued = QueuedMessages()
-    schedule = training_schedule(config.parallel, micro_batches or micro_batches_per_step(config), stage)
+    count = micro_batches or config.micro_batches_per_step
+    schedule = pipeline_schedule(config.parallel, stage, count, trains=True)
     return tuple(
         queued.name(Instruction(type(command).__name__, command.kwargs.get("phase", 0)))
         for commands in schedule
@@ -75,7 +84,7 @@ def simulation_report(config: Config) -> str:
     parallel = config.parallel
     few = 2 * parallel.pipeline_model_parallel_size + 2
     few = min(
-        micro_batches_per_step(config),
+        config.micro_batches_per_step,
         -(-few // parallel.micro_batch_multiple) * parallel.micro_batch_multiple,
     )
     if parallel.world_size > _MOST_MATCHED:

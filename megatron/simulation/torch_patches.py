@@ -20,6 +20,8 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from megatron.simulation.device import NAME, SimulatedDevice
 
 aten = torch.ops.aten
+# What the collectives of PyTorch's fake process group return.
+_WORK = torch._C._distributed_c10d.FakeWork
 
 
 class _BackendModule(_DummyBackendModule):
@@ -46,6 +48,7 @@ def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
         (F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)),
         (F, "rms_norm", _rms_norm(F.rms_norm)),
         (F, "silu", _silu(F.silu)),
+        (_WORK, "wait", _wait(_WORK.wait, simulated)),
         (dist, "all_gather_object", _all_gather_object),
         (dist, "broadcast_object_list", _broadcast_object_list),
     ]
@@ -205,6 +208,16 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
 @_silu_backward.register_fake
 def _(grad: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+def _wait(original: Callable, simulated: SimulatedDevice) -> Callable:
+    """The end of a collective is not an operation."""
+
+    def wait(work: dist.Work, *args: Any) -> Any:
+        simulated.trace.add_wait(work)
+        return original(work, *args)
+
+    return wait
 
 
 def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:

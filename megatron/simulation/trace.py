@@ -9,18 +9,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+import torch.distributed as dist
+
 from megatron.simulation.memory import MemoryTracker
-from megatron.simulation.record import CollectiveCall, HostSync, Instruction, OperationCount, Work
+from megatron.simulation.passes import Kernel
+from megatron.simulation.record import (
+    CollectiveCall,
+    HostSync,
+    Instruction,
+    OperationCount,
+    SimulationError,
+    Work,
+)
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRAMES = 3
 COMMIT = "CommitP2P"
 # The last of these passes starts to reduce gradients.
 REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
-
-
-class SimulationError(RuntimeError):
-    """The step cannot be simulated, or not extrapolated to more micro-batches."""
 
 
 @dataclass
@@ -78,17 +84,20 @@ class StepTrace:
             self._done.append((instruction, self._current.closed()))
             self._current = self._outside
 
-    def add_operation(self, name: str, flops: int, bytes_read: int, bytes_written: int) -> None:
-        """Counts an operation that runs on the device."""
-        count = self._current.counts.setdefault(name, [0, 0, 0, 0])
+    def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
+        """Counts an operation that runs on the device. bytes_written: of the kernel's bytes."""
+        count = self._current.counts.setdefault(kernel.name, [0, 0, 0, 0])
         count[0] += 1
-        count[1] += flops
-        count[2] += bytes_read
+        count[1] += int(kernel.flops)
+        count[2] += int(kernel.bytes) - bytes_written
         count[3] += bytes_written
 
-    def add_call(self, call: CollectiveCall) -> None:
-        """Counts a collective call."""
+    def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
+        """Counts a collective call. work: what the caller can wait for."""
         self._current.calls.append(call)
+
+    def add_wait(self, work: dist.Work) -> None:
+        """Counts nothing: the order of the calls is that of their starts."""
 
     def add_sync(self, cause: str) -> None:
         """Counts a host synchronization, at the place that the caller's frames show."""

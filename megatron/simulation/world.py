@@ -10,17 +10,10 @@ The process that calls it cannot be used for anything else afterwards: see `proc
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from deepspeed.accelerator import set_accelerator
-from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.manager import CheckpointManager
@@ -32,19 +25,16 @@ from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.engine.profiler_ranges import TRAIN_STEP
-from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape
+from megatron.model.attention_choice import counts_kernels
+from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.planner.implementations import counts_kernels
-from megatron.planner.memory.stage_memory import planned_bytes
-from megatron.planner.stages import StagePlan, micro_batches_per_step, plan_stages
-from megatron.planner.timing.layer_times import needs_profiling, read_layer_times
-from megatron.simulation.accelerator import BACKEND, SimulatedAccelerator
+from megatron.pipeline.layer_times import needs_profiling, read_layer_times
+from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.simulation.costs import Spec
 from megatron.simulation.device import SimulatedDevice
 from megatron.simulation.peers import Neighbours
-from megatron.simulation.record import Instruction, StepRecord
-from megatron.simulation.torch_patches import patched_torch, register_device
+from megatron.simulation.rank_process import mark_state, no_values, simulated_process
+from megatron.simulation.record import StepRecord
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
 from megatron.training.data import RunData
@@ -59,23 +49,22 @@ _LEAST_MICRO_BATCHES = 4
 _GROUPS = 4
 
 
-def simulated_micro_batches(config: Config, stage: int) -> int:
-    """Micro-batches that a stage is simulated with: enough to fill its pipeline and to compare several, at
+def simulated_micro_batches(config: Config) -> int:
+    """Micro-batches that a step is simulated with: enough to fill its pipeline and to compare several, at
     most those of the run."""
     parallel = config.parallel
     if parallel.schedule.micro_batches_multiple_of_ranks:
         enough = _GROUPS * parallel.micro_batch_multiple
     else:
-        warm_up = parallel.num_stages - (0 if parallel.schedule.splits_backward else stage)
-        enough = max(warm_up + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
-    return min(micro_batches_per_step(config), enough)
+        enough = max(parallel.num_stages + 1, parallel.min_micro_batches + 1, _LEAST_MICRO_BATCHES)
+    return min(config.micro_batches_per_step, enough)
 
 
 def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
     """The vocabulary and the stages of the run. ConfigError if the stages depend on measured times."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
-    if times is None and needs_profiling(config.with_settings({"training.dry_run": False})):
+    if times is None and needs_profiling(config):
         raise ConfigError(
             "--simulate needs the stages, and --partition-method profile measures them on the devices: give "
             "the file of an earlier run as --partition-profile, or another --partition-method"
@@ -83,19 +72,21 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
     return vocab, plan_stages(config, vocab.size, times)
 
 
-def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
+def simulate_rank(
+    config: Config, rank: int, inputs_of_stages: Sequence[tuple[Spec, ...]], micro_batches: int | None = None
+) -> StepRecord:
     """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`), with the
-    Triton kernels if `planner.implementations.counts_kernels`."""
+    Triton kernels if `model.attention_choice.counts_kernels`. inputs_of_stages: see `stage_costs`."""
     vocab, plan = plan_of(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
-    count = micro_batches or simulated_micro_batches(config, layout.pipeline_stage)
+    count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
-    neighbours = Neighbours(config, layout, plan.bounds, config.seq_length_at(first + 1))
-    with _simulated_process(neighbours, layout, counts_kernels(config)) as (simulated, ranges):
+    neighbours = Neighbours(config, layout, inputs_of_stages)
+    with simulated_process(neighbours, layout, counts_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
-        ranges.on_step = lambda: _mark_state(simulated, optimizer)
+        ranges.on_step = lambda: mark_state(simulated, optimizer)
         start_peak = simulated.memory.peak
         trainer.train(TrainingState(first, 0, 0))
         return _record(simulated, trainer.engine, layout, count, start_peak)
@@ -136,54 +127,6 @@ def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -
     )
 
 
-class _Ranges:
-    """Reads the ranges that the engine marks for profilers."""
-
-    def __init__(self, simulated: SimulatedDevice) -> None:
-        self._simulated = simulated
-        self._open: list[Any] = []
-        self.on_step = lambda: None
-
-    def push(self, message: str) -> None:
-        name, *arguments = message.split(" ")
-        context: Any = nullcontext()
-        if name == TRAIN_STEP:
-            self.on_step()
-            self._simulated.memory.begin_step()
-            self._simulated.trace.begin_step()
-        elif name.isidentifier():
-            values = {key: int(value) for key, _, value in (part.partition("=") for part in arguments)}
-            instruction = Instruction(name, values.get("phase", 0))
-            context = self._simulated.trace.instruction(instruction, values.get("buffer_id", 0))
-        self._open.append(context)
-        context.__enter__()
-
-    def pop(self) -> None:
-        self._open.pop().__exit__(None, None, None)
-
-
-@contextmanager
-def _simulated_process(
-    neighbours: Neighbours, layout: ParallelLayout, kernels: bool
-) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
-    """Makes this process the rank of `layout` on a simulated device."""
-    register_device()
-    simulated = SimulatedDevice(neighbours)
-    ranges = _Ranges(simulated)
-    set_accelerator(SimulatedAccelerator(simulated, ranges, kernels))
-    dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", "sim"])
-    os.environ.update(
-        RANK=str(layout.rank),
-        WORLD_SIZE=str(layout.world_size),
-        LOCAL_RANK="0",
-        MASTER_ADDR="localhost",
-        MASTER_PORT="1",
-    )
-    # Backward passes run in this thread, where the mode is active.
-    with patched_torch(simulated), torch.autograd.set_multithreading_enabled(False), simulated:
-        yield simulated, ranges
-
-
 class _EmptySamples:
     """Token files are not read: no result depends on tokens."""
 
@@ -211,12 +154,7 @@ class _SimulatedTrainer(Trainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.startup_report = _NoReport(self.config, self.engine.layout, self.planned_bytes)
-
-
-def _no_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> Tensor:
-    """Parameters on the simulated device have no values."""
-    return torch.empty(local_shape(spec, tp_group))
+        self.startup_report = _NoReport(self.config, self.engine.layout)
 
 
 def _make_trainer(
@@ -225,7 +163,7 @@ def _make_trainer(
     rank = processes.init_distributed(config, FakeStore())
     vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
     tp_group = layout.make_tp_group()
-    engine = build_engine(config, layout, tp_group, vocab, plan, _no_values)
+    engine = build_engine(config, layout, tp_group, vocab, plan, no_values)
     size, unit = config.batch.global_batch_size, config.batch.micro_batch_size * layout.dp_size
     batches = BatchSchedule(size)
     least = config.parallel.min_micro_batches * unit
@@ -240,6 +178,7 @@ def _make_trainer(
         dp_size=layout.dp_size,
         eod=vocab.eod,
         eod_mask_loss=config.data.eod_mask_loss,
+        reads_tokens=config.parallel.reads_tokens(layout.pipeline_stage),
     )
     return _SimulatedTrainer(
         config,
@@ -251,27 +190,7 @@ def _make_trainer(
         make_metrics(config, vocab.size, rank),
         Watchdog(RankReport(None, str(rank))),
         CheckpointManager(engine, "", vocab.size, vocab.eod, {}),
-        planned_bytes(config, vocab.size, plan),
     )
-
-
-def _mark_state(simulated: SimulatedDevice, optimizer: MixedPrecisionOptimizer) -> None:
-    for flat in optimizer.flat:
-        simulated.memory.mark_state("parameters", [flat.weights, flat.local_weights])
-        simulated.memory.mark_state(
-            "gradients", [flat.gradients, flat.local_gradients, flat.reduced_grad_norms]
-        )
-        moments = [
-            x for value in optimizer.optimizer.state.get(flat.master, {}).values() for x in _tensors_of(value)
-        ]
-        simulated.memory.mark_state("optimizer", [flat.master, *moments])
-
-
-def _tensors_of(state: Any) -> list[Tensor]:
-    """The tensors of a moment, which may be quantized."""
-    if isinstance(state, Tensor):
-        return [state]
-    return [x for x in getattr(state, "__dict__", {}).values() if isinstance(x, Tensor)]
 
 
 def _record(

@@ -10,12 +10,11 @@ from typing import Any
 
 from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import Config, ConfigError, read_command_line
-from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.schedule import mean_bubble
+from megatron.pipeline.stages import plan_stages, stage_flops
 from megatron.planner.memory.stage_memory import planned_bytes
-from megatron.planner.stages import micro_batches_per_step, plan_stages, stage_flops
-from megatron.planner.timing.layer_times import read_layer_times
 from megatron.planner.timing.step_time import planned_step
 from megatron.sweep.axes import Row, num_processes, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
@@ -166,7 +165,7 @@ def predict(config: Config) -> Prediction:
     ConfigError for a partition that is not possible."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
-    if times is None and parse_partition_method(config.parallel.partition_method).kind == "profile":
+    if times is None and needs_profiling(config):
         return Prediction(note="the partition is measured when the run starts (--partition-method profile)")
     plan = plan_stages(config, vocab.size, times)
     work = stage_flops(config, plan, vocab.size)
@@ -184,7 +183,7 @@ def predict(config: Config) -> Prediction:
 def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
     """Mean idle share of the ranks in a step, with times proportional to FLOPs. None for a schedule that is
     too long to simulate."""
-    micro_batches = micro_batches_per_step(config)
+    micro_batches = config.micro_batches_per_step
     if len(work) * micro_batches > _MAX_SIMULATED:
         return None
     parallel = config.parallel

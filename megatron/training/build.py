@@ -1,12 +1,11 @@
 """Builds this rank's part of the model and its engine."""
 
 from megatron.config import Config
-from megatron.config.registry import load_object
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values
-from megatron.planner.stages import StagePlan
+from megatron.pipeline.stages import StagePlan
 from megatron.tokenizer.vocabulary import Vocabulary
 
 
@@ -20,5 +19,4 @@ def build_engine(
 ) -> GPTEngine:
     """This rank's stages of the model, in their engine. values: see `GPTModelPipe`. Collective."""
     model = GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, plan.bounds, values)
-    engine: GPTEngine = load_object(config.parallel.schedule.engine)(config, layout, tp_group, model)
-    return engine
+    return GPTEngine(config, layout, tp_group, model)

@@ -18,7 +18,7 @@ from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import spec_of
-from megatron.planner.stages import plan_stages
+from megatron.pipeline.stages import plan_stages
 
 # Settings that make a training step smaller or faster.
 _FOR_TRAINING = {

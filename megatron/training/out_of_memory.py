@@ -1,11 +1,11 @@
-"""The error of a rank that cannot allocate memory: planned and measured memory, and the flags that reduce
-it."""
+"""The error of a rank that cannot allocate memory: its measured memory, and the flags that reduce it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,12 +13,11 @@ from deepspeed.accelerator import get_accelerator
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import OutOfMemory
 from megatron.config import Config
-from megatron.planner.memory.fit import memory_flags
-from megatron.planner.memory.stage_memory import planned_bytes
-from megatron.planner.stages import StagePlan
 from megatron.training.logging.peak_memory import local_memory
+from megatron.training.memory_flags import memory_flags
 from megatron.units import GIB
 
+_MAX_FLAGS = 3
 # Unused memory that the allocator has reserved, as a share of the device, from which it is fragmented.
 _FRAGMENTED_SHARE = 0.1
 # How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
@@ -33,21 +32,19 @@ _MESSAGE = re.compile(
 
 
 @contextmanager
-def explained_out_of_memory(
-    config: Config, vocab_size: int, plan: StagePlan, pipeline_rank: int
-) -> Iterator[None]:
+def explained_out_of_memory(config: Config, pipeline_rank: int) -> Iterator[None]:
     """Raises OutOfMemory for an allocation that fails in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(describe_out_of_memory(error, config, vocab_size, plan, pipeline_rank)) from error
+        raise OutOfMemory(describe_out_of_memory(error, config, pipeline_rank)) from error
 
 
 @contextmanager
 def early_out_of_memory() -> Iterator[None]:
-    """Raises OutOfMemory for an allocation that fails before the plan is known: when a process starts to use
+    """Raises OutOfMemory for an allocation that fails before the model is built: when a process starts to use
     its device, in the preflight, and while layers are timed (--partition-method profile)."""
     try:
         yield
@@ -67,22 +64,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return _MESSAGE.search(str(error)) is not None
 
 
-def describe_out_of_memory(
-    error: BaseException, config: Config, vocab_size: int, plan: StagePlan, pipeline_rank: int
-) -> str:
-    """One sentence: the allocation, planned and measured memory of this rank, and flags with their planned
-    memory."""
-    planned = planned_bytes(config, vocab_size, plan)
+def describe_out_of_memory(error: BaseException, config: Config, pipeline_rank: int) -> str:
+    """One sentence: the allocation, the measured memory of this rank, and flags that reduce it."""
     measured = local_memory()
     total = get_accelerator().total_memory()
     found = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in measured.items())
-    cause = _cause(error)
-    flags = memory_flags(config, vocab_size, max(planned))
-    remedy = ", ".join(f"{flag} ({size / GIB:.2f} GiB planned)" for flag, size in flags)
+    flags = [flag for flag, _ in islice(memory_flags(config), _MAX_FLAGS)]
+    remedy = (
+        f"{', '.join(flags)} (--dry-run with --gpu KIND or --device-memory GIB plans the memory with each)"
+        if flags
+        else "more devices"
+    )
     return (
-        f"out of memory: {cause}; stage {pipeline_rank} is planned with {planned[pipeline_rank] / GIB:.2f} "
-        f"GiB (largest stage {max(planned) / GIB:.2f} GiB), measured {found}, the device has "
-        f"{total / GIB:.2f} GiB; try {_fragmentation_hint(measured, total)}{remedy or 'more devices'}"
+        f"out of memory: {_cause(error)}; measured on stage {pipeline_rank}: {found}, the device has "
+        f"{total / GIB:.2f} GiB; try {_fragmentation_hint(measured, total)}{remedy}"
     )
 
 

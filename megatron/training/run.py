@@ -1,7 +1,9 @@
 """A run, from its configuration to its end: layout, model, data, training."""
 
+import importlib.util
 import os
 from contextlib import ExitStack
+from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
@@ -14,50 +16,35 @@ from megatron.cluster.hang_detector import Phase
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import check_kernels, preflight
 from megatron.cluster.preparation import Preparation
+from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import Config
-from megatron.config.batch import BatchSchedule, RunLength
+from megatron.config import Config, ConfigError
 from megatron.config.errors import printable
 from megatron.data.splits import verify_token_files
 from megatron.engine.device_progress import DeviceProgress, flight_record
+from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
-from megatron.optimizer.schedule import schedule_of
-from megatron.planner.memory.fit import fit_summary
-from megatron.planner.memory.stage_memory import plan_memory
-from megatron.planner.report import run_report
-from megatron.planner.stages import StagePlan, plan_stages
-from megatron.planner.timing.layer_times import find_layer_times, needs_profiling, read_layer_times
-from megatron.planner.timing.step_time import planned_step
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine
-from megatron.training.data import data_report, open_data, planned_data_report, run_fingerprint
+from megatron.training.data import data_report, open_data, run_fingerprint
 from megatron.training.harness.live import load_tasks
-from megatron.training.logging.output_folders import make_output_folders
+from megatron.training.logging.run_report import run_report
 from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
-from megatron.training.ramp_up import ramp_up_notes
-from megatron.training.start_notes import planned_start, start_notes
-from megatron.training.trainer import Trainer, make_metrics, run_length
+from megatron.training.setup import Setup, find_stages
+from megatron.training.start_notes import start_notes
+from megatron.training.trainer import Trainer, make_metrics
 
 
 def run(
     config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack, preparation: Preparation
 ) -> ExitStatus:
-    """Runs a dry run, a training or an evaluation; returns how it ended.
+    """Runs a training or an evaluation; returns how it ended.
 
     notes: sentences about the flags, for the start of the log. on_exit: the caller closes it when the run has
     ended or failed. preparation: has begun; it ends before the processes connect.
     """
-    # Errors in flags and files are found here, before the processes connect.
-    start.check_save_place(config)
-    vocab = find_vocabulary(config)
-    times = read_layer_times(config, vocab.size)
-    plan = None if needs_profiling(config) else plan_stages(config, vocab.size, times)
-    batches = BatchSchedule.from_config(config.batch)
-    length = run_length(config, batches)
-    schedule_of(config)  # for its errors: the checkpoint's may replace it
-    if config.training.dry_run:
-        return _dry_run(config, notes, vocab, plan, length, batches)
+    setup = Setup.from_config(config)
+    vocab, plan, length, batches = setup.vocab, setup.plan, setup.length, setup.batches
     checkpoint = folder_owner = fingerprint = data_table = tasks = None
     if config.parallel.local_rank == 0:
         with announce_errors():
@@ -91,13 +78,10 @@ def run(
     layout = ParallelLayout.from_config(config.parallel, rank)
     watchdog.report.note(stage=layout.pipeline_stage)
     tp_group = layout.make_tp_group()
-    if plan is None:
-        times = find_layer_times(config, layout, tp_group, vocab.size, vocab.eod)
-        plan = plan_stages(config, vocab.size, times)
-    memory = plan_memory(config, vocab.size, plan)
-    metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory))
+    plan = plan or find_stages(config, layout, tp_group, vocab)
+    metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{data_table}")
-    on_exit.enter_context(explained_out_of_memory(config, vocab.size, plan, layout.pipeline_stage))
+    on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
     engine = build_engine(config, layout, tp_group, vocab, plan)
     watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""
@@ -107,9 +91,8 @@ def run(
     with watchdog.phase(Phase.LOAD):
         state = checkpoints.restore_or_init(checkpoint, metrics.print)
     data = open_data(config, layout, length, vocab)
-    planned = [part.total for part in memory]
     trainer = Trainer(
-        config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, planned, tasks
+        config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, tasks
     )
     try:
         state = trainer.train(state)
@@ -137,26 +120,47 @@ def _connect(config: Config, watchdog: Watchdog) -> int:
     return rank
 
 
-def _dry_run(
-    config: Config,
-    notes: list[str],
-    vocab: Vocabulary,
-    plan: StagePlan,
-    length: RunLength,
-    batches: BatchSchedule,
-) -> ExitStatus:
-    """Prints the plan; returns FINISHED, or CONFIG_ERROR if it does not fit the device."""
-    memory = plan_memory(config, vocab.size, plan)
-    fits, sentence = fit_summary(config, vocab.size, memory)
-    if processes.is_main_process():
-        notes = [*notes, *ramp_up_notes(config)]
-        planned_data = planned_data_report(config, length)
-        checkpoint, found = planned_start(config, length, vocab)
-        lr_schedule = resumed_schedule(checkpoint, config)
-        notes += found + start_notes(checkpoint, config, length, batches, lr_schedule)
-        step = planned_step(config, plan, vocab.size)
-        plan_text = run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)
-        print(printable(f"{plan_text}\n\n{planned_data}"))
-        if sentence:
-            print(f"\nmemory     {sentence}")
-    return ExitStatus.FINISHED if fits else ExitStatus.CONFIG_ERROR
+def make_output_folders(config: Config) -> None:
+    """Creates --save and, on rank 0, the folders of its logs. Raises ConfigError if one is not writable, or
+    if --wandb-project is set without wandb."""
+    if config.checkpoint.save:
+        _make_writable("--save", config.checkpoint.save)
+    if not is_main_process():
+        return
+    logging, parallel = config.logging, config.parallel
+    if logging.tensorboard_dir:
+        _make_writable("--tensorboard-dir", logging.tensorboard_dir)
+    for option, file in (
+        ("--partition-profile", parallel.partition_profile),
+        ("--network-figures", parallel.network_figures),
+    ):
+        if file:
+            _make_writable(option, os.path.dirname(file) or ".")
+            if os.path.isdir(file):
+                raise ConfigError(f"{option} {file} is a folder: set a file")
+    if logging.log_path:
+        try:
+            os.makedirs(os.path.dirname(logging.log_path) or ".", exist_ok=True)
+            # A stream stays open until the process ends: the reader of a pipe would see its end, and exit.
+            if open_stream(Path(logging.log_path)) is None:
+                os.close(open_own(logging.log_path, os.O_APPEND))
+        except OSError as error:
+            raise ConfigError(
+                f"--log-path {logging.log_path} cannot be written ({error.strerror}): set another file"
+            ) from error
+    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or omit "
+            "the flag"
+        )
+
+
+def _make_writable(option: str, folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {folder} cannot be created ({error.strerror}): set another folder"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} is not writable for this user: set another folder")

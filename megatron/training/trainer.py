@@ -1,11 +1,8 @@
 """The training loop."""
 
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
@@ -17,14 +14,13 @@ from megatron.cluster.watchdog import Watchdog
 from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size
-from megatron.data.loader import GPTBatchLoader, truncated
+from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.model.flops import model_iteration_flops, recomputes_scores
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
-from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores
 from megatron.training.data import RunData
-from megatron.training.evaluate import evaluate, validation_start
 from megatron.training.harness.live import LiveEvaluation
 from megatron.training.logging.metrics import (
     MetricsLogger,
@@ -35,10 +31,13 @@ from megatron.training.logging.metrics import (
 )
 from megatron.training.logging.startup_report import StartupReport
 from megatron.training.logging.writers import make_writers
-from megatron.training.stability.monitor import StabilityMonitor
+from megatron.training.stability import StabilityMonitor
 
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
+from collections.abc import Callable
+
+from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 
 # After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
@@ -97,8 +96,6 @@ class Trainer:
     metrics: MetricsLogger
     watchdog: Watchdog
     checkpoints: CheckpointManager
-    planned_bytes: Sequence[float]
-    """By pipeline rank, see `megatron.planner.memory.stage_memory`."""
     tasks: "Tasks | None" = None
     """Those of --eval-harness-tasks, on rank 0."""
     exit_reason: ExitReason | None = field(default=None, init=False)
@@ -116,7 +113,7 @@ class Trainer:
         self.exits = ExitConditions.from_config(
             self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
-        self.startup_report = StartupReport(self.config, self.engine.layout, self.planned_bytes)
+        self.startup_report = StartupReport(self.config, self.engine.layout)
         self.stability = StabilityMonitor(
             self.config, self.engine, self.batches, self.metrics, self.checkpoints
         )
@@ -179,23 +176,24 @@ class Trainer:
             state.consumed_tokens + batch_size * seq_length,
         )
         lr = self.lr_schedule.lr(progress)
-        first = state.consumed_samples - self.config.data.data_first_sample
-        micro_batches = _micro_batches(self.engine, self.data.train, first, batch_size)
+        micro_batches = self.data.train.micro_batches(state.consumed_samples, batch_size)
         try:
-            loss = self.engine.train_step(
-                truncated(micro_batches, seq_length),
-                state.consumed_samples,
-                batch_size,
-                lr,
-                seq_length=seq_length,
-                exit_code_fn=self.exits.code_of_this_rank,
-                heartbeat=self.watchdog.heartbeat,
-                **self.stability.step_options(state),
-            )
+            with self.engine.module.metrics.of_step():
+                loss = self.engine.train_step(
+                    (batch.truncated(seq_length) for batch in micro_batches),
+                    batch_size,
+                    lr,
+                    seq_length=seq_length,
+                    exit_code_fn=self.exits.code_of_this_rank,
+                    heartbeat=self.watchdog.heartbeat,
+                    **self.stability.step_options(state),
+                )
         except NonFiniteError as error:
             raise self.stability.diagnose(error, progress.iteration) from error
         optimizer = self.engine.optimizer
         self.exit_code = optimizer.exit_code
+        is_logged = self.config.logging.is_logged(progress.iteration, self.length.iterations)
+        recorded = self.engine.module.metrics.collect(self.engine.device) if is_logged else {}
         self.updates.add(optimizer.skipped)
         self.metrics.log_step(
             StepRecord(
@@ -211,6 +209,7 @@ class Trainer:
                 loss_scale=optimizer.scaler.scale if self.config.precision.fp16 else None,
                 skipped=optimizer.skipped,
                 seconds=time.perf_counter() - started,
+                recorded=recorded,
             )
         )
         if self.engine.pass_times and progress.iteration % self.config.logging.log_interval == 0:
@@ -344,15 +343,6 @@ class Trainer:
         return 0
 
 
-def _micro_batches(
-    engine: GPTEngine, loader: GPTBatchLoader, first_sample: int, batch_size: int
-) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-    """The micro-batches of a step. Stages between the first and the last read none."""
-    if not (engine.is_first_stage() or engine.is_last_stage()):
-        return iter(())
-    return loader.micro_batches(first_sample, batch_size)
-
-
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
     """The logger of a run; rank 0 prints and writes."""
     model, parallel = config.model, config.parallel
@@ -377,3 +367,40 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
     return MetricsLogger(
         config.logging, throughput, enabled=rank == 0, writers=writers, vocab_size=vocab_size
     )
+
+
+def evaluate(
+    engine: GPTEngine,
+    loader: GPTBatchLoader,
+    config: Config,
+    first_sample: int,
+    *,
+    stop_requested: Callable[[], bool],
+    heartbeat: Callable[[], None],
+) -> float | None:
+    """Mean loss over `--eval-iters` global batches that start at `first_sample`; None if it was stopped.
+    Collective.
+
+    stop_requested: asked between groups of micro-batches; collective, the same on all ranks. heartbeat:
+    called for every micro-batch.
+    """
+    samples = config.training.eval_iters * config.batch.global_batch_size
+    num_micro_batches = config.training.eval_iters * config.micro_batches_per_step
+    micro_batches = loader.micro_batches(first_sample, samples)
+    # The same groups on every rank and in every run of a layout, so that the rounding of the mean is the
+    # same.
+    group = MICRO_BATCHES_PER_STAGE * config.parallel.num_stages
+    total = 0.0
+    for start in range(0, num_micro_batches, group):
+        if start and stop_requested():
+            return None
+        count = min(group, num_micro_batches - start)
+        total += count * engine.evaluate(micro_batches, count, heartbeat=heartbeat).item()
+    return total / num_micro_batches
+
+
+def validation_start(config: Config, iteration: int) -> int:
+    """First validation sample of the evaluation at `iteration`. Evaluations use consecutive samples."""
+    training = config.training
+    evaluations_before = max(-(-iteration // training.eval_interval) - 1, 0)
+    return evaluations_before * training.eval_iters * config.batch.global_batch_size

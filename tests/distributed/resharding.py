@@ -1,8 +1,8 @@
 """A run of ten steps: saved after five on one layout, continued on another, and uninterrupted."""
 
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
-from megatron.testing.checkpoints import FINGERPRINT, save_midway
-from megatron.testing.layouts import (
+from tests.support.checkpoints import FINGERPRINT, save_midway
+from tests.support.layouts import (
     VOCAB,
     Row,
     build_engine,
@@ -10,7 +10,7 @@ from megatron.testing.layouts import (
     train,
     train_layout,
 )
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 STEPS_BEFORE, STEPS_AFTER = 5, 5
 # (TP, PP, DP), ZeRO stage, micro-batch: each saves, and each opens what every other one saved.

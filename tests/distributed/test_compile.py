@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
-from megatron.testing.layouts import (
+from tests.support.layouts import (
     FP32_BOUND,
     Row,
     build_engine,
@@ -13,7 +13,7 @@ from megatron.testing.layouts import (
     relative_errors,
     train,
 )
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 STEPS = 4
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

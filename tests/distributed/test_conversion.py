@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.convert.source import identity, open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.config import ConfigError
-from megatron.testing.checkpoints import state_after
-from megatron.testing.layouts import Row
-from megatron.testing.pool import run_world
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
+from tests.support.checkpoints import state_after
+from tests.support.layouts import Row
+from tests.support.pool import run_world
 from tools import ds_to_universal
 
 
@@ -46,10 +45,10 @@ def test_an_interrupted_conversion_resumes(tmp_path):
 
 KILLED = """
 import itertools, os, signal, sys
-from megatron.checkpoint.convert import to_universal as universal
+from megatron.checkpoint.formats.native import NativeReader
 
 # Worker threads share the counter: each number is given out once, so exactly one of them sees the last.
-blocks, numbers, last = universal.merged_blocks, itertools.count(1), int(sys.argv.pop())
+blocks, numbers, last = NativeReader.read_blocks, itertools.count(1), int(sys.argv.pop())
 
 def then_kill(*args):
     for block in blocks(*args):
@@ -58,7 +57,7 @@ def then_kill(*args):
         if is_last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-universal.merged_blocks = then_kill
+NativeReader.read_blocks = then_kill
 from tools.ds_to_universal import main
 main()
 """
@@ -150,11 +149,11 @@ def test_a_conversion_of_another_source_is_not_resumed(tmp_path):
 def test_an_external_source_with_changed_files_is_another_source(tmp_path):
     source = saved(tmp_path, Row(zero=1), {})
     (source / "run.json").unlink()
-    before = identity(open_source(source))
-    assert identity(open_source(source)) == before
+    before = open_source(source).identity
+    assert open_source(source).identity == before
     path = next(source.glob("zero_pp_rank_0*"))
     os.utime(path, (1, 1))
-    assert identity(open_source(source)) != before
+    assert open_source(source).identity != before
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config.parsing.curriculum import LengthCurriculum
-from megatron.testing.layouts import (
+from tests.support.layouts import (
     FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
@@ -15,8 +15,8 @@ from megatron.testing.layouts import (
     micro_batches,
     relative_errors,
 )
-from megatron.testing.pool import run_world
-from megatron.testing.trainers import make_trainer
+from tests.support.pool import run_world
+from tests.support.trainers import make_trainer
 
 LENGTHS = (8, 8, 16, 16, 32, 32)
 CURRICULUM = LengthCurriculum("fixed_discrete", 8, 32, lengths=(8, 16, 32), last_steps=(2, 4))

@@ -12,15 +12,14 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState
 from megatron.model.single_process import model_specs
-from megatron.testing.checkpoints import FINGERPRINT
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
-from megatron.testing.pool import run_world
+from tests.support.checkpoints import FINGERPRINT
+from tests.support.layouts import EOD, VOCAB, Row, config_of
+from tests.support.pool import run_world
 from tests.unit.checkpoint.megatron_deepspeed_folder import their_args, their_name
 from tests.unit.checkpoint.native_folder import random_wholes
 

@@ -14,8 +14,8 @@ from torch.distributed.flight_recorder.components.loader import read_dir
 
 from megatron.cluster.rank_reports import RankReport
 from megatron.engine.device_progress import DeviceProgress, flight_record, pending_calls
-from megatron.testing.layouts import Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
+from tests.support.layouts import Row, build_engine, config_of, train
+from tests.support.pool import run_world
 
 
 class Device:

@@ -12,11 +12,11 @@ from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import initialize_parameters
-from megatron.planner.stages import plan_stages
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
-from megatron.testing.pool import run_world
+from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
+from tests.support.layouts import EOD, VOCAB, Row, config_of
+from tests.support.pool import run_world
 
 MODEL = {"num_layers": 4, "init_method_std": 0.2}
 # (layout, settings of the layout, settings of the model)

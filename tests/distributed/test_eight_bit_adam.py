@@ -10,11 +10,11 @@ from megatron.cluster.exit_codes import RunStopped
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
-from megatron.testing.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
-from megatron.testing.pool import run_world
 from megatron.training.logging.moments import describe_moments, local_moments
 from tests.distributed.test_model_variants import QWEN3
 from tests.distributed.test_optimizer import check_same_steps
+from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
+from tests.support.pool import run_world
 
 # Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
 # number of blocks, and one of the attention's is smaller than the threshold.

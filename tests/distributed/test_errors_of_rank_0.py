@@ -6,10 +6,10 @@ from dataclasses import replace
 from megatron.checkpoint import manager
 from megatron.checkpoint.manager import CheckpointManager, SaveError, select_valid_checkpoint
 from megatron.config import ConfigError
-from megatron.testing.checkpoints import FINGERPRINT, make_manager, state_after
-from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of
-from megatron.testing.pool import run_world
-from megatron.testing.trainers import make_trainer, outcome
+from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of
+from tests.support.pool import run_world
+from tests.support.trainers import make_trainer, outcome
 from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 

@@ -6,14 +6,14 @@ from tempfile import mkdtemp
 
 import pytest
 
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState
-from megatron.testing.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
-from megatron.testing.layouts import (
+from tests.reference.plain_gpt import train_plain_gpt
+from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
+from tests.support.layouts import (
     CLIP,
     FP32_BOUND,
     RATE,
@@ -25,8 +25,7 @@ from megatron.testing.layouts import (
     relative_errors,
     train,
 )
-from megatron.testing.pool import run_world
-from tests.reference.plain_gpt import train_plain_gpt
+from tests.support.pool import run_world
 
 BEFORE, STEPS = 3, 3
 OWN_DATA = {**FINGERPRINT, "tokens": [6000]}

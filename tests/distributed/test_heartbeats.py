@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from megatron.checkpoint.integrity.manifest import describe_files, file_problem, first_problem
-from megatron.testing.layouts import GLOBAL_BATCH, RATE, Row, build_engine, config_of, micro_batches
-from megatron.testing.pool import run_world
+from megatron.checkpoint.verify.files import describe_files, file_problem, first_problem
+from tests.support.layouts import GLOBAL_BATCH, RATE, Row, build_engine, config_of, micro_batches
+from tests.support.pool import run_world
 
 
 def heartbeats():
     engine = build_engine(config_of(Row(pp=2, micro_batch=1)))
     found: list[str] = []
-    engine.train_step(micro_batches(engine, 0), 0, GLOBAL_BATCH, RATE, heartbeat=lambda: found.append("step"))
+    engine.train_step(micro_batches(engine, 0), GLOBAL_BATCH, RATE, heartbeat=lambda: found.append("step"))
     engine.evaluate(micro_batches(engine, 1), 2, heartbeat=lambda: found.append("evaluation"))
-    engine.train_step(micro_batches(engine, 2), GLOBAL_BATCH, GLOBAL_BATCH, RATE)
+    engine.train_step(micro_batches(engine, 2), GLOBAL_BATCH, RATE)
     return found.count("step"), found.count("evaluation")
 
 

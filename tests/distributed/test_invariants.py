@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron.cluster.exit_codes import RunStopped
-from megatron.testing.layouts import Row, config_of
-from megatron.testing.layouts import train as train_engine
-from megatron.testing.pool import run_world
-from megatron.testing.trainers import make_trainer
-from megatron.training.stability.invariants import find_invariant_violation
+from megatron.training.stability import find_invariant_violation
+from tests.support.layouts import Row, config_of
+from tests.support.layouts import train as train_engine
+from tests.support.pool import run_world
+from tests.support.trainers import make_trainer
 
 TWO_LAYERS = {"num_layers": 2}
 NORM = "3.input_layernorm.weight"

@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
-from megatron.testing.golden import BOUND, DROPOUT, GOLDEN_ROWS, committed, golden_history
-from megatron.testing.layouts import (
+from tests.reference.plain_gpt import train_plain_gpt
+from tests.support.golden import BOUND, DROPOUT, GOLDEN_ROWS, committed, golden_history
+from tests.support.layouts import (
     CLIP,
     FP32_BOUND,
     LOW_PRECISION_BOUND,
@@ -27,8 +28,7 @@ from megatron.testing.layouts import (
     train,
     train_layout,
 )
-from megatron.testing.pool import run_world
-from tests.reference.plain_gpt import train_plain_gpt
+from tests.support.pool import run_world
 
 # On a busy machine the many small messages of 4 TP ranks wait for a core each.
 TIMEOUT_S = 300.0

@@ -15,9 +15,9 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitReason
 from megatron.model.scoring import LanguageModel
-from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
-from megatron.testing.pool import run_world
-from megatron.testing.trainers import make_trainer
+from tests.support.layouts import SEQ, VOCAB, Row, config_of
+from tests.support.pool import run_world
+from tests.support.trainers import make_trainer
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 DUE = {"eval_harness_tasks": ("toy",), "eval_harness_interval": 2}

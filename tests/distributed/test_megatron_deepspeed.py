@@ -6,20 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.stages import plan_stages
-from megatron.testing.checkpoints import FINGERPRINT, state_after
-from megatron.testing.layouts import EOD, FP32_BOUND, Row, config_of, relative_errors
-from megatron.testing.pool import run_world
+from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.support.checkpoints import FINGERPRINT, state_after
+from tests.support.layouts import EOD, FP32_BOUND, Row, config_of, relative_errors
+from tests.support.pool import run_world
 from tests.unit.checkpoint.megatron_deepspeed_folder import (
     ASSET_MODELS,
     ASSET_VOCAB,
@@ -84,11 +84,8 @@ def resume_asset(row, folder, model):
     history = []
     for step in next_steps(folder):
         samples = torch.tensor(step["samples"])
-        batches = (
-            (sample[:, :-1].contiguous(), (sample[:, 1:].contiguous(), torch.ones(1, SEQ)))
-            for sample in samples.split(1)
-        )
-        loss = engine.train_step(batches, 0, len(samples), 1e-2)
+        batches = (MicroBatch.from_rows(sample, k) for k, sample in enumerate(samples.split(1)))
+        loss = engine.train_step(batches, len(samples), 1e-2)
         history.append((loss.item(), engine.optimizer.grad_norm))
     return checkpoint.state, history
 

@@ -5,7 +5,10 @@ from functools import cache
 
 import pytest
 
-from megatron.testing.layouts import (
+from tests.distributed.resharding import resume_midway, save_before, uninterrupted
+from tests.distributed.test_layout_parity import TIMEOUT_S, initial_weights_and_history
+from tests.reference.plain_gpt import train_plain_gpt
+from tests.support.layouts import (
     CLIP,
     FP32_BOUND,
     LOW_PRECISION_BOUND,
@@ -17,10 +20,7 @@ from megatron.testing.layouts import (
     relative_errors,
     train_layout,
 )
-from megatron.testing.pool import run_world
-from tests.distributed.resharding import resume_midway, save_before, uninterrupted
-from tests.distributed.test_layout_parity import TIMEOUT_S, initial_weights_and_history
-from tests.reference.plain_gpt import train_plain_gpt
+from tests.support.pool import run_world
 
 SHORT = 10
 LLAMA = {

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.mpu import logit_chunks
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import ParallelLayout
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 
 def loss_and_gradient(logits, labels, upstream, vocab_size, overwrite):

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG, dropout
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 
 def two_dropouts(x, stream, tp_group):

@@ -15,8 +15,8 @@ from megatron.mpu.layers import (
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
-from megatron.testing.pool import run_world
-from megatron.testing.scatter import scatter
+from tests.support.pool import run_world
+from tests.support.scatter import scatter
 
 SEED = 1234
 HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100

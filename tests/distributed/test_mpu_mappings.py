@@ -4,8 +4,8 @@ import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
-from megatron.testing.pool import run_world
-from megatron.testing.scatter import scatter
+from tests.support.pool import run_world
+from tests.support.scatter import scatter
 
 MAPPINGS = {
     "gather": gather_from_tensor_region,

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from megatron.cluster.rank_reports import RankReport
+from megatron.data.loader import MicroBatch
 from megatron.mpu.parameters import merge_shards
 from megatron.optimizer import flat_group
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.gradient_norm import NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
-from megatron.testing.layouts import (
+from tests.reference.plain_gpt import plain_gpt_logits
+from tests.support.layouts import (
     FP32_BOUND,
     RATE,
-    SEQ,
     VOCAB,
     Row,
     build_engine,
@@ -30,8 +31,7 @@ from megatron.testing.layouts import (
     train_layout,
     weights_of,
 )
-from megatron.testing.pool import WorldError, run_world
-from tests.reference.plain_gpt import plain_gpt_logits
+from tests.support.pool import WorldError, run_world
 
 LAYOUTS = {
     "one process": Row(),
@@ -65,9 +65,8 @@ def test_small_gradients_are_not_lost_in_a_large_sum(precision):
 def norm_of_copies_of_one_sample(row, copies):
     """The grad norm of a global batch of equal samples, one per micro-batch: that of a single one."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, batch={"global_batch_size": copies}))
-    tokens = sample_tokens(0, 1)
-    batch = tokens[:, :-1], (tokens[:, 1:], torch.ones(1, SEQ))
-    engine.train_step(iter([batch] * (copies // row.dp)), 0, copies, RATE)
+    batch = MicroBatch.from_rows(sample_tokens(0, 1), 0)
+    engine.train_step(iter([batch] * (copies // row.dp)), copies, RATE)
     return engine.optimizer.grad_norm
 
 
@@ -260,7 +259,6 @@ def loop_over_overflows():
         SimpleNamespace(log_step=records.append, print=lambda text: None),
         SimpleNamespace(report=RankReport(None, "0"), heartbeat=lambda: None),
         SimpleNamespace(ownership_lost_reason=lambda: None),
-        planned_bytes=[0.0],
     )
     states = [TrainingState()]
     for _ in range(20):

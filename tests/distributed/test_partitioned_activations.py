@@ -1,72 +1,57 @@
-"""Entries 16 to 18 of `megatron/engine/workarounds.py`, with real tensors: the numbers are DeepSpeed's."""
+"""Activations sent in parts by the tensor-parallel ranks: the same numbers as whole ones, to the last bit."""
 
 from __future__ import annotations
 
 from unittest import mock
 
-import deepspeed.runtime.pipe.engine as pipe_engine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import PartitionedTensor
+import pytest
+import torch.distributed as dist
 
-from megatron.engine.pipeline_engine import GPTEngine
-from megatron.testing.layouts import Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
+from megatron.config.sections.parallel import ParallelConfig
+from tests.support.layouts import Row, build_engine, config_of, train
+from tests.support.pool import run_world
 
-# The stages in the middle receive and send partitioned activations and gradients.
-ROW = Row(tp=2, pp=3, micro_batch=2)
+# The stages in the middle receive and send activations and gradients.
+LAYOUTS = {
+    "1f1b": (Row(tp=2, pp=3, micro_batch=2), {}),
+    "zero-bubble": (Row(tp=2, pp=3, micro_batch=2), {"pipeline_schedule": "zero-bubble"}),
+    "dualpipev": (Row(tp=2, pp=2, micro_batch=2, recompute=True), {"pipeline_schedule": "dualpipev"}),
+    "interleaved": (
+        Row(tp=4, pp=2, micro_batch=2),
+        {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2},
+    ),
+    "a stage without layers": (Row(tp=2, pp=3), {"partition_method": "stages:2,0,2"}),
+}
 STEPS = 3
 
 
-class DeepSpeedsEngine(GPTEngine):
-    """Without the three entries."""
+def outcome(row, parallel, sends_parts):
+    """Losses and norms of the steps, sums of the last gradients, and the elements of all messages."""
+    elements = []
 
-    _aggregate_total_loss = PipelineEngine._aggregate_total_loss
+    def exchange(messages):
+        elements.extend(message.tensor.numel() for message in messages if message.op is dist.isend)
+        return batch_isend_irecv(messages)
 
-    def _exec_backward_pass(self, buffer_id):
-        if self.is_last_stage():
-            self.loss = self.loss * self.optimizer.scaler.scale
-        PipelineEngine._exec_backward_pass(self, buffer_id)
-
-
-def outcome(engine_class, tensor_class):
-    """Losses and norms of the steps, sums of the last gradients, and (all-gathers, tables that were made)."""
-    tables, held, gathered = [], [], []
-
-    class Partitioned(tensor_class):
-        def to_meta(self):
-            table = super().to_meta()
-            tables.append(table.data_ptr())
-            held.append(table)  # so that no other tensor gets its address
-            return table
-
-        def full(self, device=None):
-            gathered.append(self.full_size())
-            return super().full(device)
-
-    patches = (
-        mock.patch("megatron.engine.pipeline_engine.GPTEngine", engine_class),
-        mock.patch.object(pipe_engine, "PartitionedTensor", Partitioned),
-    )
-    with patches[0], patches[1]:
-        engine = build_engine(config_of(ROW))
+    batch_isend_irecv = dist.batch_isend_irecv
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    with (
+        mock.patch.object(ParallelConfig, "sends_parts", sends_parts),
+        mock.patch.object(dist, "batch_isend_irecv", exchange),
+    ):
+        engine = build_engine(config_of(row, parallel=parallel, model=dropout))
         history = train(engine, range(STEPS))
     gradients = [flat.gradients.double().sum().item() for flat in engine.optimizer.flat]
-    return history, gradients, len(gathered), len(set(tables))
+    return history, gradients, sum(elements)
 
 
-def outcomes():
-    ours = pipe_engine.PartitionedTensor
-    return outcome(DeepSpeedsEngine, PartitionedTensor), outcome(GPTEngine, ours)
+def outcomes(row, parallel):
+    return outcome(row, parallel, True), outcome(row, parallel, False)
 
 
-def test_losses_and_gradients_are_deepspeeds_with_fewer_calls_and_tables():
-    micro_batches = STEPS * 8 // ROW.micro_batch
-    for rank, (theirs, ours) in enumerate(run_world(ROW.world_size, outcomes)):
-        assert ours[:2] == theirs[:2]
-        stage = rank // ROW.tp
-        receives, sends = stage > 0, stage < ROW.pp - 1
-        # DeepSpeed gathers a stage's input, the gradient of its output, and that output.
-        assert theirs[2] == micro_batches * (receives + 2 * sends)
-        assert ours[2] == micro_batches * (receives + sends)
-        assert theirs[3] == micro_batches * (receives + sends)
-        assert ours[3] == 1
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_give_the_losses_and_gradients_of_whole_messages(name):
+    row, parallel = LAYOUTS[name]
+    for parts, whole in run_world(row.world_size, outcomes, row, parallel):
+        assert parts[:2] == whole[:2]
+        assert parts[2] * row.tp == whole[2] > 0

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from megatron.testing.pool import WorldError, run_world
+from tests.support.pool import WorldError, run_world
 
 
 def ranks_and_sum():

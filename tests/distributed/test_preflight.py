@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.cluster import preflight as module
+from megatron.cluster.network_figures import NetworkFigures, read_network_figures
 from megatron.cluster.preflight import preflight
-from megatron.planner.timing.network_figures import NetworkFigures, read_network_figures
-from megatron.testing.layouts import Row, config_of
-from megatron.testing.pool import run_world
+from tests.support.layouts import Row, config_of
+from tests.support.pool import run_world
 
 
 def start(path: str, nodes: tuple[str, ...]) -> Any:

@@ -5,7 +5,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as deepspee
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
-from megatron.testing.layouts import (
+from tests.support.layouts import (
     FP32_BOUND,
     SEQ,
     Row,
@@ -15,7 +15,7 @@ from megatron.testing.layouts import (
     train,
     train_layout,
 )
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 
 def forwards_per_layer(row, together):

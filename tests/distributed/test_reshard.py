@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron.testing.checkpoints import state_after
-from megatron.testing.layouts import FP32_BOUND, Row, relative_errors
-from megatron.testing.pool import run_world
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.support.checkpoints import state_after
+from tests.support.layouts import FP32_BOUND, Row, relative_errors
+from tests.support.pool import run_world
 
 
 @pytest.mark.gate(rows=1)

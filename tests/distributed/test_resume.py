@@ -11,13 +11,13 @@ import torch.distributed as dist
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.manager import SaveError, find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.verify.files import add_checksum
 from megatron.config import ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY
-from megatron.testing.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
-from megatron.testing.layouts import (
+from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
+from tests.support.layouts import (
     EOD,
     FP32_BOUND,
     VOCAB,
@@ -30,7 +30,7 @@ from megatron.testing.layouts import (
     train,
     weights_of,
 )
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 LAYOUTS = {
     "one process": Row(micro_batch=4),

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
-from megatron.testing.checkpoints import FINGERPRINT, save_midway, state_after
-from megatron.testing.layouts import VOCAB, Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
+from tests.support.checkpoints import FINGERPRINT, save_midway, state_after
+from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
+from tests.support.pool import run_world
 
 # Shards of the MLP's matrices are no whole number of blocks on 2 and 4 TP ranks.
 MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}

@@ -11,10 +11,10 @@ from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, find_checkpoint
 from megatron.config import ConfigError
-from megatron.testing.checkpoints import FINGERPRINT, state_after
-from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
 from tests.distributed.test_integrity_record import names_of
+from tests.support.checkpoints import FINGERPRINT, state_after
+from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.support.pool import run_world
 from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 

@@ -1,6 +1,6 @@
 """The benchmark of 200 kills, with 4 kills: it runs, and no resume fails."""
 
-from megatron.testing.kills import run_kill_test
+from tests.support.kills import run_kill_test
 
 
 def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.mappings import gather_from_tensor_region, reduce_scatter_to_sequence_region
-from megatron.testing.layouts import (
+from tests.support.layouts import (
     FP32_BOUND,
     LOW_PRECISION_BOUND,
     SEQ,
@@ -17,8 +17,8 @@ from megatron.testing.layouts import (
     train_layout,
     weights_of,
 )
-from megatron.testing.pool import run_world
-from megatron.testing.scatter import scatter
+from tests.support.pool import run_world
+from tests.support.scatter import scatter
 
 STEPS = 8
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

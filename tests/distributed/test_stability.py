@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.record import TrainingState
-from megatron.testing.layouts import FP32_BOUND, GLOBAL_BATCH, SEQ, Row
-from megatron.testing.layouts import config_of as config_of_row
-from megatron.testing.pool import run_world
-from megatron.testing.trainers import STEPS, make_trainer, outcome
+from tests.support.layouts import FP32_BOUND, GLOBAL_BATCH, SEQ, Row
+from tests.support.layouts import config_of as config_of_row
+from tests.support.pool import run_world
+from tests.support.trainers import STEPS, make_trainer, outcome
 
 TWO_LAYERS = {"num_layers": 2}
 LAYOUTS = [Row(micro_batch=4), Row(tp=2, pp=2, micro_batch=4), Row(dp=2, zero=1, micro_batch=4)]
@@ -62,8 +62,8 @@ def test_ranges_are_skipped_with_their_data(row):
 
 def left_out(iterations):
     """The steps of an engine that never gets the data of some iterations."""
-    from megatron.testing.layouts import build_engine
-    from megatron.testing.layouts import train as train_engine
+    from tests.support.layouts import build_engine
+    from tests.support.layouts import train as train_engine
 
     engine = build_engine(config_of(LAYOUTS[0], {}))
     numbers = [i for i in range(1, STEPS + 1) if i not in iterations]

@@ -6,12 +6,13 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
+from megatron.config import ConfigError
+from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import ParallelLayout
-from megatron.testing.layouts import (
+from tests.support.layouts import (
     EOD,
     FP32_BOUND,
     GLOBAL_BATCH,
-    SEQ,
     VOCAB,
     Row,
     build_engine,
@@ -20,7 +21,7 @@ from megatron.testing.layouts import (
     sample_tokens,
     train,
 )
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 STEPS = 5
 # Partition methods for four transformer layers, by what is special about their stages.
@@ -57,15 +58,12 @@ LOOP_STAGES = {
 
 def evaluation(engine, num_micro_batches):
     """Mean loss on micro-batches of one sample, a number of them that no training step has."""
-    import torch
-
     data, rank = engine.layout.dp_size, engine.layout.dp_rank
     tokens = sample_tokens(9000, num_micro_batches)
 
     def micro_batches():
         for sample in range(rank, num_micro_batches, data):
-            row = tokens[sample : sample + 1]
-            yield row[:, :-1].contiguous(), (row[:, 1:].contiguous(), torch.ones(1, SEQ))
+            yield MicroBatch.from_rows(tokens[sample : sample + 1], sample)
 
     return engine.evaluate(micro_batches(), num_micro_batches // data).item()
 
@@ -117,8 +115,8 @@ def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
 
 
 def times_and_bounds(row, parallel, changes):
-    from megatron.planner.stages import plan_stages
-    from megatron.planner.timing.layer_times import find_layer_times
+    from megatron.pipeline.layer_times import find_layer_times
+    from megatron.pipeline.stages import plan_stages
 
     config = config_of(row, parallel={"partition_method": "profile", **parallel}, **changes)
     layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
@@ -139,6 +137,58 @@ def test_all_ranks_partition_by_the_same_measured_times(schedule):
     # The fused loss leaves float16_to_fp32 nothing to do.
     assert all(value > 0 for kind, value in times.items() if kind != "float16_to_fp32")
     assert all(first < last for first, last in pairwise(bounds))
+
+
+def stages_by_memory(parallel, problem):
+    """(calls of the planner on this rank, its stages or the error)."""
+    from megatron.cluster.exit_codes import SharedConfigError
+    from megatron.planner.memory import layer_memory
+    from megatron.tokenizer.vocabulary import Vocabulary
+    from megatron.training.setup import find_stages
+
+    row = Row(tp=2, pp=2)
+    config = config_of(row, parallel={"partition_method": "memory", **parallel})
+    layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
+    memory_costs, calls = layer_memory.memory_costs, []
+
+    def counted(*args):
+        calls.append(args)
+        if problem:
+            raise ConfigError(problem)
+        return memory_costs(*args)
+
+    layer_memory.memory_costs = counted
+    try:
+        end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
+    except SharedConfigError as error:
+        end = str(error)
+    finally:
+        layer_memory.memory_costs = memory_costs
+    return len(calls), end
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_all_ranks_partition_by_the_memory_that_rank_0_finds(schedule):
+    from megatron.pipeline.stages import plan_stages
+
+    parallel = {"pipeline_schedule": schedule}
+    config = config_of(Row(tp=2, pp=2), parallel={"partition_method": "memory", **parallel})
+    planned = plan_stages(config, VOCAB).partition
+    found = run_world(4, stages_by_memory, parallel, None)
+    assert found == [(int(rank == 0), planned) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "problem", "expected"),
+    [
+        ({}, "the layers cannot be measured", "the layers cannot be measured"),
+        ({"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 8}, None, "and 16 stages (8 x"),
+    ],
+    ids=["rank 0 finds no memory", "too few layers"],
+)
+def test_an_error_of_the_partition_by_memory_ends_all_ranks(parallel, problem, expected):
+    for rank, (calls, end) in enumerate(run_world(4, stages_by_memory, parallel, problem)):
+        assert calls == (rank == 0) and expected in end
 
 
 @pytest.mark.full

@@ -12,10 +12,10 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitReason
 from megatron.config import Config
-from megatron.testing.layouts import Row, config_of
-from megatron.testing.pool import run_world
-from megatron.testing.trainers import make_trainer
-from megatron.training.stability.skipped_ranges import advance_state
+from megatron.training.stability import advance_state
+from tests.support.layouts import Row, config_of
+from tests.support.pool import run_world
+from tests.support.trainers import make_trainer
 
 NAMES = ("a", "b", "c")
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
-from megatron.testing.layouts import RATE, SEQ, Row, build_engine, config_of, sample_tokens
-from megatron.testing.pool import run_world
-from megatron.training.stability.invariants import find_invariant_violation
+from megatron.training.stability import find_invariant_violation
+from tests.support.layouts import RATE, Row, build_engine, config_of, sample_tokens
+from tests.support.pool import run_world
 
 # More than half of a stage is the embedding: 4096 rows of 32, beside at most three layers of 12 * 32 * 32.
 LARGE_VOCABULARY = {"make_vocab_size_divisible_by": 4096}
@@ -69,13 +70,13 @@ def copies_after(row, changes, steps, other_order):
 
     def micro_batches(step):
         size, dp_rank = row.micro_batch, engine.layout.dp_rank
-        for first in range(dp_rank * size, batch_size, row.dp * size):
-            tokens = sample_tokens(step * batch_size + first, size)
-            yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), torch.ones(size, SEQ))
+        start = step * batch_size
+        for first in range(start + dp_rank * size, start + batch_size, row.dp * size):
+            yield MicroBatch.from_rows(sample_tokens(first, size), first)
 
     def train():
         for step in range(steps):
-            engine.train_step(micro_batches(step), step * batch_size, batch_size, RATE)
+            engine.train_step(micro_batches(step), batch_size, RATE)
         return find_invariant_violation(engine.optimizer, engine.layout)
 
     if not other_order:

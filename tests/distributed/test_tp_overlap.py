@@ -7,8 +7,8 @@ from megatron.mpu import tp_overlap
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import initialize_parameters
-from megatron.testing.layouts import FP32_BOUND, STEPS, Row, relative_errors, train_layout
-from megatron.testing.pool import run_world
+from tests.support.layouts import FP32_BOUND, STEPS, Row, relative_errors, train_layout
+from tests.support.pool import run_world
 
 OVERLAP = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True, "tp_comm_overlap_chunks": 4}}
 BATCH, WIDE, NARROW = 3, 24, 16

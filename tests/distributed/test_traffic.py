@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.testing.layouts import GLOBAL_BATCH, SEQ, Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
 from tests.distributed.test_optimizer import reduce_scatters
+from tests.support.layouts import GLOBAL_BATCH, SEQ, Row, build_engine, config_of, train
+from tests.support.pool import run_world
 
 HIDDEN = 32
 LAYER_PARAMETERS = 12 * HIDDEN**2 + 13 * HIDDEN
@@ -41,7 +41,14 @@ def counted_bytes() -> Iterator[dict[str, float]]:
     count("all_reduce", 0, lambda size: 2 * (size - 1) / size)
     count("all_gather_into_tensor", 0, lambda size: (size - 1) / size)
     count("reduce_scatter_tensor", 1, lambda size: (size - 1) / size)
-    count("send", 0, lambda size: 1)
+    exchange = kept["batch_isend_irecv"] = dist.batch_isend_irecv
+
+    def counting_messages(messages: list[dist.P2POp]) -> list[dist.Work]:
+        own = [message.tensor for message in messages if message.op is dist.isend]
+        sent["send"] = sent.get("send", 0) + sum(x.numel() * x.element_size() for x in own)
+        return exchange(messages)
+
+    dist.batch_isend_irecv = counting_messages
     try:
         yield sent
     finally:

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert, write_parameter
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_universal
-from megatron.checkpoint.formats.universal import UniversalReader
-from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
+from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import describe_start
+from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import ConfigError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.testing.checkpoints import FINGERPRINT, make_manager, state_after
-from megatron.testing.layouts import (
+from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.distributed.test_model_variants import OLMO2_WINDOW
+from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.layouts import (
     EOD,
     FP32_BOUND,
     VOCAB,
@@ -30,9 +31,7 @@ from megatron.testing.layouts import (
     relative_errors,
     train,
 )
-from megatron.testing.pool import WorldError, run_world
-from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
-from tests.distributed.test_model_variants import OLMO2_WINDOW
+from tests.support.pool import WorldError, run_world
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
 LLAMA = {
@@ -159,14 +158,17 @@ def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
 def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     source = saved(tmp_path, Row(), BLOOM)
     converted(source, tmp_path / "whole")
-    written = UniversalReader(find_universal(tmp_path / "whole"))
+    written, writer = UniversalReader(find_universal(tmp_path / "whole")), UniversalWriter(tmp_path / "parts")
     for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
         values, moments, others = written.read_parameter(name, spec, TPGroup())
         rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
         whole = {
-            key: flat.view(spec.global_shape)[: rows[0]] for key, flat in {"": values, **moments}.items()
+            key: flat.view(spec.global_shape)[: rows[0]] for key, flat in {"fp32": values, **moments}.items()
         }
-        write_parameter(tmp_path / "parts", name, spec, (whole.pop(""), whole, others))
+        writer.write_parameter(
+            name, spec, {key: [full] for key, full in whole.items()}, others["step"].item()
+        )
+        writer.finish_parameter(name)
         for path in (tmp_path / "parts" / "zero" / name).iterdir():
             assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()
 

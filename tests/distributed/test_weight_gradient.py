@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from megatron.mpu import weight_gradient
-from megatron.planner.implementations import adds_column_gradients, adds_row_gradients
-from megatron.testing.layouts import LOW_PRECISION_BOUND, Row, config_of, relative_errors, train_layout
-from megatron.testing.pool import run_world
+from tests.support.layouts import LOW_PRECISION_BOUND, Row, relative_errors, train_layout
+from tests.support.pool import run_world
 
 STEPS = 5
 CHUNKS = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
@@ -83,24 +82,23 @@ def weights_added_when_compiled(row, changes):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "row, parallel",
+    "row, parallel, columns_add, rows_add",
     [
-        (Row(tp=2, micro_batch=8, precision="bf16"), {}),
-        (Row(micro_batch=8, precision="bf16"), {}),
-        (Row(tp=2, micro_batch=8, precision="bf16"), CHUNKS["parallel"]),
-        (Row(pp=2, micro_batch=4, precision="bf16"), {"pipeline_schedule": "zero-bubble"}),
+        # Column-parallel layers over several ranks, and chunks, are not compiled.
+        (Row(tp=2, micro_batch=8, precision="bf16"), {}, True, False),
+        (Row(micro_batch=8, precision="bf16"), {}, False, False),
+        (Row(tp=2, micro_batch=8, precision="bf16"), CHUNKS["parallel"], True, True),
+        (Row(pp=2, micro_batch=4, precision="bf16"), {"pipeline_schedule": "zero-bubble"}, True, True),
     ],
     ids=str,
 )
-def test_the_plan_knows_which_compiled_products_add(row, parallel):
+def test_products_that_are_not_compiled_add(row, parallel, columns_add, rows_add):
     changes = {"parallel": parallel, "training": {"compile": True}, "model": {"num_layers": 2}}
-    config, size = config_of(row, **changes), row.tp
+    size = row.tp
     columns, rows = {(96 // size, 32), (128 // size, 32)}, {(32, 32 // size), (32, 128 // size)}
-    planned = (columns if adds_column_gradients(config) else set()) | (
-        rows if adds_row_gradients(config) else set()
-    )
+    expected = (columns if columns_add else set()) | (rows if rows_add else set())
     for added in run_world(row.world_size, weights_added_when_compiled, row, changes):
-        assert added - {(HEAD_ROWS[size], 32)} == planned
+        assert added - {(HEAD_ROWS[size], 32)} == expected
 
 
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):

@@ -20,16 +20,16 @@ from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.vector_math import initialize_vector_math
-from megatron.planner.timing import layer_times
-from megatron.testing.layouts import EOD, VOCAB, Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
+from megatron.pipeline import layer_times
+from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.support.pool import run_world
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 JOIN = """
 import torch.distributed as dist
 from megatron.cluster.processes import init_distributed, destroy_distributed
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
+from tests.support.layouts import EOD, VOCAB, Row, config_of
 init_distributed(config_of(Row()))
 print(dist.distributed_c10d._get_default_store().timeout)
 destroy_distributed()

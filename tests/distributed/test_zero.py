@@ -20,8 +20,15 @@ from megatron.mpu.parameters import initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT
-from megatron.testing.checkpoints import FINGERPRINT, save_midway
-from megatron.testing.layouts import (
+from tests.distributed.test_optimizer import (
+    TWO_LAYERS,
+    initial_weights_and_first_norm,
+    plain_norm,
+    step_with_a_bad_gradient,
+    steps_with_loss_scale,
+)
+from tests.support.checkpoints import FINGERPRINT, save_midway
+from tests.support.layouts import (
     FP32_BOUND,
     LOW_PRECISION_BOUND,
     STEPS,
@@ -37,14 +44,7 @@ from megatron.testing.layouts import (
     train_layout,
     weights_of,
 )
-from megatron.testing.pool import run_world
-from tests.distributed.test_optimizer import (
-    TWO_LAYERS,
-    initial_weights_and_first_norm,
-    plain_norm,
-    step_with_a_bad_gradient,
-    steps_with_loss_scale,
-)
+from tests.support.pool import run_world
 
 TIMEOUT_S = 300.0
 SHORT = 10
@@ -380,7 +380,7 @@ def save_and_train_on(row, folder, changes):
 
 def open_midway(row, folder, changes):
     """The certificate of what was loaded, and the steps that follow."""
-    from megatron.checkpoint.verification.record import make_integrity_record
+    from megatron.checkpoint.verify.integrity import make_integrity_record
 
     engine = build_engine(config_of(row, **changes))
     train(engine, [9])

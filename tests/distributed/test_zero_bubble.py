@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.testing.layouts import Row, build_engine, config_of, train, weights_of
-from megatron.testing.pool import run_world
+from tests.support.layouts import Row, build_engine, config_of, train, weights_of
+from tests.support.pool import run_world
 
 STEPS = 3
 ONE_BUCKET_PER_LAYER = {"ddp_bucket_size": 1}

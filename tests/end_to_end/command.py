@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.testing.forked import ENVIRONMENT, run_script
 from megatron.training.logging.log_lines import ParsedLine, parse_log_line
+from tests.support.forked import ENVIRONMENT, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 # Far above what any of these runs takes: a run that hangs fails, a slow machine does not.

@@ -106,13 +106,13 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
 
 
 @pytest.mark.full
-def test_out_of_memory_names_rank_plan_and_flags_and_has_exit_code_2(data: list[str]) -> None:
+def test_out_of_memory_names_rank_memory_and_flags_and_has_exit_code_2(data: list[str]) -> None:
     run = pretrain([*FLAGS, *data], processes=2, script="tests/end_to_end/out_of_memory.py")
     (line,) = run.errors
     assert line == last_line(run)
     assert re.match(r"error: rank 1 on \S+, stage 1 \(pid \d+\), after iteration 1: out of memory: ", line)
-    assert "Tried to allocate 20.00 MiB" in line and "is planned with" in line and "measured" in line
-    assert "try --" in line
+    assert "Tried to allocate 20.00 MiB" in line and "measured on stage 1: resident" in line
+    assert "try --" in line and "--dry-run with --gpu KIND" in line
     assert 2 in run.rank_exit_codes
 
 

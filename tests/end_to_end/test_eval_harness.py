@@ -23,11 +23,11 @@ from transformers import AutoTokenizer
 
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
-from megatron.testing.pool import run_world
 from megatron.training.harness.model import HarnessModel, _load
 from megatron.training.loaded_model import config_of_layout, load_distributed_model
 from tests.end_to_end.command import ROOT, environment, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.support.pool import run_world
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
 from tests.unit.checkpoint.test_huggingface_llama import save_hf
 from tools import convert_huggingface, evaluate

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megatron.testing.forked import run_script
 from tests.end_to_end.command import ROOT, TIMEOUT_S, environment
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
+from tests.support.forked import run_script
 from tools import ds_to_universal, evaluate
 
 FIRST_BATCH = ["--samples", "4"]  # as many as --eval-iters 1 and --global-batch-size 4 read

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.testing.ports import free_ports
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.support.ports import free_ports
 
 QUICKSTART = "examples/quickstart.sh"
 SMALL_QUICKSTART = {

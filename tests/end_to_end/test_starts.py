@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.rank_reports import read_reports
-from megatron.testing.ports import free_ports
 from tests.end_to_end.command import ROOT, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.support.ports import free_ports
 
 TIMEOUT_S = 4.0
 

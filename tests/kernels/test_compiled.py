@@ -13,12 +13,12 @@ from tests.end_to_end.command import ROOT
 pytest.importorskip("triton")
 
 LIST_VARIANTS = """
-from megatron.testing.compiled_kernels import variants
+from tests.support.compiled_kernels import variants
 print(*(variant.name for variant in variants()), sep="\\n")
 """
 SPILLING = """
 from dataclasses import replace
-from megatron.testing.compiled_kernels import compile_variant, variants
+from tests.support.compiled_kernels import compile_variant, variants
 variant = next(v for v in variants() if v.name == "dropout + bias + residual bf16")
 free, limited = (compile_variant(replace(variant, options={**variant.options, **extra}), 90)
                  for extra in ({}, {"maxnreg": 24}))

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.exit_codes import SharedConfigError
 from megatron.cluster.preflight import check_kernels
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 # The simulated device is a CPU with NVIDIA's driver of triton, which compiles its library before it looks for
 # a GPU. Only the search for CUDA's library is answered for it.

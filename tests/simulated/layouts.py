@@ -134,6 +134,28 @@ LAYOUTS = {
     "--fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }
 
+# What LAYOUTS do not combine; only the plan is compared.
+MORE = {
+    "plain-loss": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --loss-implementation plain",
+    "average-zero1": "--world-size 4 --tensor-model-parallel-size 2 --bf16 --zero-stage 1 "
+    "--sync-tp-duplicated-parameters",
+    "zero3-tensor": "--world-size 4 --tensor-model-parallel-size 2 --bf16 --zero-stage 3 --sequence-parallel",
+    "zero3-groups": "--world-size 2 --bf16 --zero-stage 3 --checkpoint-activations "
+    f"--checkpoint-num-layers 3 {NO_DROPOUT}",
+    "8-bit-tensor": "--world-size 4 --tensor-model-parallel-size 2 --bf16 --zero-stage 1 --use-bnb-optimizer",
+    "late-gradients": "--world-size 2 --bf16 --zero-stage 1 --ddp-bucket-size 1 --no-overlap-grad-reduce",
+    "early-weights": "--world-size 2 --bf16 --zero-stage 1 --ddp-bucket-size 1 --no-overlap-param-gather",
+    "no-overlap": "--world-size 2 --bf16 --zero-stage 1 --ddp-bucket-size 1 --no-overlap-grad-reduce "
+    "--no-overlap-param-gather",
+    "documents": "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
+    "--position-embedding-type rotary --reset-position-ids",
+    "sequence-fp32-residual": "--world-size 4 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --bf16 "
+    f"--sequence-parallel --fp32-residual-connection --checkpoint-activations {NO_DROPOUT}",
+    "mup-swiglu": "--world-size 4 --tensor-model-parallel-size 2 --bf16 --zero-stage 1 --mup "
+    "--mup-base-hidden-size 32 --glu-activation swiglu",
+}
+
 
 def config_of(flags: str) -> Config:
     """The configuration of flags that are added to a small model's."""

@@ -13,10 +13,11 @@ from torch.utils.flop_counter import flop_registry
 from megatron.simulation.collectives import describe_call
 from megatron.simulation.processes import run_in_processes
 from megatron.simulation.record import StepRecord
-from megatron.simulation.world import simulate_rank
-from megatron.testing.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
-from megatron.testing.pool import run_world
+from megatron.simulation.stage_costs import inputs_of_stages
+from megatron.simulation.world import plan_of, simulate_rank
 from tests.distributed.test_optimizer import reduce_scatters
+from tests.support.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
+from tests.support.pool import run_world
 
 ROWS = [
     Row(dp=2, zero=1, precision="bf16", recompute=True),
@@ -77,7 +78,10 @@ def simulate_without_kernels(*arguments: Any) -> StepRecord:
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_simulated_step_is_the_real_one(row):
     count = GLOBAL_BATCH // (row.micro_batch * row.dp)
-    ranks = [(settings(row), rank, count) for rank in range(row.world_size)]
+    config = settings(row)
+    vocab, plan = plan_of(config)
+    inputs = inputs_of_stages(config, plan, vocab.size)
+    ranks = [(config, rank, inputs, count) for rank in range(row.world_size)]
     simulated = run_in_processes(simulate_without_kernels, ranks)
     for record, (calls, flops, parameters) in zip(
         simulated, run_world(row.world_size, real_step, row), strict=True

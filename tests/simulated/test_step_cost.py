@@ -56,8 +56,7 @@ def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     assert (steps["1f1b"], steps["dualpipev"]) == (("138", "met"), ("130", "met"))
     assert (steps["interleaved"], steps["zero-bubble"]) == (("117", "met"), ("110", "met"))
     bound, predicted = (
-        int(rows[f"MFU {kind}"][0].removesuffix(" %"))
-        for kind in ("by roofline", "with the A100's achieved rates")
+        int(rows[f"MFU {kind}"][0].removesuffix(" %")) for kind in ("by roofline", "with fitted rates")
     )
     assert 0 <= predicted < bound < 100
     lines = [line.split() for line in rows["operations"][0].splitlines()[2:]]

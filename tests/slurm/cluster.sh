@@ -52,7 +52,7 @@ start() {
 
 write_configuration() {
     local ports host gpu
-    mapfile -t ports < <(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && python3 -m megatron.testing.ports 3)
+    mapfile -t ports < <(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && python3 -m tests.support.ports 3)
     host=$(hostname -s)
     (
         umask 077

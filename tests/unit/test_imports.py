@@ -1,8 +1,9 @@
-"""Imports between packages point down. `megatron.testing` is what tests and benchmarks share."""
+"""Imports between packages point down. `tests.support` is what tests and benchmarks share."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,33 +11,41 @@ import pytest
 
 from tests.end_to_end.command import ROOT
 
-TESTING = ROOT / "megatron" / "testing"
+SHARED = "tests.support"
 FORBIDDEN = {
-    "tests": ("benchmarks",),
+    "tests/support": ("tests", "benchmarks"),
     "benchmarks": ("tests",),
-    "megatron/testing": ("tests", "benchmarks"),
-    "megatron": ("tests", "benchmarks", "megatron.testing"),
-    "tools": ("tests", "benchmarks", "megatron.testing"),
+    "megatron": ("tests", "benchmarks"),
+    "tools": ("tests", "benchmarks"),
 }
+"""What each folder does not import. Benchmarks may import the shared part of the tests."""
+# What plans a run. These packages may import each other; a training run imports none of them.
+PLANNING = ("page", "planner", "simulation", "sweep")
 # The packages and modules of `megatron`, from the lowest. Each imports those of lower levels only.
 LEVELS = (
     ("text_table", "units", "config"),
     ("files", "kernels"),
     ("mapped_file",),
-    ("mpu", "page", "pipeline", "tokenizer"),
+    ("mpu", "tokenizer"),
     ("data", "model", "optimizer"),
-    ("engine", "planner"),
+    ("pipeline",),
+    ("engine",),
     ("checkpoint", "cluster"),
     ("training",),
-    ("simulation",),
-    ("sweep",),
-    ("testing",),
+    PLANNING,
 )
+# The only module of the planner that a training run calls, through the registry of partition methods.
+CALLED_BY_NAME = {"megatron/config/registries.py": ["megatron.planner.memory.layer_memory"]}
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """The full name of every module that a file imports; `from a import b` gives `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def parse(path: Path) -> ast.Module:
+    """The program in a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """The full name of every module that a program imports; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -46,16 +55,22 @@ def imported_modules(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_a_folder_imports_no_test_code_that_is_not_shared_with_it(folder: str) -> None:
     files = list((ROOT / folder).rglob("*.py"))
-    if folder == "megatron":
-        files = [path for path in files if TESTING not in path.parents]
     assert files
+    allowed = SHARED if folder in ("benchmarks", "tests/support") else None
     found = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in files
-        for module in imported_modules(path)
+        for module in imported_modules(parse(path))
         if any(f"{module}.".startswith(f"{name}.") for name in FORBIDDEN[folder])
+        and not (allowed and f"{module}.".startswith(f"{allowed}."))
     ]
     assert found == []
+
+
+def files_of(package: str) -> list[Path]:
+    """The files of a package or module of `megatron`."""
+    path = ROOT / "megatron" / package
+    return list(path.rglob("*.py")) or [path.with_suffix(".py")]
 
 
 def test_every_package_has_a_level() -> None:
@@ -69,12 +84,44 @@ def test_imports_of_a_package_point_down(package: str) -> None:
     """Imports inside functions and for type checking are included."""
     (level,) = (index for index, names in enumerate(LEVELS) if package in names)
     allowed = {package, *(name for names in LEVELS[:level] for name in names)}
-    path = ROOT / "megatron" / package
-    files = list(path.rglob("*.py")) or [path.with_suffix(".py")]
+    if package in PLANNING:
+        allowed |= set(PLANNING)
+    files = files_of(package)
     found = [
         f"{file.relative_to(ROOT)} imports {module}"
         for file in files
-        for module in imported_modules(file)
+        for module in imported_modules(parse(file))
         if module.startswith("megatron.") and module.split(".")[1] not in allowed
     ]
     assert found == []
+
+
+def test_a_training_run_names_no_module_that_plans_but_one() -> None:
+    """Not in strings either, from which a module could be imported, nor in comments."""
+    core = [name for level in LEVELS[: LEVELS.index(PLANNING)] for name in level]
+    found = {
+        str(file.relative_to(ROOT)): names
+        for package in core
+        for file in files_of(package)
+        if (names := re.findall(rf"megatron\.(?:{'|'.join(PLANNING)})\b[\w.]*", file.read_text()))
+    }
+    assert found == CALLED_BY_NAME
+
+
+def test_the_program_imports_no_module_that_plans_except_in_a_dry_run() -> None:
+    tree = parse(ROOT / "pretrain_gpt.py")
+    branches = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith(".training.dry_run")
+    ]
+    planning = {f"megatron.{name}" for name in PLANNING}
+    assert any(planning & packages_imported(part) for node in branches for part in node.body)
+    for node in branches:
+        node.body = []
+    assert not planning & packages_imported(tree)
+
+
+def packages_imported(tree: ast.AST) -> set[str]:
+    """The first two parts of the names of the modules that are imported in a part of a program."""
+    return {".".join(module.split(".")[:2]) for module in imported_modules(tree)}

@@ -1,53 +1,62 @@
-"""Writes universal checkpoints in DeepSpeed's layout: one file per parameter and moment, global, in fp32.
+"""Converts native checkpoints into universal ones, in DeepSpeed's layout (`formats.universal`).
 
     global_step5_universal/
-        zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
-        zero/<parameter name>/step.pt                               the optimizer's step
-        zero/optimizer_state.pt                                     optimizer state that is not per parameter
-        mp_rank_XX_model_states.pt                                  copied from the source
-        run.json                                                    copied, if the source has one
-    latest_universal                                                the name of the folder
+        zero/                           one folder per parameter
+        zero/optimizer_state.pt         optimizer state that is not per parameter
+        mp_rank_XX_model_states.pt      copied from the source
+        run.json                        copied, if the source has one
+    latest_universal                    the name of the folder
 
 The vocabulary is stored without padding. `--load` opens native checkpoints on any layout: this format is for
 exchange with other Megatron programs. Hugging Face models are imported in this format, without moments
-(`huggingface.importer`).
-
-A conversion copies bytes from the source files, a block at a time, in threads: reading, checksums and writing
-release the GIL. Nothing here needs torch, which takes seconds to import and hundreds of MB.
+(`huggingface.importer`). A conversion copies a block at a time, in threads: reading, checksums and writing
+release the GIL.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as partial_function
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
+from torch import Tensor
 
-from megatron.checkpoint.convert.merging import BLOCK_BYTES, ReplicaMismatch, Shard, merged_blocks
-from megatron.checkpoint.convert.rules import MergePlan, rule_of, spec_record
-from megatron.checkpoint.convert.source import Source, identity
-from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files
-from megatron.checkpoint.formats.pickles import Stub
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
+from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
-from megatron.checkpoint.formats.torch_archive import (
-    StoredTensor,
-    is_intact,
-    read_file,
-    write_plain,
-    write_tensor,
+from megatron.checkpoint.formats.state import ReplicaMismatch
+from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
+from megatron.checkpoint.formats.universal import (
+    LOSS_SCALE_KEY,
+    OPTIMIZER_STATE_FILE,
+    UNFINISHED_FOLDER,
+    UniversalWriter,
 )
-from megatron.checkpoint.integrity.manifest import add_checksum
-from megatron.checkpoint.integrity.names import shown
-from megatron.checkpoint.record import RUN_FILE
+from megatron.checkpoint.formats.universal_info import (
+    INFO_KEY,
+    check_info,
+    check_patterns,
+    derive_info,
+    external_spec,
+    matching,
+    recorded_spec,
+    unused_patterns,
+)
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
+from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.verify.names import check_parameter, is_shape, shown
 from megatron.config.errors import ConfigError
 from megatron.files import (
+    expect_layout,
     open_regular,
     read_small,
     rename_synced,
@@ -56,21 +65,9 @@ from megatron.files import (
     write_atomically,
     write_json,
 )
+from megatron.mpu.parameters import ParameterSpec
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron.mpu.parameters import ParameterSpec
-
-OPTIMIZER_STATE_FILE = "optimizer_state.pt"
-STEP_FILE = "step.pt"
-VALUES_FILE = "fp32.pt"
-# Moment, by the optimizer's name -> DeepSpeed's name of its file.
-MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
-# In optimizer_state.pt. DeepSpeed's loader expects an object of its own class under 'loss_scaler'.
-LOSS_SCALE_KEY = "loss_scaler_state"
-# In an unfinished conversion: parameters that are being written, and the identity of the source.
-UNFINISHED_FOLDER = "unfinished"
+# In an unfinished conversion: the identity of the source.
 SOURCE_FILE = "source.json"
 # Holds an empty file per parameter whose replicas differed and were averaged.
 AVERAGED_FOLDER = "averaged"
@@ -81,12 +78,169 @@ _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partit
 
 
 @dataclass(frozen=True)
+class Source:
+    """A native checkpoint that is converted.
+
+    reader: knows the saved specs of its parameters. warnings: problems with its merge patterns that were
+    accepted.
+    """
+
+    reader: NativeReader
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return self.reader.folder
+
+    @property
+    def run(self) -> dict[str, Any] | None:
+        """The content of `run.json`; None if another program wrote the checkpoint."""
+        return None if self.reader.checkpoint.is_external else self.reader.checkpoint.run
+
+    @property
+    def identity(self) -> str:
+        """Identifies the source, so that an interrupted conversion is only resumed with the same one."""
+        digest = self.run["sha256"] if self.run is not None else _digest_of_names(self.folder)
+        return json.dumps([str(self.folder.resolve()), digest])
+
+    def step(self, name: str) -> float | None:
+        """The optimizer's step of a parameter; None if it has none."""
+        step = self.reader.optimizer_scalars(name).get("step")
+        with expect_layout(self.folder, "the optimizer's step"):
+            return None if step is None else float(step)
+
+
+@dataclass(frozen=True)
 class Converted:
     """A parameter that was written. mismatch: largest difference between replicas of it or its moments, if
     they were averaged."""
 
     name: str
     mismatch: float = 0.0
+
+
+# --- the source ---
+
+
+def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False) -> Source:
+    """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
+
+    strict: refuse patterns that match no parameter, instead of warning. derive_patterns: derive the merge
+    patterns from the parameters in `run.json` if the checkpoint has none, as in old ones of this repository.
+
+    Raises ConfigError for a checkpoint that is damaged, incomplete, or lacks information.
+    """
+    source = (_own_source if (folder / RUN_FILE).is_file() else _external_source)(
+        folder, strict, derive_patterns
+    )
+    missing = sorted(source.reader.specs.keys() - set(source.reader.stored_names))
+    if missing:
+        raise ConfigError(
+            f"checkpoint {folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
+            "such parameters): use another one"
+        )
+    return source
+
+
+def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
+    checkpoint = open_checkpoint(folder)
+    run = checkpoint.run
+    with expect_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
+        specs = {name: recorded_spec(record) for name, record in run["parameters"].items()}
+        tp_size, vocab_size = run["layout"]["tensor_model_parallel_size"], run["vocab_size"]
+    info = run.get(INFO_KEY)
+    if info is None:
+        if not derive_patterns:
+            raise ConfigError(
+                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it comes from an older version: "
+                "--inject_missing_state derives it from the parameters"
+            )
+        info = derive_info(specs, vocab_size)
+        checkpoint = replace(checkpoint, run={**run, INFO_KEY: info})
+    check_info(info, folder / RUN_FILE)
+    warnings: tuple[str, ...] = ()
+    try:
+        check_patterns(info, specs)
+    except ValueError as error:
+        if strict or any(len(matching(info, name)) != 1 for name in specs):
+            raise ConfigError(f"checkpoint {folder}: {error}") from error
+        warnings = (str(error),)
+    for name, spec in specs.items():
+        _check_spec(name, spec, tp_size, folder)
+    return Source(NativeReader(checkpoint, specs, tp_size), warnings)
+
+
+def _external_source(folder: Path, strict: bool, _: bool) -> Source:
+    """A checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and patterns."""
+    paths = model_files(folder)
+    if sharded_weight_files(folder):
+        raise ConfigError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
+    if not paths:
+        raise ConfigError(
+            f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"
+        )
+    states = [read_file(path) for path in paths]
+    if not all(isinstance(state, dict) for state in states):
+        raise ConfigError(f"checkpoint {folder}: an mp_rank file holds no dict: use another one")
+    info = states[0].get(INFO_KEY)
+    if not isinstance(info, dict):
+        raise ConfigError(
+            f"checkpoint file {paths[0]} has no {INFO_KEY}, so the merge rules of its shards are not "
+            "known: convert it with the program that wrote it"
+        )
+    check_info(info, paths[0])
+    first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
+    specs: dict[str, ParameterSpec] = {}
+    with expect_layout(paths[0], "the states of a model-parallel rank"):
+        dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
+        tp_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
+        if type(tp_size) is not int or not 0 < tp_size <= len(paths):
+            raise ValueError("the tensor-parallel degree is not a number of ranks")
+        for path, state in zip(paths, states, strict=True):
+            for group in state.get("param_shapes") or ():
+                for name, shape in group.items():
+                    check_parameter(name, path)
+                    spec = external_spec(info, name, tuple(shape), tp_size)
+                    _check_spec(name, spec, tp_size, folder)
+                    if specs.setdefault(name, spec) != spec:
+                        raise ConfigError(
+                            f"checkpoint {folder}: the ranks hold shards of {name} with unequal shapes"
+                        )
+    if not specs:
+        raise ConfigError(
+            f"checkpoint {folder}: the mp_rank files have no param_shapes: it was not saved with ZeRO-1"
+        )
+    unused = unused_patterns(info, specs)
+    if unused and strict:
+        raise ConfigError(
+            f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: use --no_strict to "
+            "accept it"
+        )
+    warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
+    return Source(NativeReader(Checkpoint(folder, TrainingState(), {}), specs, tp_size), warnings)
+
+
+def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:
+    """Raises ConfigError for shapes and sharding that no parameter has."""
+    shape, rows = spec.global_shape, spec.num_valid_rows
+    if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
+        raise ConfigError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
+    parts = tp_size * spec.num_fused_parts
+    if spec.shard_dim is not None and (spec.shard_dim >= len(shape) or shape[spec.shard_dim] % parts):
+        raise ConfigError(
+            f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {parts} parts "
+            f"along dimension {spec.shard_dim}: it is damaged"
+        )
+
+
+def _digest_of_names(folder: Path) -> str:
+    """Digest of the names, sizes and modification times of the files of another program's checkpoint."""
+    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+    listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+# --- the conversion ---
 
 
 def convert(
@@ -106,16 +260,18 @@ def convert(
         return
     partial = target.with_name(target.name + PARTIAL)
     _begin(source, partial)
-    todo = [plan for plan in source.plans.values() if not _is_finished(source, partial, plan)]
-    todo.sort(key=lambda plan: plan.bytes_per_state, reverse=True)
-    states = {plan.name: 1 + len(source.files.moments(plan.name)) for plan in todo}
-    check_space(partial, sum(plan.bytes_per_state * states[plan.name] for plan in todo), "--output_folder")
+    reader, writer = source.reader, UniversalWriter(partial)
+    todo = {
+        name: 4 * prod(spec.valid_shape)
+        for name, spec in reader.specs.items()
+        if not writer.has_parameter(name, spec, reader.kinds(name), source.step(name))
+    }
+    check_space(partial, sum(todo[name] * len(reader.kinds(name)) for name in todo), "--output_folder")
     _check_memory(workers)
     pool = ThreadPoolExecutor(workers)
+    convert_one = partial_function(_convert_parameter, source, writer, allow_replica_mismatch)
     try:
-        yield from pool.map(
-            partial_function(_convert_parameter, source, partial, allow_replica_mismatch), todo
-        )
+        yield from pool.map(convert_one, sorted(todo, key=lambda name: todo[name], reverse=True))
     finally:
         pool.shutdown(cancel_futures=True)
     _write_rest(source, partial)
@@ -141,7 +297,7 @@ def _announce(target: Path) -> None:
 def _is_of(source: Source, target: Path) -> bool:
     """Whether `target` is a complete conversion of this source for which `_announce` may be missing."""
     mark = target / SOURCE_FILE
-    return mark.is_file() and _text_of(mark) == identity(source)
+    return mark.is_file() and _text_of(mark) == source.identity
 
 
 def _text_of(mark: Path) -> str:
@@ -158,108 +314,27 @@ def check_space(folder: Path, needed: int, flag: str) -> None:
         )
 
 
-def write_parameter(
-    folder: Path, name: str, spec: ParameterSpec, state: tuple[Tensor, dict[str, Tensor], dict[str, Any]]
-) -> None:
-    """Writes the files of one global parameter, without padding, into an unfinished universal checkpoint.
-
-    state: fp32 values on the CPU, moments by the optimizer's names, and the 'step' if there is one.
-    """
-    values, moments, others = state
-    shape = spec.valid_shape
-    plan = MergePlan(name, rule_of(name, spec_record(spec)), shape, shape[0])
-    blocks = {key: [tensor.contiguous().numpy()] for key, tensor in {VALUES: values, **moments}.items()}
-    step = others.get("step")
-    _write_files(folder, plan, blocks, None if step is None else float(step))
-    _finish(folder, name)
-
-
-# --- one parameter ---
-
-
 def _convert_parameter(
-    source: Source, partial: Path, allow_replica_mismatch: bool, plan: MergePlan
+    source: Source, writer: UniversalWriter, allow_replica_mismatch: bool, name: str
 ) -> Converted:
     mismatch = ReplicaMismatch()
-    with ExitStack() as stack:
-        blocks = {}
-        for key in (VALUES, *source.files.moments(plan.name)):
-            pieces = [source.files.pieces(rank, plan.name, key) for rank in range(source.tensor_size)]
-            shards = [stack.enter_context(Shard(plan.name, parts)) for parts in pieces]
-            blocks[key] = merged_blocks(plan, shards, mismatch)
-        _write_files(partial, plan, blocks, _number(source.files.others(plan.name).get("step")))
+    reader = source.reader
+    blocks = {kind: reader.read_blocks(name, kind, mismatch) for kind in reader.kinds(name)}
+    writer.write_parameter(name, reader.specs[name], blocks, source.step(name))
     if mismatch.largest and not allow_replica_mismatch:
         raise ConfigError(
-            f"checkpoint {source.folder}: the replicas of {plan.name} on the TP ranks differ by up to "
+            f"checkpoint {source.folder}: the replicas of {name} on the TP ranks differ by up to "
             f"{mismatch.largest:.2e}: convert an older checkpoint, or use their mean with "
             "--allow-replica-mismatch"
         )
     if mismatch.largest:
         # Written before the parameter is finished: a resumed conversion does not compare its replicas again.
-        (partial / AVERAGED_FOLDER).mkdir(exist_ok=True)
-        (partial / AVERAGED_FOLDER / plan.name).touch()
-        sync_tree(partial / AVERAGED_FOLDER)
-        sync_file(partial)
-    _finish(partial, plan.name)
-    return Converted(plan.name, mismatch.largest)
-
-
-def _write_files(
-    folder: Path, plan: MergePlan, blocks: Mapping[str, Iterable[np.ndarray]], step: float | None
-) -> None:
-    """blocks: state -> the elements of the global tensor in order."""
-    unfinished = folder / UNFINISHED_FOLDER / plan.name
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    names = {VALUES: VALUES_FILE, **MOMENT_FILES}
-    for key, parts in blocks.items():
-        if key not in names:
-            raise ConfigError(
-                f"the optimizer's {key} of {plan.name} cannot be stored in a universal checkpoint, only "
-                f"{', '.join(names)}"
-            )
-        write_tensor(unfinished / names[key], plan.shape, parts, plan.entry())
-    if step is not None:
-        write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
-
-
-def _finish(folder: Path, name: str) -> None:
-    """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
-    (folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
-    sync_tree(folder / UNFINISHED_FOLDER / name)
-    rename_synced(folder / UNFINISHED_FOLDER / name, folder / PARAMETER_FOLDER / name)
-
-
-def _is_finished(source: Source, partial: Path, plan: MergePlan) -> bool:
-    """Whether an interrupted conversion has finished a parameter: all of its files exist, have the right
-    shape and match their checksums. Otherwise the parameter's folder is removed."""
-    folder = partial / PARAMETER_FOLDER / plan.name
-    if not folder.exists():
-        return False
-    files = _files_of(source, plan)
-    try:
-        complete = {path.name for path in folder.iterdir()} == files.keys() and all(
-            is_intact(folder / file, shape) for file, shape in files.items()
-        )
-    except (OSError, ConfigError):
-        complete = False
-    if not complete:
-        shutil.rmtree(folder)
-    return complete
-
-
-def _files_of(source: Source, plan: MergePlan) -> dict[str, tuple[int, ...]]:
-    """File name -> shape of the tensor, for the files that a conversion writes for a parameter."""
-    names = {VALUES: VALUES_FILE, **MOMENT_FILES}
-    files = {names[key]: plan.shape for key in (VALUES, *source.files.moments(plan.name)) if key in names}
-    if _number(source.files.others(plan.name).get("step")) is not None:
-        files[STEP_FILE] = ()
-    return files
-
-
-def _number(step: Any) -> float | None:
-    """The optimizer's step, which is a number or a tensor."""
-    return step.item() if isinstance(step, StoredTensor) else step
+        (writer.folder / AVERAGED_FOLDER).mkdir(exist_ok=True)
+        (writer.folder / AVERAGED_FOLDER / name).touch()
+        sync_tree(writer.folder / AVERAGED_FOLDER)
+        sync_file(writer.folder)
+    writer.finish_parameter(name)
+    return Converted(name, mismatch.largest)
 
 
 # --- before and after the parameters ---
@@ -276,12 +351,12 @@ def _begin(source: Source, partial: Path) -> None:
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
             "delete it, or give another --output_folder"
         )
-    if mark.is_file() and _text_of(mark) != identity(source):
+    if mark.is_file() and _text_of(mark) != source.identity:
         raise ConfigError(
             f"{partial} is an interrupted conversion of another checkpoint ({shown(_text_of(mark))}): finish "
             "that, or delete the folder"
         )
-    write_atomically(mark, identity(source))
+    write_atomically(mark, source.identity)
 
 
 def _check_memory(workers: int) -> None:
@@ -306,14 +381,14 @@ def _available_memory() -> int | None:
 
 def _write_rest(source: Source, partial: Path) -> None:
     """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
-    common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
-    common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
+    common = {key: value for key, value in source.reader.files.common.items() if key not in _PER_PARAMETER}
+    common["param_groups"] = source.reader.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
     write_plain(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, _plain_types(common))
     sync_file(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE)
     sync_file(partial / PARAMETER_FOLDER)
     for path in model_files(source.folder):
-        if source.files.stage == 0:  # then the optimizer's state is in there too
+        if source.reader.files.stage == 0:  # then the optimizer's state is in there too
             write_plain(partial / path.name, _plain_types({**read_file(path), "optimizer": None}))
         else:
             with open_regular(path) as file, open(partial / path.name, "wb") as copy:
@@ -351,8 +426,6 @@ def _plain_types(value: Any) -> Any:
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_plain_types(entry) for entry in value)
-    if isinstance(value, Stub) and value.origin == "argparse.Namespace":
-        return Namespace(
-            **{key: _plain_types(entry) for key, entry in vars(value).items() if key != "constructor_args"}
-        )
-    return None if isinstance(value, (Stub, StoredTensor)) else value
+    if isinstance(value, Namespace):
+        return Namespace(**{key: _plain_types(entry) for key, entry in vars(value).items()})
+    return None if isinstance(value, Stub) or isinstance(value, Tensor) else value

@@ -2,7 +2,7 @@
 
 When a run saves, every (stage, TP rank) pair, and with ZeRO each of its data-parallel ranks, writes a
 file of flat fp32 partitions and the position of each parameter in them. The pieces of a parameter, in the
-order of the data-parallel ranks, form its tensor-parallel shard. This module does not import torch.
+order of the data-parallel ranks, form its tensor-parallel shard.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.formats.torch_archive import StoredTensor, read_file
-from megatron.checkpoint.integrity.names import check_parameter
-from megatron.config.errors import ConfigError
+from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.verify.names import check_parameter
+from megatron.config.errors import ConfigError, one_line
 from megatron.files import expect_layout
+from megatron.mapped_file import release_pages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The name of a parameter's fp32 values; its moments have the optimizer's names.
 VALUES = "fp32"
@@ -35,13 +39,14 @@ _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 class _Fragment:
     """Elements start to start + length - 1 of an optimizer group's partition in one file."""
 
+    path: Path
     state: dict
     group: int
     start: int
     length: int
 
     @property
-    def master(self) -> StoredTensor:
+    def master(self) -> Tensor:
         return self.state["single_partition_of_fp32_groups"][self.group]
 
     @property
@@ -55,15 +60,50 @@ class _Fragment:
         paddings = self.state.get("group_paddings")
         known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
         padding = paddings[self.group] if known else 0
-        lengths = [self.master.numel, *([self.master.numel + padding] if type(padding) is int else [])]
-        return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.numel in lengths
+        numel = self.master.numel()
+        lengths = [numel, *([numel + padding] if type(padding) is int else [])]
+        return is_tensor(value) and value.dim() == 1 and value.numel() in lengths
 
-    def piece(self, key: str) -> StoredTensor:
+    def piece(self, key: str) -> Tensor:
         tensor = self.master if key == VALUES else self.kept[key]
-        # A malicious file may hold an object that has the same attributes and names another file.
-        if not isinstance(tensor, StoredTensor):
+        if not is_tensor(tensor) or not tensor.is_contiguous():
             raise ConfigError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
-        return tensor.part(self.start, self.length)
+        start, length, total = self.start, self.length, tensor.numel()
+        if not (type(start) is type(length) is int and 0 <= start <= start + length <= total):
+            raise ConfigError(
+                f"checkpoint file {self.path} names {one_line(length)} elements from {one_line(start)} on in "
+                f"a tensor of {total:,}: it is damaged"
+            )
+        return tensor.view(-1)[start : start + length]
+
+
+class FlatShard:
+    """A TP rank's flat shard of a parameter or moment, in consecutive memory-mapped pieces, one per file."""
+
+    def __init__(self, pieces: list[Tensor]) -> None:
+        self._pieces = pieces
+        self.numel = sum(piece.numel() for piece in pieces)
+        self.dtypes = {str(piece.dtype).removeprefix("torch.") for piece in pieces}
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Elements start to stop - 1. They share memory with the file if one has them all."""
+        import torch
+
+        parts, first = [], 0
+        for piece in self._pieces:
+            part = piece[max(start - first, 0) : max(stop - first, 0)]
+            parts += [part] if part.numel() else []
+            first += piece.numel()
+        return torch.cat(parts) if len(parts) > 1 else (parts or [self._pieces[0][:0]])[0]
+
+    def whole(self) -> Tensor:
+        """All elements."""
+        return self.elements(0, self.numel)
+
+    def release(self) -> None:
+        """Takes the pages that were read out of the resident memory of the process."""
+        for piece in self._pieces:
+            release_pages(piece.data_ptr(), piece.nbytes)
 
 
 class OptimizerFiles:
@@ -106,13 +146,10 @@ class OptimizerFiles:
         first = self._fragments[0][name][0]
         return {key: value for key, value in first.kept.items() if not first.is_moment(value)}
 
-    def pieces(self, tp_rank: int, name: str, key: str) -> list[StoredTensor]:
-        """The consecutive pieces of a TP rank's flat shard.
-
-        key: VALUES or a moment. ConfigError if this rank has none.
-        """
+    def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
+        """A TP rank's shard. key: VALUES or a moment. ConfigError if this rank has none."""
         try:
-            return [fragment.piece(key) for fragment in self._fragments[tp_rank][name]]
+            return FlatShard([fragment.piece(key) for fragment in self._fragments[tp_rank][name]])
         except KeyError:
             raise ConfigError(
                 f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
@@ -150,10 +187,17 @@ def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
         masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
             for name, address in addresses.items():
-                if not isinstance(masters[group], StoredTensor) or type(kept.get(group, {})) is not dict:
+                if not is_tensor(masters[group]) or type(kept.get(group, {})) is not dict:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
-                yield name, _Fragment(state, group, address.start, address.numel)
+                yield name, _Fragment(path, state, group, address.start, address.numel)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value in a file is a tensor."""
+    from torch import Tensor
+
+    return isinstance(value, Tensor)
 
 
 def _optimizer_state(path: Path, key: str) -> dict:

@@ -15,24 +15,33 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.formats.deepspeed_files import VALUES, OptimizerFiles
-from megatron.checkpoint.formats.reader import ParameterRecord, StateReader, check_shape
-from megatron.checkpoint.formats.torch_archive import StoredTensor, concat_pieces, load_file
-from megatron.checkpoint.integrity.layout_files import unneeded_files
-from megatron.checkpoint.integrity.manifest import file_problems
-from megatron.checkpoint.integrity.names import check_parameter
-from megatron.checkpoint.reshard import reshard
+from megatron.checkpoint.formats.deepspeed_files import VALUES, FlatShard, OptimizerFiles
+from megatron.checkpoint.formats.state import (
+    ParameterRecord,
+    ReplicaMismatch,
+    StateReader,
+    check_shape,
+    reshard,
+)
+from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.verify.files import file_problems, unneeded_files
+from megatron.checkpoint.verify.names import check_parameter
 from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
 from megatron.files import HostileFileError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards
 from megatron.text_table import first_few
 
+# Size of a block of `read_blocks`: a conversion's thread holds one, and as many bytes of its shards.
+BLOCK_BYTES = 1 << 20
+VALUE_BYTES = 4
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
@@ -41,14 +50,30 @@ class NativeReader(StateReader):
 
     verified_unit = "files"
 
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        saved_specs: dict[str, ParameterSpec] | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        """saved_specs: the parameters, with the padding that was saved. tp_size: the tensor-parallel size of
+        the run that saved. None: those of the checkpoint's config."""
+        super().__init__(checkpoint)
+        self._has_saved_specs = saved_specs is not None
+        if saved_specs is not None:
+            self.specs = saved_specs
+        if tp_size is not None:
+            self.tp_size = tp_size
+
     @cached_property
-    def _tp_size(self) -> int:
+    def tp_size(self) -> int:
         """Tensor-parallel size of the run that saved."""
         return self.checkpoint.config.parallel.tensor_model_parallel_size
 
     @cached_property
-    def _files(self) -> OptimizerFiles:
-        return OptimizerFiles(self.folder, self._tp_size)
+    def files(self) -> OptimizerFiles:
+        """The optimizer's files."""
+        return OptimizerFiles(self.folder, self.tp_size)
 
     @cached_property
     def layers(self) -> LayerFiles:
@@ -58,7 +83,7 @@ class NativeReader(StateReader):
     @property
     def stored_names(self) -> Collection[str]:
         """See `StateReader`."""
-        return self._files.names
+        return self.files.names
 
     @cached_property
     def names(self) -> list[str]:
@@ -74,54 +99,97 @@ class NativeReader(StateReader):
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
         """See `StateReader`."""
-        return self._files.common["loss_scaler"]
+        return self.files.common["loss_scaler"]
 
     def kinds(self, name: str) -> list[str]:
         """See `StateReader`."""
-        return [VALUES, *self._files.moments(name)]
+        return [VALUES, *self.files.moments(name)]
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
         """See `StateReader`."""
-        others = self._files.others(name)
-        return {
-            key: value.tensor() if isinstance(value, StoredTensor) else value for key, value in others.items()
-        }
+        return self.files.others(name)
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. Of a replicated parameter it reads the first tensor-parallel rank's copy."""
         saved = self._saved_spec(spec or self.specs[name])
-        num_shards = 1 if saved.shard_dim is None else self._tp_size
-        return merge_shards(saved, [self._saved_shard(rank, name, kind, saved) for rank in range(num_shards)])
+        num_shards = 1 if saved.shard_dim is None else self.tp_size
+        shape = local_shape(saved, TPGroup(0, num_shards))
+        shards = [self._checked_shard(rank, name, kind, saved) for rank in range(num_shards)]
+        return merge_shards(saved, [shard.whole().view(shape) for shard in shards])
 
     def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only what overlaps with this rank's shard."""
         saved = self._saved_spec(spec)
-        if spec.shard_dim is None or (saved == spec and self._tp_size == tp_group.size):
+        if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
             rank = 0 if spec.shard_dim is None else tp_group.rank
-            return concat_pieces(self._files.pieces(rank, name, kind))
+            return self.files.shard(rank, name, kind).whole()
 
         def saved_shard(rank: int) -> Tensor:
-            return concat_pieces(self._files.pieces(rank, name, kind))
+            return self.files.shard(rank, name, kind).whole()
 
-        return reshard(spec, tp_group, saved, self._tp_size, saved_shard).reshape(-1)
+        return reshard(spec, tp_group, saved, self.tp_size, saved_shard).reshape(-1)
+
+    def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+        """See `StateReader`. If replicas differ, it yields their mean."""
+        saved = self._saved_spec(self.specs[name])
+        shards = [self._checked_shard(rank, name, kind, saved) for rank in range(self.tp_size)]
+        rows, row_shape = saved.valid_shape[0], saved.global_shape[1:]
+        step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
+        if saved.shard_dim is None:
+            step = max(step // len(shards), 1)  # a block of every replica is in memory
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            if saved.shard_dim is None:
+                span = start * prod(row_shape), stop * prod(row_shape)
+                yield _mean_of_replicas([shard.elements(*span) for shard in shards], mismatch)
+            elif saved.shard_dim == 0:
+                yield self._concatenated_rows(shards, saved, start, stop)
+            else:
+                of_rows = replace(saved, global_shape=(stop - start, *row_shape))
+                shape = local_shape(of_rows, TPGroup(0, self.tp_size))
+                span = start * prod(shape[1:]), stop * prod(shape[1:])
+                yield merge_shards(of_rows, [shard.elements(*span).view(shape) for shard in shards])
+            for shard in shards:
+                shard.release()
+
+    def _concatenated_rows(
+        self, shards: list[FlatShard], saved: ParameterSpec, start: int, stop: int
+    ) -> Tensor:
+        """Rows start to stop - 1, flat, of a parameter that is sharded along its rows."""
+        row_elements = prod(saved.global_shape[1:])
+        parts: dict[int, Tensor] = {}
+        for rank, shard in enumerate(shards):
+            offset = 0
+            for rows in local_slices(saved, TPGroup(rank, self.tp_size)):
+                first, last = max(start, rows.start), min(stop, rows.stop)
+                if first < last:
+                    begin = (offset + first - rows.start) * row_elements
+                    parts[first] = shard.elements(begin, begin + (last - first) * row_elements)
+                offset += rows.stop - rows.start
+        return torch.cat([parts[first] for first in sorted(parts)]) if len(parts) > 1 else parts.popitem()[1]
 
     def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:
         """The spec with the padding of the vocabulary that the run had which saved."""
-        if spec.num_valid_rows is None:
+        if spec.num_valid_rows is None or self._has_saved_specs:
             return spec
         model = self.checkpoint.config.model
-        rows = padded_vocab_size(self.checkpoint.vocab_size, model, self._tp_size)
+        rows = padded_vocab_size(self.checkpoint.vocab_size, model, self.tp_size)
         return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
-    def _saved_shard(self, rank: int, name: str, kind: str, saved: ParameterSpec) -> Tensor:
-        flat = concat_pieces(self._files.pieces(rank, name, kind))
-        shape = local_shape(saved, TPGroup(rank, self._tp_size))
-        if flat.numel() != prod(shape):
+    def _checked_shard(self, rank: int, name: str, kind: str, saved: ParameterSpec) -> FlatShard:
+        shard = self.files.shard(rank, name, kind)
+        expected = prod(local_shape(saved, TPGroup(rank, self.tp_size)))
+        if shard.numel != expected:
             raise ConfigError(
-                f"checkpoint {self.folder}: TP rank {rank} holds {flat.numel():,} elements of {name}, "
-                f"expected {prod(shape):,}: the files are from different checkpoints"
+                f"checkpoint {self.folder}: TP rank {rank} holds {shard.numel:,} elements of {name}, "
+                f"expected {expected:,}: the files are from different checkpoints"
             )
-        return flat.view(shape)
+        if shard.dtypes != {"float32"}:
+            raise ConfigError(
+                f"checkpoint {self.folder}: TP rank {rank} holds {name} in {', '.join(shard.dtypes)}, "
+                "expected float32"
+            )
+        return shard
 
     def weights(
         self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
@@ -184,6 +252,13 @@ class NativeReader(StateReader):
         return records, problems
 
 
+def _mean_of_replicas(replicas: list[Tensor], mismatch: ReplicaMismatch) -> Tensor:
+    """The first replica, or the mean if they differ. They are flat."""
+    values = [replica.numpy() for replica in replicas]
+    differ = [mismatch.update(values[0], other) for other in values[1:]]
+    return torch.from_numpy(np.mean(values, axis=0, dtype=np.float32)) if any(differ) else replicas[0]
+
+
 class LayerFiles:
     """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and TP rank. The
     layer's number does not depend on the pipeline stages."""
@@ -208,7 +283,7 @@ class LayerFiles:
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
         """Global parameter name -> the shards of all TP ranks in order, memory-mapped."""
         paths = self._paths[layer]
-        states = [load_file(path) for path in paths]
+        states = [read_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
             if not isinstance(state, dict) or not all(
                 isinstance(tensor, Tensor) for tensor in state.values()

@@ -10,7 +10,7 @@ from megatron.checkpoint.lineage.latest import LATEST_FILE
 from megatron.config.registry import Choice, Registry
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.formats.reader import StateReader
+    from megatron.checkpoint.formats.state import StateReader
     from megatron.checkpoint.record import Checkpoint
 
 NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"

@@ -16,38 +16,49 @@ those of the pipeline's layer list here, see `megatron_deepspeed`. No reader run
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import shutil
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.rules import INFO_KEY, VOCAB_SIZE_KEY, check_info
-from megatron.checkpoint.convert.to_universal import (
-    LOSS_SCALE_KEY,
-    MOMENT_FILES,
-    OPTIMIZER_STATE_FILE,
-    STEP_FILE,
-    VALUES_FILE,
-)
 from megatron.checkpoint.formats import megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files
-from megatron.checkpoint.formats.pickles import Stub
-from megatron.checkpoint.formats.reader import StateReader, check_shape
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.torch_archive import load_file, matches_checksums, read_file
-from megatron.checkpoint.integrity.names import check_parameter, shown
+from megatron.checkpoint.formats.state import StateReader, StateWriter, check_shape
+from megatron.checkpoint.formats.torch_archive import (
+    Stub,
+    is_intact,
+    matches_checksums,
+    read_file,
+    write_tensor,
+)
+from megatron.checkpoint.formats.universal_info import INFO_KEY, VOCAB_SIZE_KEY, check_info
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
+from megatron.checkpoint.verify.names import check_parameter, shown
 from megatron.config import Config, ConfigError
 from megatron.config.fields import option_name
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
-from megatron.files import expect_layout
+from megatron.files import expect_layout, rename_synced, sync_tree
 from megatron.mpu.parameters import ParameterSpec
 
 _LOG = logging.getLogger(__name__)
 
+OPTIMIZER_STATE_FILE = "optimizer_state.pt"
+STEP_FILE = "step.pt"
+VALUES_FILE = "fp32.pt"
+# Moment, by the optimizer's name -> DeepSpeed's name of its file.
+MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
+_STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
+# In optimizer_state.pt. DeepSpeed's loader expects an object of its own class under 'loss_scaler'.
+LOSS_SCALE_KEY = "loss_scaler_state"
+# In an unfinished checkpoint: parameters that are being written.
+UNFINISHED_FOLDER = "unfinished"
 # Values of BigScience's enumeration of position embeddings, and Microsoft's names.
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi", "learned_absolute": "absolute", "rope": "rotary"}
 # Maximum number of padded rows if the checkpoint does not say how it was padded. BLOOM has 200.
@@ -71,7 +82,7 @@ def _open_external(folder: Path) -> Checkpoint:
     if not isinstance(content, Mapping):
         raise ConfigError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
     _check_attention_order(content.get("checkpoint_version"), paths[0])
-    args = vars(content["args"]) if isinstance(content.get("args"), Stub) else {}
+    args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
     args = {key: _json_value(value) for key, value in args.items()}
     position = args.get("position_embedding_type")
     if isinstance(position, (int, str)):
@@ -283,7 +294,7 @@ class UniversalReader(StateReader):
             return {}
         path = self._folder_of(name) / STEP_FILE
         with expect_layout(path, "the optimizer's step"):
-            saved = load_file(path) if path.exists() else self.checkpoint.state.iteration
+            saved = read_file(path) if path.exists() else self.checkpoint.state.iteration
             step = torch.as_tensor(saved, dtype=torch.float32)
             if step.numel() != 1:
                 raise ValueError("it is not one number")
@@ -293,7 +304,7 @@ class UniversalReader(StateReader):
 def read_global_tensor(path: Path, spec: ParameterSpec | None = None) -> Tensor:
     """The tensor in the file of a parameter or moment, memory-mapped. ConfigError unless it has the shape of
     the spec, if there is one."""
-    entry = load_file(path)
+    entry = read_file(path)
     tensor = entry.get("param") if isinstance(entry, Mapping) else None
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
         raise ConfigError(
@@ -302,6 +313,72 @@ def read_global_tensor(path: Path, spec: ParameterSpec | None = None) -> Tensor:
     if spec is not None:
         check_shape(tuple(tensor.shape), spec, f"{path} holds")
     return tensor
+
+
+class UniversalWriter(StateWriter):
+    """Writes a universal checkpoint: each parameter's folder is complete and synced, or it does not exist.
+
+    zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
+    zero/<parameter name>/step.pt                               the optimizer's step
+    """
+
+    def write_parameter(
+        self,
+        name: str,
+        spec: ParameterSpec,
+        states: Mapping[str, Iterable[Tensor]],
+        step: float | None = None,
+    ) -> None:
+        """See `StateWriter`. Blocks are written as they come."""
+        unfinished = self.folder / UNFINISHED_FOLDER / name
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for kind, blocks in states.items():
+            if kind not in _STATE_FILES:
+                raise ConfigError(
+                    f"the optimizer's {kind} of {name} cannot be stored in a universal checkpoint, only "
+                    f"{', '.join(_STATE_FILES)}"
+                )
+            parts = (block.contiguous().numpy() for block in blocks)
+            write_tensor(unfinished / _STATE_FILES[kind], spec.valid_shape, parts, _merge_entry(spec))
+        if step is not None:
+            write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
+
+    def finish_parameter(self, name: str) -> None:
+        """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
+        (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
+        sync_tree(self.folder / UNFINISHED_FOLDER / name)
+        rename_synced(self.folder / UNFINISHED_FOLDER / name, self.folder / PARAMETER_FOLDER / name)
+
+    def has_parameter(
+        self, name: str, spec: ParameterSpec, kinds: Collection[str], step: float | None
+    ) -> bool:
+        """Whether an interrupted conversion has finished the parameter: all of its files exist, have the
+        right shape and match their checksums. Otherwise its folder is removed."""
+        folder = self.folder / PARAMETER_FOLDER / name
+        if not folder.exists():
+            return False
+        shapes = {_STATE_FILES[kind]: spec.valid_shape for kind in kinds if kind in _STATE_FILES}
+        shapes |= {} if step is None else {STEP_FILE: ()}
+        try:
+            complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
+                is_intact(folder / file, shape) for file, shape in shapes.items()
+            )
+        except (OSError, ConfigError):
+            complete = False
+        if not complete:
+            shutil.rmtree(folder)
+        return complete
+
+
+def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
+    """What DeepSpeed's file of the parameter contains beside the tensor."""
+    entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
+    if spec.num_fused_parts > 1:
+        entry["param_n_sub_params"] = spec.num_fused_parts
+    if spec.num_valid_rows is not None:
+        entry["vocab_tensor"] = True
+    return entry
 
 
 def _json_value(value: Any) -> Any:

@@ -13,12 +13,6 @@ def check_harness(config: Config) -> None:
     """Raise ConfigError for a part of the flags without the others, and without a tokenizer."""
     training, data = config.training, config.data
     if not training.eval_harness_tasks:
-        for name in ("interval", "tasks_path", "limit"):
-            if (value := getattr(training, f"eval_harness_{name}")) is not None:
-                raise ConfigError(
-                    f"--eval-harness-{name.replace('_', '-')} {value} without --eval-harness-tasks, which "
-                    "names the tasks: add that flag, or remove this one"
-                )
         return
     tasks = " ".join(training.eval_harness_tasks)
     if training.eval_harness_interval is None:

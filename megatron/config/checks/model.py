@@ -12,11 +12,6 @@ from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 def check_model(config: Config) -> None:
     """Raise ConfigError for sizes that do not fit each other or the tensor-parallel size."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    if config.training.z_loss_weight and config.training.loss_implementation == "plain":
-        raise ConfigError(
-            f"--z-loss-weight {config.training.z_loss_weight:g} with --loss-implementation plain: only the "
-            "fused loss supports it, remove one of the two"
-        )
     for name in ("num_attention_heads", "ffn_hidden_size"):
         size = getattr(model, name)
         if size % tensor:
@@ -25,16 +20,10 @@ def check_model(config: Config) -> None:
                 "change one of them"
             )
     _check_attention(model, tensor)
-    _check_norms(config)
-    if model.mup and model.softmax_scale is not None:
+    if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         raise ConfigError(
-            f"--softmax-scale {model.softmax_scale:g} with --mup: muP's scale is --mup-attn-mult / head "
-            "dimension, set --mup-attn-mult or remove one of them"
-        )
-    if model.mup and config.optimizer.optimizer == "sgd":
-        raise ConfigError(
-            "--mup with --optimizer sgd: muP's learning rates hold for Adam, use --optimizer adam or remove "
-            "--mup"
+            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm, "
+            "change one of them"
         )
     if model.pad_vocab_size_to is not None:
         check_vocab_divides(model.pad_vocab_size_to, tensor)
@@ -57,11 +46,6 @@ def check_model(config: Config) -> None:
 def _check_attention(model: ModelConfig, tensor: int) -> None:
     groups, heads = model.num_query_groups, model.num_attention_heads
     if not model.group_query_attention:
-        if groups != 1:
-            raise ConfigError(
-                f"--num-query-groups {groups} without --group-query-attention, which enables it: add that "
-                "flag, or remove this one"
-            )
         return
     if heads % groups:
         raise ConfigError(
@@ -78,26 +62,6 @@ def _check_attention(model: ModelConfig, tensor: int) -> None:
             f"--num-query-groups {groups} and a head dimension of {model.kv_channels} make "
             f"{2 * model.kv_channels * groups} rows of keys and values, which are not divisible by "
             f"--tensor-model-parallel-size {tensor}: decrease the latter"
-        )
-
-
-def _check_norms(config: Config) -> None:
-    model = config.model
-    if model.layer_arrangement == "post-norm" and config.precision.fp32_residual_connection:
-        raise ConfigError(
-            "--fp32-residual-connection with --layer-arrangement post-norm: attention and MLP read the "
-            "residual stream itself, in the precision of the weights: remove one of the two"
-        )
-    scope = model.qk_layernorm_scope
-    if scope != "head" and not model.qk_layernorm:
-        raise ConfigError(
-            f"--qk-layernorm-scope {scope} without --qk-layernorm, which enables it: add that flag, or "
-            "remove this one"
-        )
-    if scope == "projection" and model.normalization != "RMSNorm":
-        raise ConfigError(
-            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm, "
-            "change one of them"
         )
 
 

@@ -11,7 +11,7 @@ _MOST_STAGES = 200_000
 
 
 def check_layout(config: Config) -> None:
-    """Raise ConfigError for degrees that do not divide, and for ZeRO stages that do not combine."""
+    """Raise ConfigError for sizes that the degrees do not divide, and for ZeRO stages that do not combine."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.world_size % (tensor * pipeline):
@@ -25,25 +25,22 @@ def check_layout(config: Config) -> None:
             f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tensor}: change one of them"
         )
-    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
-        raise ConfigError(
-            "--tp-comm-overlap without --sequence-parallel: it divides collectives along the sequence, add "
-            "--sequence-parallel or remove it"
-        )
     if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
         raise ConfigError(
             f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: the gradients "
             "of weights have passes of their own, which do not divide the sequence; remove one of the two"
         )
+    elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+    if config.training.partition_activations and elements % tensor:
+        raise ConfigError(
+            f"--partition-activations: the {elements} elements of a layer's input (--micro-batch-size x "
+            f"--seq-length x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
+            "change one of them"
+        )
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(
             f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "
             "parallelism accumulates gradients over micro-batches and cannot shard them, use --zero-stage 1"
-        )
-    if parallel.cpu_offload and config.optimizer.use_apex:
-        raise ConfigError(
-            "--cpu-offload with --use-apex: the Adam of apex runs on GPUs only, and the optimizer step "
-            "would run on the CPU: remove one of the two"
         )
 
 
@@ -77,7 +74,7 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
             f"--pipeline-schedule {name} with --virtual-pipeline-stages 1: expected 2 or more stages per "
             "pipeline rank, or the schedule 1f1b"
         )
-    if parallel.runs_order_of_work and parallel.pipeline_model_parallel_size == 1:
+    if name != "1f1b" and parallel.pipeline_model_parallel_size == 1:
         given = f"--virtual-pipeline-stages {virtual}" if virtual > 1 else f"--pipeline-schedule {name}"
         raise ConfigError(
             f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "

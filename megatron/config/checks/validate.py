@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
 from megatron.config.checks.batch import check_batches, check_curriculum, check_length
-from megatron.config.checks.checkpoint import check_checkpoint, check_finetuning, check_stability
 from megatron.config.checks.data import check_data, check_files, check_index_memory, host_memory_bytes
-from megatron.config.checks.dependencies import check_dependencies
 from megatron.config.checks.harness import check_harness, check_harness_installed
 from megatron.config.checks.model import check_model
-from megatron.config.checks.optimizer import check_optimizer, check_precision
 from megatron.config.checks.parallel import check_layout, check_pipeline
-from megatron.config.checks.recomputation import check_recomputation
-from megatron.config.checks.schedule import check_schedule
+from megatron.config.checks.rules import check_rules
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
+from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.stability import StabilityConfig
 
 
 def validate(config: Config) -> None:
     """Raise ConfigError for the first combination of settings that cannot be run."""
-    if config.training.simulate and not config.training.dry_run:
-        raise ConfigError(
-            "--simulate simulates a step and trains nothing: add --dry-run, or remove --simulate"
-        )
-    if config.training.gpu is not None and config.training.device_memory is not None:
-        raise ConfigError(
-            f"--gpu {config.training.gpu} and --device-memory {config.training.device_memory:g} both give "
-            "the memory of a device: remove one of them"
-        )
+    check_rules(config)
     check_layout(config)
     check_model(config)
     check_pipeline(config)
     check_batches(config)
     check_length(config)
-    check_recomputation(config)
     check_schedule(config)
     check_precision(config.precision)
-    check_optimizer(config.optimizer)
-    check_checkpoint(config.checkpoint)
     check_finetuning(config)
     check_stability(config.stability, config.checkpoint)
     if config.curriculum is not None:
@@ -48,3 +41,153 @@ def validate(config: Config) -> None:
         check_index_memory(config, host_memory_bytes())
         check_dependencies(config)
         check_harness_installed(config)
+
+
+def check_precision(precision: PrecisionConfig) -> None:
+    """Raise ConfigError for a residual stream in fp32 without a reason, and for contradicting loss scales."""
+    if precision.fp32_residual_connection and precision.name == "fp32":
+        raise ConfigError(
+            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32, remove it"
+        )
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise ConfigError(
+            f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale "
+            f"{precision.initial_loss_scale:g}: reduce the former"
+        )
+
+
+def check_finetuning(config: Config) -> None:
+    """Raise ConfigError for a --save folder in which the command of a fine-tuning, given again, would not
+    find its own checkpoints."""
+    checkpoint = config.checkpoint
+    option = "--finetune" if checkpoint.finetune else "--no-load-optim"
+    applies = (checkpoint.finetune or checkpoint.no_load_optim) and not config.training.no_train
+    if applies and _saves_beside_loaded(checkpoint):
+        raise ConfigError(
+            f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: give another --save, or "
+            f"remove {option} to resume; in the same folder each restart of the job would apply {option} "
+            "again"
+        )
+
+
+def _saves_beside_loaded(checkpoint: CheckpointConfig) -> bool:
+    """Whether the run would save into the folder of native checkpoints that it loads from."""
+    if checkpoint.load is None or checkpoint.save is None or checkpoint.universal_checkpoint:
+        return False
+    load = os.path.realpath(checkpoint.load)
+    return os.path.realpath(checkpoint.save) in (load, os.path.dirname(load))
+
+
+def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) -> None:
+    """Raise ConfigError for invalid ranges of iterations, and for rollbacks without checkpoints."""
+    _ = stability.skipped_ranges
+    if stability.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
+        raise ConfigError(
+            "--spike-policy rollback without --save and --save-interval: there is no checkpoint to roll back "
+            "to; set both, or use the policy skip"
+        )
+
+
+def check_schedule(config: Config) -> None:
+    """Raise ConfigError for a warm-up and decay that contradict each other or the length of the run."""
+    schedule, training = config.schedule, config.training
+    by_iters = training.train_iters is not None
+    decay_unit = "iters" if by_iters else "samples"
+    # With a decay in tokens the warm-up is in samples, also in a run with --train-iters.
+    warmup_unit = "iters" if by_iters and schedule.lr_decay_tokens is None else "samples"
+    misplaced = {
+        f"--lr-decay-{_other(decay_unit)}": getattr(schedule, f"lr_decay_{_other(decay_unit)}"),
+        f"--lr-wsd-decay-{_other(decay_unit)}": getattr(schedule, f"lr_wsd_decay_{_other(decay_unit)}"),
+        f"--lr-warmup-{_other(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other(warmup_unit)}"),
+        "--rampup-batch-size": by_iters and " ".join(map(str, config.batch.rampup_batch_size or ())),
+    }
+    for option, value in misplaced.items():
+        if value:
+            length = f"--train-{decay_unit} {training.train_iters or training.train_samples}"
+            raise ConfigError(
+                f"{option} {value} cannot be combined with {length}"
+                + (" and --lr-decay-tokens" if warmup_unit != decay_unit else "")
+                + ": use either iterations or samples for the whole run"
+            )
+    decay = getattr(schedule, f"lr_decay_{decay_unit}")
+    if decay is not None and schedule.lr_decay_tokens is not None:
+        raise ConfigError(
+            f"--lr-decay-{decay_unit} {decay} and --lr-decay-tokens {schedule.lr_decay_tokens} both set "
+            "the end of the decay: remove one of them"
+        )
+    warmup = getattr(schedule, f"lr_warmup_{warmup_unit}")
+    if schedule.lr_warmup_fraction is not None and warmup:
+        raise ConfigError(
+            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{warmup_unit} {warmup} both "
+            "set the length of the warm-up: remove one of them"
+        )
+    if schedule.min_lr > schedule.lr:
+        raise ConfigError(f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: reduce the former")
+    if schedule.lr_decay_style != "constant":
+        _check_warmup(config, warmup_unit, warmup)
+    if schedule.lr_decay_style == "inverse-square-root" and not (warmup or schedule.lr_warmup_fraction):
+        raise ConfigError(
+            "--lr-decay-style inverse-square-root without a warm-up: the learning rate is --lr x "
+            f"sqrt(warm-up / progress); set --lr-warmup-{warmup_unit} or --lr-warmup-fraction"
+        )
+
+
+def _check_warmup(config: Config, unit: str, warmup: int) -> None:
+    schedule, training = config.schedule, config.training
+    option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
+    if schedule.lr_decay_tokens is not None:
+        if training.deepspeed_config is not None:
+            return  # it may have a curriculum, whose tokens LearningRateSchedule counts
+        # In whole samples: the warm-up has to end before the decay.
+        option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
+    elif decay is None:
+        option, decay = f"--train-{unit}", getattr(training, f"train_{unit}")
+    if warmup and warmup >= decay:
+        raise ConfigError(
+            f"--lr-warmup-{unit} {warmup} does not end before the decay ({option}: {decay}): reduce the "
+            "warm-up, or extend the decay"
+        )
+
+
+def _other(unit: str) -> str:
+    return "samples" if unit == "iters" else "iters"
+
+
+def check_dependencies(config: Config) -> None:
+    """Raise ConfigError if a package or program that the flags need is not installed."""
+    if config.optimizer.use_apex:
+        _check_apex()
+    if config.optimizer.use_bnb_optimizer:
+        _check_bitsandbytes()
+    if config.training.compile:
+        _check_compiler()
+
+
+def _check_apex() -> None:
+    spec = find_spec("apex")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    if not any(
+        (folder / "optimizers").is_dir() and (folder / "normalization").is_dir() for folder in folders
+    ):
+        found = "another package with that name is" if spec else "it is not"
+        raise ConfigError(
+            f"--use-apex needs NVIDIA apex, and {found} installed: install NVIDIA apex, or remove the flag"
+        )
+
+
+def _check_bitsandbytes() -> None:
+    # Not imported: that takes seconds.
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
+            "remove the flag"
+        )
+
+
+def _check_compiler() -> None:
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if not any(which(name) for name in compilers):
+        raise ConfigError(
+            f"--compile needs a C++ compiler: none of {', '.join(compilers)} is installed: install g++, "
+            "or remove the flag"
+        )

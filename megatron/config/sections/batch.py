@@ -14,7 +14,9 @@ class BatchConfig(Section):
 
     group: ClassVar[str] = "training"
 
-    micro_batch_size: int = flag(at_least=1, help="samples per micro-batch and model replica")
+    micro_batch_size: int = flag(
+        at_least=1, at_most=1_000_000, help="samples per micro-batch and model replica"
+    )
     global_batch_size: int = flag(
         at_least=1,
         help="samples per optimizer step: micro-batch size x gradient accumulation steps x data-parallel "

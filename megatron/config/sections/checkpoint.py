@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from megatron.config.fields import Section, flag
 
+_LOAD = {"checkpoint.load": "set --load to the folder of the checkpoint"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
@@ -23,12 +25,18 @@ class CheckpointConfig(Section):
         help="resume from this folder, or from what was saved in --save since; the same folder as --save: "
         "initialize from scratch if it is empty or absent",
     )
-    save_interval: int | None = flag(None, at_least=1, help="iterations between checkpoints")
+    save_interval: int | None = flag(
+        None,
+        at_least=1,
+        help="iterations between checkpoints",
+        needs={"checkpoint.save": "set the checkpoint folder, or remove it"},
+    )
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
         help="--load contains a universal checkpoint, made by tools/ds_to_universal.py, "
         "tools/convert_huggingface.py, DeepSpeed or for BLOOM",
+        needs=_LOAD,
     )
     load_huggingface: str | None = flag(
         None,
@@ -41,6 +49,12 @@ class CheckpointConfig(Section):
         False,
         help="start a new training from the weights of --load: iteration 0, fresh optimizer, learning-rate "
         "schedule and data; the same command, given again, resumes from --save",
+        needs=_LOAD,
+        excludes={
+            "training.no_train": "an evaluation (--eval-only) does not train; remove --finetune, and add "
+            "--override-data to evaluate on other data",
+            "schedule.use_checkpoint_lr_scheduler": "fine-tuning starts the flags' schedule, remove one",
+        },
     )
     branch_at: int | None = flag(
         None,
@@ -54,6 +68,8 @@ class CheckpointConfig(Section):
         False,
         help="do not load the optimizer's moments and loss scale from --load; iteration, data and schedule "
         "continue, and fp32 weights are loaded; the same command, given again, resumes from --save",
+        used_with=("checkpoint.load",),
+        unused_with=("checkpoint.finetune",),
     )
     use_checkpoint_args: bool = flag(
         False,
@@ -63,24 +79,32 @@ class CheckpointConfig(Section):
     override_data: bool = flag(
         False,
         help="resume with other data than the checkpoint's, at the same number of consumed samples",
+        used_with=("checkpoint.load",),
     )
     allow_replica_mismatch: bool = flag(
         False,
         aliases=("--allow-drift",),
         help="resume from a checkpoint in which replicas of a parameter differ; the first rank's copy is "
         "used",
+        used_with=("checkpoint.load",),
     )
     keep_last: int | None = flag(
         None,
         at_least=1,
         help="after each save, delete the run's earlier checkpoints in --save except the newest N, but never "
         "the newest one that can be resumed",
+        used_with=("checkpoint.save",),
     )
     save_retain_interval: int | None = flag(
-        None, at_least=1, metavar="STEPS", help="--keep-last keeps every checkpoint at a multiple of STEPS"
+        None,
+        at_least=1,
+        metavar="STEPS",
+        help="--keep-last keeps every checkpoint at a multiple of STEPS",
+        used_with=("checkpoint.keep_last",),
     )
     overwrite_checkpoints: bool = flag(
         False,
         help="start although --save holds checkpoints of another run; each is replaced when a new checkpoint "
         "of the same name is complete",
+        used_with=("checkpoint.save",),
     )

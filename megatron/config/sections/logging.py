@@ -19,7 +19,10 @@ class LoggingConfig(Section):
     log_interval: int = flag(100, at_least=1, help="iterations between log lines of loss and throughput")
     tensorboard_dir: str | None = flag(None, metavar="FOLDER", help="write TensorBoard logs to this folder")
     tensorboard_queue_size: int = flag(
-        1000, at_least=1, help="events that the TensorBoard writer queues before it flushes"
+        1000,
+        at_least=1,
+        help="events that the TensorBoard writer queues before it flushes",
+        used_with=("logging.tensorboard_dir",),
     )
     wandb_project: str | None = flag(
         None,
@@ -27,13 +30,24 @@ class LoggingConfig(Section):
         help="log to this Weights & Biases project (pip install wandb)",
     )
     wandb_name: str | None = flag(
-        None, metavar="NAME", help="name of the Weights & Biases run (default: chosen by wandb)"
+        None,
+        metavar="NAME",
+        help="name of the Weights & Biases run (default: chosen by wandb)",
+        used_with=("logging.wandb_project",),
     )
     log_timers_to_tensorboard: bool = flag(
-        False, help="also log the iteration time and throughput (samples, tokens, TFLOPs)"
+        False,
+        help="also log the iteration time and throughput (samples, tokens, TFLOPs)",
+        used_with=("logging.tensorboard_dir", "logging.wandb_project"),
     )
-    log_batch_size_to_tensorboard: bool = flag(False, help="also log the batch size")
-    log_validation_ppl_to_tensorboard: bool = flag(False, help="also log the validation perplexity")
+    log_batch_size_to_tensorboard: bool = flag(
+        False, help="also log the batch size", used_with=("logging.tensorboard_dir", "logging.wandb_project")
+    )
+    log_validation_ppl_to_tensorboard: bool = flag(
+        False,
+        help="also log the validation perplexity",
+        used_with=("logging.tensorboard_dir", "logging.wandb_project"),
+    )
     log_bubble: bool = flag(
         False,
         help="with each log line, print the share of the step in which each pipeline rank is idle",
@@ -43,3 +57,7 @@ class LoggingConfig(Section):
     )
     log_level: str = flag("warning", choices=LOG_LEVELS, help="log level on global rank 0")
     log_level_replica: str = flag("error", choices=LOG_LEVELS, help="log level on all other ranks")
+
+    def is_logged(self, iteration: int, last: int) -> bool:
+        """Whether a log line follows this iteration. last: that of the run."""
+        return iteration % self.log_interval == 0 or iteration == last

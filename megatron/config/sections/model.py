@@ -18,6 +18,13 @@ from megatron.config.registries import (
     ROPE_SCALINGS,
 )
 
+_WITH_MUP: dict[str, Any] = {
+    "group": "initialization",
+    "changes_layer_time": True,
+    "megatron_arg": False,
+    "used_with": ("model.mup",),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
@@ -82,6 +89,7 @@ class ModelConfig(Section):
         help="number of key and value heads with --group-query-attention (1: multi-query attention)",
         changes_layer_time=True,
         megatron_arg=True,
+        needs={"model.group_query_attention": "it enables the groups, add it or remove the former"},
     )
     qk_layernorm: bool = flag(
         False,
@@ -97,6 +105,7 @@ class ModelConfig(Section):
         help="what --qk-layernorm normalizes together",
         changes_layer_time=True,
         megatron_arg=False,
+        needs={"model.qk_layernorm": "it enables the norm, add it or remove the former"},
     )
     softmax_scale: float | None = flag(
         None,
@@ -246,6 +255,7 @@ class ModelConfig(Section):
         help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
         changes_layer_time=False,
         megatron_arg=True,
+        unused_with=("model.pad_vocab_size_to",),
     )
     pad_vocab_size_to: int | None = flag(
         None,
@@ -293,6 +303,7 @@ class ModelConfig(Section):
         help="activation of the MLP",
         changes_layer_time=True,
         megatron_arg=False,
+        unused_with=("model.glu_activation",),
     )
     glu_activation: str | None = flag(
         None,
@@ -315,6 +326,7 @@ class ModelConfig(Section):
         help="with --disable-bias-linear, keep the bias of the query, key and value projection",
         changes_layer_time=True,
         megatron_arg=True,
+        used_with=("model.disable_bias_linear",),
     )
     untie_embeddings_and_output_weights: bool = flag(
         False,
@@ -349,38 +361,36 @@ class ModelConfig(Section):
         "/ head dimension",
         changes_layer_time=True,
         megatron_arg=False,
+        excludes={
+            "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, set --mup-attn-mult or "
+            "remove one of them",
+            "optimizer.optimizer=sgd": "muP's learning rates hold for Adam, use --optimizer adam or "
+            "remove --mup",
+        },
     )
     mup_base_hidden_size: int = flag(
         1,
         at_least=1,
-        group="initialization",
         help="hidden size at which --mup changes neither the initialization nor the learning rates",
-        changes_layer_time=True,
-        megatron_arg=False,
+        **_WITH_MUP,
     )
     mup_input_mult: float = flag(
         1.0,
         above=0,
-        group="initialization",
         help="multiplier of the embedding output with --mup",
-        changes_layer_time=True,
-        megatron_arg=False,
+        **_WITH_MUP,
     )
     mup_output_mult: float = flag(
         1.0,
         above=0,
-        group="initialization",
         help="multiplier of the logits with --mup",
-        changes_layer_time=True,
-        megatron_arg=False,
+        **_WITH_MUP,
     )
     mup_attn_mult: float = flag(
         1.0,
         above=0,
-        group="initialization",
         help="multiplier of the attention scores with --mup",
-        changes_layer_time=True,
-        megatron_arg=False,
+        **_WITH_MUP,
     )
     hidden_dropout: float = flag(
         0.1,

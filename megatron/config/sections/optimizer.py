@@ -39,6 +39,11 @@ class OptimizerConfig(Section):
         help="use 8-bit Adam from bitsandbytes (pip install bitsandbytes); the word embeddings, norms, "
         "biases and parameters with fewer than 4096 elements keep 32-bit moments. Use it with "
         "--embed-layernorm, which BigScience's flag of this name included",
+        excludes={
+            "optimizer.optimizer=sgd": "8-bit moments are supported for Adam only, use adam or adamw, or "
+            "remove the flag",
+            "optimizer.use_apex": "each has its own Adam, remove one of the two",
+        },
     )
 
     @property

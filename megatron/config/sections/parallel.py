@@ -49,11 +49,17 @@ class ParallelConfig(Section):
         False,
         help="shard norms, dropout and residual connections along the sequence dimension over the "
         "tensor-parallel group, which reduces activation memory",
+        unused_with=("parallel.tensor_model_parallel_size=1",),
     )
     tp_comm_overlap: bool = flag(
         False,
         help="with --sequence-parallel: divide the all-gather before a matrix product and the reduce-scatter "
         "after one into chunks of the sequence; each overlaps with the product of another chunk",
+        needs={
+            "parallel.sequence_parallel": "it divides collectives along the sequence, add "
+            "--sequence-parallel or remove it"
+        },
+        unused_with=("parallel.tensor_model_parallel_size=1",),
     )
     tp_comm_overlap_chunks: int = flag(
         2,
@@ -61,6 +67,8 @@ class ParallelConfig(Section):
         at_most=64,
         metavar="N",
         help="with --tp-comm-overlap: number of chunks, the largest up to N that divides --seq-length / TP",
+        used_with=("parallel.tp_comm_overlap",),
+        unused_with=("parallel.tensor_model_parallel_size=1",),
     )
     zero_stage: int = flag(
         0,
@@ -95,6 +103,10 @@ class ParallelConfig(Section):
         False,
         help="keep optimizer states in host memory and run the optimizer step on the CPU, with "
         "OMP_NUM_THREADS threads",
+        excludes={
+            "optimizer.use_apex": "the Adam of apex runs on GPUs only, and the optimizer step would run on "
+            "the CPU; remove one of the two"
+        },
     )
     distributed_backend: str | None = flag(
         None,
@@ -161,15 +173,9 @@ class ParallelConfig(Section):
         return self.schedule.stages_per_rank or self.virtual_pipeline_stages
 
     @property
-    def runs_order_of_work(self) -> bool:
-        """Whether the engine runs the order of work that is simulated; 1f1b runs DeepSpeed's instructions."""
-        return not self.schedule.instructions
-
-    @property
     def sends_parts(self) -> bool:
         """Whether each tensor-parallel rank sends its part of a replicated activation to the next stage."""
-        split = self.tensor_model_parallel_size > 1 and not self.sequence_parallel
-        return split and not self.runs_order_of_work
+        return self.tensor_model_parallel_size > 1 and not self.sequence_parallel
 
     @property
     def schedule_title(self) -> str:
@@ -189,6 +195,10 @@ class ParallelConfig(Section):
         if self.schedule.is_v_schedule:
             return (*ranks, *reversed(ranks))
         return tuple(ranks) * self.stages_per_rank
+
+    def reads_tokens(self, rank: int) -> bool:
+        """Whether a pipeline rank reads tokens or labels: it holds the first or the last stage."""
+        return rank in (self.rank_of_stage[0], self.rank_of_stage[-1])
 
     @property
     def min_micro_batches(self) -> int:

@@ -14,22 +14,42 @@ class PrecisionConfig(Section):
 
     group: ClassVar[str] = "mixed precision"
 
-    fp16: bool = flag(False, help="run the model in fp16, with loss scaling")
+    fp16: bool = flag(
+        False,
+        help="run the model in fp16, with loss scaling",
+        excludes={"precision.bf16": "remove one of them"},
+    )
     bf16: bool = flag(False, help="run the model in bf16")
     loss_scale: float | None = flag(
         None,
         at_least=0,
         help="static loss scale for fp16 (default, or 0: dynamic loss scaling); the DeepSpeed JSON "
         "overrides it",
+        needs={"precision.fp16": "fp32 and bf16 have no loss scaling, remove it or add --fp16"},
     )
-    initial_loss_scale: float = flag(2.0**32, above=0, help="initial dynamic loss scale")
-    min_loss_scale: float = flag(1.0, above=0, help="minimum dynamic loss scale")
+    initial_loss_scale: float = flag(
+        2.0**32, above=0, help="initial dynamic loss scale", used_with=("precision.fp16",)
+    )
+    min_loss_scale: float = flag(
+        1.0, above=0, help="minimum dynamic loss scale", used_with=("precision.fp16",)
+    )
     loss_scale_window: int = flag(
-        1000, at_least=1, help="steps without overflow after which the dynamic loss scale is doubled"
+        1000,
+        at_least=1,
+        help="steps without overflow after which the dynamic loss scale is doubled",
+        used_with=("precision.fp16",),
     )
-    hysteresis: int = flag(2, at_least=1, help="overflows before the dynamic loss scale is halved")
+    hysteresis: int = flag(
+        2, at_least=1, help="overflows before the dynamic loss scale is halved", used_with=("precision.fp16",)
+    )
     fp32_residual_connection: bool = flag(
-        False, changes_model=True, help="keep the residual connections in fp32"
+        False,
+        changes_model=True,
+        help="keep the residual connections in fp32",
+        excludes={
+            "model.layer_arrangement=post-norm": "attention and MLP read the residual stream itself, in "
+            "the precision of the weights; remove one of the two",
+        },
     )
 
     def derive(self) -> dict[str, Any]:

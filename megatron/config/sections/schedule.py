@@ -45,9 +45,15 @@ class ScheduleConfig(Section):
         False,
         aliases=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
         help="on resume, use the learning-rate schedule of the flags if it differs from the checkpoint",
+        excludes={
+            "schedule.use_checkpoint_lr_scheduler": "the first selects the schedule of the flags, the "
+            "second the checkpoint's; remove one"
+        },
+        used_with=("checkpoint.load",),
     )
     use_checkpoint_lr_scheduler: bool = flag(
         False,
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
         help="on resume, use the checkpoint's learning-rate schedule if it differs from the flags",
+        used_with=("checkpoint.load",),
     )

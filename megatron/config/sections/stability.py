@@ -39,18 +39,28 @@ class StabilityConfig(Section):
         "load the newest checkpoint in --save and skip the data from there to the spike",
     )
     spike_loss_factor: float = flag(
-        1.5, above=1.0, help="a loss above X times the median over --spike-window is a spike"
+        1.5,
+        above=1.0,
+        help="a loss above X times the median over --spike-window is a spike",
+        used_with=("stability.spike_policy",),
     )
     spike_grad_norm_factor: float = flag(
         10.0,
         above=1.0,
         help="a gradient norm (before clipping) above X times the median over --spike-window is a spike",
+        used_with=("stability.spike_policy",),
     )
     spike_window: int = flag(
-        50, at_least=2, help="number of latest updates in the median; no spike is detected before that many"
+        50,
+        at_least=2,
+        help="number of latest updates in the median; no spike is detected before that many",
+        used_with=("stability.spike_policy",),
     )
     max_rollbacks: int = flag(
-        3, at_least=1, help="stop at a spike after N rollbacks (--spike-policy rollback)"
+        3,
+        at_least=1,
+        help="stop at a spike after N rollbacks (--spike-policy rollback)",
+        used_with=("stability.spike_policy=rollback",),
     )
     check_invariants_interval: int | None = flag(
         None,
@@ -63,6 +73,7 @@ class StabilityConfig(Section):
         help="after each step, average the parameters that are replicated over tensor-parallel ranks (norms, "
         "biases of row-parallel layers, position embeddings). They are equal by construction, so this only "
         "matters if a device computes wrong results",
+        unused_with=("parallel.tensor_model_parallel_size=1",),
     )
 
     @property

@@ -13,6 +13,13 @@ from megatron.config.registries import GPUS
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
+_RECOMPUTED_LAYERS = {
+    "training.checkpoint_activations|training.recompute_granularity=full": "it applies to checkpointed "
+    "activations only; add the latter, or remove the former"
+}
+_HARNESS = {"training.eval_harness_tasks": "it names the tasks, add it or remove the former"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
     """The length of the run, evaluation, exits, recomputation, and modes of running."""
@@ -28,7 +35,13 @@ class TrainingConfig(Section):
     train_tokens: int | None = flag(
         None, at_least=1, help="total number of tokens over all runs, if it is reached earlier"
     )
-    eval_interval: int = flag(1000, at_least=1, group="validation", help="iterations between evaluations")
+    eval_interval: int = flag(
+        1000,
+        at_least=1,
+        group="validation",
+        help="iterations between evaluations",
+        unused_with=("training.eval_iters=0",),
+    )
     eval_iters: int = flag(
         100, at_least=0, group="validation", help="batches per evaluation; 0: no evaluation"
     )
@@ -42,7 +55,11 @@ class TrainingConfig(Section):
         "lm_eval), each --eval-harness-interval iterations",
     )
     eval_harness_interval: int | None = flag(
-        None, at_least=1, group="validation", help="iterations between two runs of --eval-harness-tasks"
+        None,
+        at_least=1,
+        group="validation",
+        help="iterations between two runs of --eval-harness-tasks",
+        needs=_HARNESS,
     )
     eval_harness_tasks_path: str | None = flag(
         None,
@@ -50,6 +67,7 @@ class TrainingConfig(Section):
         group="validation",
         help="folder with the YAML files of more tasks; these files can run Python code, so give only files "
         "that you trust",
+        needs=_HARNESS,
     )
     eval_harness_limit: int | None = flag(
         None,
@@ -57,6 +75,7 @@ class TrainingConfig(Section):
         metavar="N",
         group="validation",
         help="use the first N documents of each of --eval-harness-tasks (default: all)",
+        needs=_HARNESS,
     )
     exit_interval: int | None = flag(
         None, at_least=1, help="save and exit when the iteration is a multiple of this"
@@ -97,9 +116,16 @@ class TrainingConfig(Section):
         False,
         help="activation checkpointing: keep only the inputs of transformer layers and recompute the rest in "
         "the backward pass; the same as --recompute-granularity full",
+        excludes={
+            "training.recompute_granularity=selective": "the first recomputes whole layers, the "
+            "second only attention; remove one of them"
+        },
     )
     checkpoint_num_layers: int = flag(
-        1, at_least=1, help="number of layers per checkpointed group, with --checkpoint-activations"
+        1,
+        at_least=1,
+        help="number of layers per checkpointed group, with --checkpoint-activations",
+        needs=_RECOMPUTED_LAYERS,
     )
     recompute_granularity: str | None = flag(
         None,
@@ -111,8 +137,15 @@ class TrainingConfig(Section):
     partition_activations: bool = flag(
         False,
         help="shard the checkpointed activations over the tensor-parallel group (DeepSpeed)",
+        needs=_RECOMPUTED_LAYERS,
+        excludes={
+            "parallel.sequence_parallel": "activations are sharded along the sequence, remove the former"
+        },
+        unused_with=("parallel.tensor_model_parallel_size=1",),
     )
-    checkpoint_in_cpu: bool = flag(False, help="keep the checkpointed activations in CPU memory (DeepSpeed)")
+    checkpoint_in_cpu: bool = flag(
+        False, help="keep the checkpointed activations in CPU memory (DeepSpeed)", needs=_RECOMPUTED_LAYERS
+    )
     compile: bool = flag(
         False,
         help="compile the transformer layers with torch.compile (needs a C++ compiler); the first iteration "
@@ -135,6 +168,9 @@ class TrainingConfig(Section):
         group="regularization",
         help="coefficient of the z-loss log(Z)^2 per token, with Z the sum of exp(logits), as in PaLM "
         "(1e-4); part of the logged lm loss, not of the validation loss",
+        excludes={
+            "training.loss_implementation=plain": "only the fused loss supports it, remove one of the two"
+        },
     )
     dry_run: bool = flag(
         False, help="check all flags, print the layout, batches and stages, and exit without reading data"
@@ -143,12 +179,15 @@ class TrainingConfig(Section):
         False,
         help="with --dry-run: also run a training step of every pipeline stage on a simulated device, and "
         "print its memory, work and communication, see docs/simulation.md",
+        needs={"training.dry_run": "it simulates a step and trains nothing; add --dry-run, or remove it"},
     )
     gpu: str | None = flag(
         None,
         choices=GPUS,
         help="with --dry-run: the device whose memory the plan is compared with; exit code 2 if it does not "
         "fit",
+        excludes={"training.device_memory": "both give the memory of a device, remove one of them"},
+        used_with=("training.dry_run",),
     )
     device_memory: float | None = flag(
         None,
@@ -156,6 +195,7 @@ class TrainingConfig(Section):
         above=0,
         at_most=1_000_000,
         help="the same for a device with this much memory in GiB, instead of --gpu",
+        used_with=("training.dry_run",),
     )
     deepspeed_config: str | None = flag(
         None,

@@ -1,1 +1,1 @@
-"""Memory of a step by formula: of a layer, of the optimizer's buffers, of a stage at its peak."""
+"""Memory of a step: the replay of a rank's schedule over recorded layers, and what fits on a device."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
+from megatron.cluster.gpus import device_memory_bytes
 from megatron.config import Config, ConfigError
-from megatron.config.checks.validate import validate
+from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import StageMemory, planned_bytes
-from megatron.planner.stages import plan_stages
-from megatron.planner.timing.hardware import device_memory_bytes
+from megatron.training.memory_flags import memory_flags
 from megatron.units import GIB
 
 # What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,
@@ -83,7 +82,7 @@ def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) 
     over = [i for i, size in enumerate(planned) if not fits(config, size)]
     flags = ", ".join(
         f"{flag} ({_gib(size)}{', fits' if fits(config, size) else ''})"
-        for flag, size in memory_flags(config, vocab_size, largest)
+        for flag, size in most_effective_flags(config, vocab_size, largest)
     )
     stages = f"stage {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} stages"
     return False, f"does not fit ({stages}), {_gib(-spare)} too much: {needs}; try {flags or 'more devices'}"
@@ -93,47 +92,16 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def memory_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
+def most_effective_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
     """The flags that reduce the planned memory of the largest stage most: (flag and value, planned bytes with
     it).
 
     planned: bytes now. At most three, in the order of their effect. They keep the model and the batches.
     """
     found = []
-    for flag, changes in _candidates(config):
-        candidate = config.with_settings(changes)
+    for flag, changed in memory_flags(config):
         with suppress(ConfigError):
-            validate(candidate)
-            size = max(planned_bytes(candidate, vocab_size, plan_stages(candidate, vocab_size)))
+            size = max(planned_bytes(changed, vocab_size, plan_stages(changed, vocab_size)))
             if size < (1 - _MIN_SAVING) * planned:
                 found.append((flag, size))
     return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]
-
-
-def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(flag and value, 'section.field' -> value) of settings that may reduce the memory; the model stays."""
-    parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
-    if micro_batch > 1:
-        yield f"--micro-batch-size {micro_batch // 2}", {"batch.micro_batch_size": micro_batch // 2}
-    if not training.recomputes_layers:
-        yield "--checkpoint-activations", {"training.checkpoint_activations": True}
-        if not training.recomputes_attention:
-            yield "--recompute-granularity selective", {"training.recompute_granularity": "selective"}
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor > 1 and not parallel.sequence_parallel:
-        yield "--sequence-parallel", {"parallel.sequence_parallel": True}
-    for stage in range(parallel.zero_stage + 1, 4 if pipeline == 1 else 2):
-        yield f"--zero-stage {stage}", {"parallel.zero_stage": stage}
-    if not parallel.cpu_offload:
-        yield "--cpu-offload", {"parallel.cpu_offload": True}
-        # Without the norm after the embedding, a published run with 8-bit moments stagnated.
-        if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
-            yield "--use-bnb-optimizer", {"optimizer.use_bnb_optimizer": True}
-    yield (
-        f"--tensor-model-parallel-size {2 * tensor}",
-        {"parallel.tensor_model_parallel_size": 2 * tensor},
-    )
-    yield (
-        f"--pipeline-model-parallel-size {2 * pipeline}",
-        {"parallel.pipeline_model_parallel_size": 2 * pipeline},
-    )

@@ -1,14 +1,25 @@
-"""The planned memory of each pipeline rank: the largest sum of `layer_memory` and `temporaries` in a step."""
+"""The planned memory of each pipeline rank: a replay of its instructions over the costs of its stages.
+
+`megatron.simulation.stage_costs` has the bytes that a pass through a layer allocates, keeps and frees. The
+replay adds what the engine holds between passes (received and sent activations and gradients) and the
+weights, gradients and optimizer state. `tests/simulated` compares the sums with a whole simulated step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron.config import Config
-from megatron.config.vocab import padded_vocab_size
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.planner.memory import layer_memory, temporaries
-from megatron.planner.stages import StagePlan, in_flight_on_rank, layer_table
+from megatron.engine.instructions import pipeline_schedule
+from megatron.pipeline.stages import StagePlan
+from megatron.planner.in_flight import filling_micro_batches
+from megatron.simulation.costs import spec_bytes
+from megatron.simulation.stage_costs import StageCosts, rank_update, stage_costs
+
+_LABEL_BYTES = 8 + 4
+"""A token's label and its weight in the loss."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +31,11 @@ class StageMemory:
     activations: float
     """Of all micro-batches in flight, and messages."""
     head: float
-    """LM head and loss: their largest part, or what exists of them while a layer has more."""
+    """Of LM head and loss, if most is allocated while they run."""
     temporaries: float
-    """Of the layer that is running, and with ZeRO-2 and 3 of the layers before and after it."""
+    """Of another layer that runs, and of the optimizer step."""
     tables: float
-    """Attention bias, rotary angles, receive buffer."""
+    """Attention bias, rotary angles."""
     host: float
     """In host memory: with --cpu-offload master weights, moments and gradients; with --checkpoint-in-cpu the
     inputs of layers."""
@@ -49,80 +60,162 @@ def planned_bytes(config: Config, vocab_size: int, plan: StagePlan) -> list[floa
 
 
 def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> StageMemory:
-    stages = [stage for stage in range(len(plan.bounds) - 1) if plan.rank_of(stage) == rank]
-    layers = [layer for stage in stages for layer in range(plan.bounds[stage], plan.bounds[stage + 1])]
-    padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
-    table = layer_table(config, vocab_size, plan.names, plan.parameters, None)
-    transformer = [layer for layer in layers if plan.names[layer] == TRANSFORMER_LAYER]
-    of_layer = plan.parameters[transformer[0]] if transformer else 0
-    has_head = embedding_and_head(plan.names)[1] in layers
-    state = sum(table.state_bytes[layer] for layer in layers)
-    is_v_schedule = config.parallel.schedule.is_v_schedule
-    in_flight = in_flight_on_rank(config, rank)
-    kept_by_stage = {s: _kept_bytes(config, plan, table.activation_bytes, s) for s in stages}
-    deferred_by_stage = {s: _deferred_bytes(config, plan, s) for s in stages}
-    kept = max(
-        sum(kept_by_stage[s] * n.waiting + deferred_by_stage[s] * n.deferred for s, n in moment.items())
-        for moment in in_flight
-    )
-    head = after_head = 0.0
-    if has_head:
-        head = temporaries.head_loss_bytes(config, padded)
-        after_head = temporaries.head_gradient_bytes(config)
-        if is_v_schedule:  # other stages run between the head's forward and its backward pass
-            after_head = layer_memory.head_activation_bytes(config, padded) + layer_memory.layer_input_bytes(
-                config
-            )
-        if is_v_schedule or not config.parallel.runs_order_of_work:
-            receives = config.parallel.num_stages > 1 and not is_v_schedule
-            kept += temporaries.stale_buffer_bytes(config, padded, receives=receives)
-    elif not is_v_schedule and config.parallel.runs_order_of_work:
-        kept += layer_memory.sent_activation_bytes(config)  # the gradient of the output, which was received
-    running = temporaries.layer_peak_bytes(config, of_layer) if transformer else 0.0
-    if config.parallel.schedule.splits_backward and transformer:
-        running = max(running, temporaries.weight_pass_bytes(config))
-        running += temporaries.deferred_in_pass_bytes(config, len(transformer))
-    has_buffer = plan.num_ranks > 1 and not config.parallel.runs_order_of_work
-    tables = temporaries.table_bytes(config, has_buffer=has_buffer)
-    host = _host_bytes(config, sum(plan.stage_parameters(stage) for stage in stages))
-    of_parts = (after_head, running) if after_head + running > head else (head, 0.0)
-    at_head, in_layer = of_parts
-    in_layer += temporaries.reducing_gradient_bytes(config, of_layer)
-    return StageMemory(state, kept, at_head, in_layer, tables, host)
+    held = [stage for stage, holder in enumerate(config.parallel.rank_of_stage) if holder == rank]
+    costs = [stage_costs(config, plan, vocab_size, stage) for stage in held]
+    update = rank_update(config, plan, vocab_size, rank)
+    schedule = pipeline_schedule(config.parallel, rank, filling_micro_batches(config), trains=True)
+    stages = [_Stage.of(config, cost, stage) for cost, stage in zip(costs, held, strict=True)]
+    replay = _Replay(stages, schedule.micro_batches)
+    for command in chain.from_iterable(schedule):
+        replay.run(type(command).__name__, **command.kwargs)
+    state = update.parameters + update.gradients + update.optimizer
+    tables = max(cost.tables for cost in costs)
+    host = update.host + replay.most_in_flight * max(cost.host for cost in costs)
+    if update.peak > replay.kept + replay.extra:
+        return StageMemory(state, 0.0, 0.0, update.peak, tables, host)
+    in_loss = replay.extra if replay.is_loss else 0
+    return StageMemory(state, replay.kept, in_loss, replay.extra - in_loss, tables, host)
 
 
-def _kept_bytes(config: Config, plan: StagePlan, activation_bytes: list[float], stage: int) -> float:
-    """What a micro-batch in flight keeps on a stage: activations of its layers, its received input, its sent
-    output, tokens or labels."""
-    first, last = plan.bounds[stage], plan.bounds[stage + 1]
-    embedding, head = embedding_and_head(plan.names)
-    kept = sum(activation_bytes[layer] for layer in range(first, last) if layer != head)
-    tokens = config.batch.micro_batch_size * config.model.seq_length
-    if stage > 0:
-        is_partitioned = layer_memory.sent_activation_bytes(config) < layer_memory.layer_input_bytes(config)
-        starts_with_layer = TRANSFORMER_LAYER in plan.names[first:last] and embedding < first
-        # DeepSpeed clones what it has received; a partitioned message is replaced by the gathered input.
-        copies = (0 if is_partitioned else 1) + (0 if starts_with_layer else 1)
-        kept += copies * layer_memory.layer_input_bytes(config)
-    if stage < len(plan.bounds) - 2:
-        kept += layer_memory.sent_activation_bytes(config)
-    if stage == len(plan.bounds) - 2:
-        kept += tokens * (8 + 4)
-    return kept
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of a rank.
+
+    inputs, outputs, labels: bytes of what it receives and returns, and of labels and loss mask.
+    shares_output, input_is_shared: whether the next stage, and the stage before, is on the same rank.
+    """
+
+    costs: StageCosts
+    inputs: int
+    outputs: int
+    labels: int
+    shares_output: bool
+    input_is_shared: bool
+
+    @classmethod
+    def of(cls, config: Config, costs: StageCosts, stage: int) -> _Stage:
+        """Stage `stage` of the run."""
+        holders, tokens = (
+            config.parallel.rank_of_stage,
+            config.batch.micro_batch_size * config.model.seq_length,
+        )
+        return cls(
+            costs,
+            spec_bytes(costs.inputs),
+            spec_bytes(costs.outputs),
+            tokens * _LABEL_BYTES,
+            holders[stage : stage + 2] == holders[stage : stage + 1] * 2,
+            stage > 0 and holders[stage - 1] == holders[stage],
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.costs.receives == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.costs.sends == 0
 
 
-def _deferred_bytes(config: Config, plan: StagePlan, stage: int) -> float:
-    """What a micro-batch keeps on a stage between its backward and its weight pass."""
-    layers = plan.names[plan.bounds[stage] : plan.bounds[stage + 1]].count(TRANSFORMER_LAYER)
-    return layers * layer_memory.deferred_layer_bytes(config)
+class _Replay:
+    """Runs the instructions of a rank. Afterwards `kept` and `extra` are the bytes of the activations that
+    exist, and of what a pass needs beyond them, when their sum is largest; `is_loss`: whether the pass then
+    computes the loss."""
 
+    def __init__(self, stages: Sequence[_Stage], micro_batches: int) -> None:
+        self._stages, self._micro_batches = stages, micro_batches
+        self._held: dict[tuple[str, int], int] = {}
+        self._total = 0
+        self._queued: list[tuple[str, int]] = []
+        self._sending: list[tuple[str, int]] = []
+        self._receives = False
+        self.kept = self.extra = self.most_in_flight = 0
+        self.is_loss = False
 
-def _host_bytes(config: Config, parameters: int) -> float:
-    """With --cpu-offload: master weights, moments and gradients, fp32, and the weights in 16 bits that are
-    sent to the device (`optimizer.flat_group`)."""
-    if not config.parallel.cpu_offload:
-        return 0.0
-    moments = 1 if config.optimizer.optimizer == "sgd" else 2
-    size = layer_memory.parameter_bytes(config)
-    per_parameter = layer_memory.FP32 * (2 + moments) + (size if size != layer_memory.FP32 else 0)
-    return parameters * per_parameter / config.parallel.optimizer_partitions
+    def run(self, name: str, buffer_id: int = -1, phase: int = 0) -> None:
+        """Runs the instruction of this name."""
+        method = getattr(self, f"_{name}", None)
+        if method is not None:
+            method(self._stages[phase], buffer_id)
+
+    def _hold(self, what: str, buffer_id: int, size: int) -> None:
+        """`size`: 0 frees it."""
+        self._total += size - self._held.get((what, buffer_id), 0)
+        self._held[what, buffer_id] = size
+
+    def _note(self, level: int, extra: int, is_loss: bool) -> None:
+        """level: bytes of the running micro-batch's activations that are not held yet, or not any more.
+        extra: what its layer needs beyond them."""
+        kept = self._total + level
+        if kept + extra > self.kept + self.extra:
+            self.kept, self.extra, self.is_loss = kept, extra, is_loss
+
+    def _LoadMicroBatch(self, stage: _Stage, buffer_id: int) -> None:
+        first, last = self._stages[0], self._stages[-1]
+        if first.is_first:
+            self._hold("input", buffer_id, first.inputs)
+        if last.is_last:
+            self._hold("labels", buffer_id, last.labels)
+
+    def _RecvActivation(self, stage: _Stage, buffer_id: int) -> None:
+        self._receives = True
+        self._hold("input", buffer_id, stage.inputs // stage.costs.receives)
+
+    def _ForwardPass(self, stage: _Stage, buffer_id: int) -> None:
+        layers, level = stage.costs.layers, 0
+        if not stage.is_first:
+            self._hold("input", buffer_id, 0 if stage.input_is_shared else stage.inputs)  # gathered
+        for layer in layers:
+            self._note(level, layer.forward.peak, stage.is_last and layer is layers[-1])
+            level += layer.forward.change
+        if layers:
+            level += layers[0].frees_input  # the buffer holds it
+        if stage.costs.sends > 1:  # the output is freed but for its part
+            level -= stage.outputs
+            self._hold("message", buffer_id, stage.outputs // stage.costs.sends)
+        self._hold("kept", buffer_id, level)
+        in_flight = sum(size > 0 for (what, _), size in self._held.items() if what == "kept")
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+
+    def _SendActivation(self, stage: _Stage, buffer_id: int) -> None:
+        self._queued.append(("message", buffer_id))
+
+    def _RecvGrad(self, stage: _Stage, buffer_id: int) -> None:
+        self._receives = True
+        self._hold("gradient", buffer_id, stage.outputs // stage.costs.sends)
+
+    def _BackwardPass(self, stage: _Stage, buffer_id: int) -> None:
+        layers, level = stage.costs.layers, 0
+        if stage.costs.sends > 1:
+            self._hold("gradient", buffer_id, stage.outputs)  # gathered
+        for layer in reversed(layers):
+            self._note(level, layer.backward.peak, stage.is_last and layer is layers[-1])
+            level += layer.backward.change
+        self._hold("kept", buffer_id, -stage.costs.weight.change)
+        self._hold("gradient", buffer_id, 0)
+        if stage.shares_output:
+            self._hold("input gradient", buffer_id + self._micro_batches, 0)
+        if stage.is_first:
+            self._hold("input", buffer_id, 0)
+        else:
+            self._hold("input gradient", buffer_id, stage.inputs)
+        if stage.is_last:
+            self._hold("labels", buffer_id % self._micro_batches, 0)
+
+    def _WeightGradPass(self, stage: _Stage, buffer_id: int) -> None:
+        self._note(0, stage.costs.weight.peak, False)
+        self._hold("kept", buffer_id, 0)
+
+    def _SendGrad(self, stage: _Stage, buffer_id: int) -> None:
+        self._hold("input", buffer_id, 0)
+        self._queued.append(("input gradient", buffer_id))
+
+    def _CommitP2P(self, stage: _Stage, buffer_id: int) -> None:
+        for message in self._sending:
+            self._hold(*message, 0)
+        self._sending, self._queued = self._queued, []
+        if self._receives:
+            for message in self._sending:
+                self._hold(*message, 0)
+            self._sending = []
+        self._receives = False

@@ -1,1 +1,1 @@
-"""Time of a step by formula: work and communication of a stage, network, and the schedule around them."""
+"""Time of a step: recorded work and communication of the stages, rates of kernels, network and schedule."""

@@ -12,6 +12,7 @@ The default rates are those of the vendors' systems, per direction:
     A100   DGX A100: 12 NVLinks of 25 GB/s, 8 x 200 Gbit/s
     H100   DGX H100: 18 NVLinks of 25 GB/s, 8 x 400 Gbit/s; H200 the same
     B200   DGX B200: 18 NVLinks of 50 GB/s, 8 x 400 Gbit/s
+    GB200  GB200 NVL72: 72 devices with 18 NVLinks of 50 GB/s, 72 x 400 Gbit/s
 
 Collectives reach a part of these rates only; `ACHIEVED` is an assumption, as the latencies are. With
 --network-figures the rates are those that preflight has measured, and nothing is taken off. Not modelled:
@@ -21,13 +22,14 @@ congestion, rings over a part of the links, trees, and SHARP.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
+from megatron.cluster.network_figures import read_network_figures
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.timing.communication import ALL_REDUCE, RECEIVE, SEND, Exchange
-from megatron.planner.timing.network_figures import read_network_figures
+from megatron.simulation.passes import Collective, Group
+
+ALL_REDUCE = "allreduce_"
 
 ACHIEVED = 0.75
 """Part of a link's rate that collectives reach."""
@@ -57,23 +59,38 @@ class Network:
         """From the rates of the links in Gbit/s: of a device, and of a node."""
         return cls(node_size, _reached(intra_node_gbps), _reached(inter_node_gbps))
 
-    def seconds(self, exchange: Exchange, layout: ParallelLayout) -> float:
-        """Time of one call, for the rank of `layout`, if all ranks of the run make the same call at once."""
-        ranks = exchange.ranks(layout)
-        if exchange.operation in (SEND, RECEIVE):
-            return self.message_seconds(exchange.bytes, layout.rank, ranks[0], layout)
-        n = len(ranks)
-        if n == 1:
+    def seconds(self, call: Collective, layout: ParallelLayout) -> float:
+        """Time of a collective of the rank of `layout`, if all ranks of the run make such a call at once."""
+        ranks, in_node = self._members(call.group, layout)
+        all_reduce = call.operation == ALL_REDUCE
+        return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, layout.world_size)
+
+    def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
+        """Ranks of a group, and those of them in one node. (Consecutive ranks differ in their tensor-parallel
+        rank, then in their replica.)"""
+        sizes = {"tensor": layout.tp_size, "data": layout.dp_size, "pipeline": layout.pp_size}
+        strides = {"tensor": 1, "data": layout.tp_size, "pipeline": layout.tp_size * layout.dp_size}
+        if not isinstance(group, str):  # some pipeline ranks
+            near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
+            return len(group), len(group) if near else 1
+        axes = {"model": ("tensor", "pipeline"), "world": tuple(sizes)}.get(group, (group,))
+        fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
+        return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)
+
+    def collective_seconds(
+        self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int
+    ) -> float:
+        """Time of an all-reduce, or else of an all-gather or a reduce-scatter, of `size` bytes by a group of
+        `ranks`, of which up to `in_node` are in one node, if all groups of the run communicate at once."""
+        if ranks == 1:
             return 0.0
-        share = (2 if exchange.operation == ALL_REDUCE else 1) * (n - 1) / n
-        members = Counter(rank // self.node_size for rank in ranks)
-        steps = 2 * math.ceil(math.log2(n))
-        if len(members) == 1:
-            return share * exchange.bytes / self.intra_bytes_per_s + steps * LATENCY_S["intra"]
-        devices = min(self.node_size, layout.world_size)
-        rings = max(devices // max(members.values()), 1)
+        share = (2 if all_reduce else 1) * (ranks - 1) / ranks
+        steps = 2 * math.ceil(math.log2(ranks))
+        if in_node == ranks:
+            return share * size / self.intra_bytes_per_s + steps * LATENCY_S["intra"]
+        rings = max(min(self.node_size, world_size) // in_node, 1)
         rate = min(self.inter_bytes_per_s / rings, self.intra_bytes_per_s)
-        return share * exchange.bytes / rate + steps * LATENCY_S["inter"]
+        return share * size / rate + steps * LATENCY_S["inter"]
 
     def message_seconds(self, size: int, source: int, destination: int, layout: ParallelLayout) -> float:
         """Time of a message between two ranks, if all ranks of the two stages exchange one at once."""
@@ -84,12 +101,13 @@ class Network:
         return size / rate + LATENCY_S["inter"]
 
 
-_KINDS = {
+KINDS = {
     "v100": Network.of_links(8, 1200, 400),
     "a100": Network.of_links(8, 2400, 1600),
     "h100": Network.of_links(8, 3600, 3200),
     "h200": Network.of_links(8, 3600, 3200),
     "b200": Network.of_links(8, 7200, 3200),
+    "gb200": Network.of_links(72, 7200, 28800),
 }
 
 
@@ -101,7 +119,7 @@ def find_network(config: Config) -> Network | None:
     """
     if config.training.gpu is None:
         return None
-    usual = _KINDS[config.training.gpu.partition("-")[0]]
+    usual = KINDS[config.training.gpu.partition("-")[0]]
     if (figures := read_network_figures(config)) is not None:
         usual = Network(
             figures.node_size,

@@ -1,13 +1,12 @@
 """The predicted time of a training step: stages, pipeline schedule, reduction of the gradients, optimizer.
 
-    pass of a stage   FLOPs / (matmul x peak) + bytes / (memory x bandwidth), at least launches x 8 us,
-                      plus the collectives that no matrix product hides
+    pass of a stage   a replay of its kernels and collectives (`megatron.simulation.passes`), which are
+                      recorded from the run's own layers; `megatron.planner.timing.rates` has the time of a
+                      kernel, `megatron.planner.timing.network` that of a collective
     step              the pipeline schedule's simulation (`megatron.pipeline.schedule`) with these times,
                       then the reduction of the gradients, the optimizer and the all-gather of the weights
 
-`matmul` and `memory` are the parts of a GPU's peak rates that the passes reach: two constants per kind of
-GPU, `FITTED`, which `benchmarks/planner_accuracy.py` fits on the ten published rows named there and compares
-with all others. No GPU was at hand: for the H100, H200 and B200 the A100's constants are taken, unmeasured.
+No GPU was at hand: the rates are fitted on published runs of other programs.
 
 Not modelled: --cpu-offload and --checkpoint-in-cpu (transfers to the host), --compile, data loading, logging,
 evaluation and checkpoints, jitter between ranks.
@@ -15,73 +14,57 @@ evaluation and checkpoints, jitter between ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from megatron.cluster.gpus import GPU, find_gpu
 from megatron.config import BatchSchedule, Config
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.vocab import padded_vocab_size
+from megatron.model.flops import model_iteration_flops, recomputes_scores, tflops_per_device
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
-from megatron.planner.stages import StagePlan, micro_batches_per_step
-from megatron.planner.timing.communication import (
-    ALL_REDUCE,
-    BUCKET_GRADIENTS,
-    BUCKET_WEIGHTS,
-    CHUNKS,
-    DATA,
-    INPUT_GRADIENT,
-    REDUCE_SCATTER,
-    SEND,
-    STAGES,
-    TENSOR,
-    UNIT_GRADIENTS,
-    UNIT_WEIGHTS,
-    WEIGHTS,
-    Exchange,
-    RankCommunication,
-    overlap_chunks,
-    rank_communication,
-)
-from megatron.planner.timing.flops import model_iteration_flops, recomputes_scores, tflops_per_device
-from megatron.planner.timing.hardware import GPU, find_gpu
+from megatron.pipeline.stages import StagePlan
 from megatron.planner.timing.network import Network, find_network
-from megatron.planner.timing.overlap import (
-    Collective,
-    reduction_after_backward,
-    wait_for_units,
-    wait_for_weights,
+from megatron.planner.timing.rates import (
+    EAGER_TRAFFIC,
+    LAUNCH_S,
+    RATES,
+    best_published_mfu,
+    is_attention,
+    kernel_seconds,
 )
-from megatron.planner.timing.work import Program, Work, program_of, stage_work
+from megatron.simulation.costs import UpdateCosts, spec_bytes
+from megatron.simulation.passes import Action, Busy, Collective, Kernel, PassTime, Wait, pass_time
+from megatron.simulation.stage_costs import StageCosts, rank_update, stage_costs
 
-LAUNCH_S = 8e-6
-"""Host time of one operation in eager PyTorch, an assumption."""
-MISALIGNED = 1 / 16
-"""Rate of matrix products without tensor cores, relative to those with them: 19.5 to 312 TFLOP/s on an A100,
-about the same on a V100 (`megatron.planner.timing.hardware`)."""
 _FULLY_SIMULATED = 2
 """Micro-batches per stage up to which a step is simulated in full."""
 
 
 @dataclass(frozen=True)
-class Achieved:
-    """The parts of the peak rates of matrix products and of memory that a pass reaches."""
-
-    matmul: float
-    memory: float
-
-
-FITTED = {"a100": Achieved(1.0, 0.38), "v100": Achieved(0.98, 0.60)}
-_SAME_AS = {"h100": "a100", "h200": "a100", "b200": "a100"}
-
-
-@dataclass(frozen=True)
 class Cluster:
-    """The devices and the network of a prediction."""
+    """The devices and the network of a prediction. kind: of the GPU, as 'a100'."""
 
+    kind: str
     gpu: GPU
-    achieved: Achieved
     network: Network
+    launch_s = LAUNCH_S
+
+    @property
+    def contention(self) -> float:
+        """See `megatron.planner.timing.rates.Rates`."""
+        return RATES[self.kind].contention
+
+    def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
+        """Time of a kernel. The flops of attention are those of all scores: fused kernels without a bias
+        compute the causal half."""
+        if not kernel.flops:
+            kernel = replace(kernel, bytes=EAGER_TRAFFIC * kernel.bytes)
+        elif is_attention(kernel) and "efficient" not in kernel.name:
+            kernel = replace(kernel, flops=kernel.flops / 2)
+        return kernel_seconds(kernel, self.gpu, RATES[self.kind], dtype)
 
 
 @dataclass(frozen=True)
@@ -125,6 +108,8 @@ class StepTime:
     """Per GPU, by the formula that a run logs."""
     mfu: float
     """Model FLOPs utilisation: without recomputation, of the peak rate."""
+    doubt: str
+    """A sentence if no published run has reached this utilisation; '' otherwise."""
     days: float | None
     """Of the whole run, ramp-up of the batch included; None if its length is not known."""
 
@@ -139,7 +124,7 @@ def find_cluster(config: Config) -> Cluster | None:
     if gpu is None or network is None or config.training.gpu is None:
         return None
     kind = config.training.gpu.partition("-")[0]
-    return Cluster(gpu, FITTED[_SAME_AS.get(kind, kind)], network)
+    return Cluster(kind, gpu, network)
 
 
 def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime | None:
@@ -148,29 +133,26 @@ def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime |
     return None if cluster is None else predict_step(config, plan, vocab_size, cluster)
 
 
-def predict_step(
-    config: Config,
-    plan: StagePlan,
-    vocab_size: int,
-    cluster: Cluster,
-    program: Program | None = None,
-    computing: Mapping[int, Sequence[float]] | None = None,
-) -> StepTime:
-    """Predicts a step at the full batch size. program: other kernels than this program's. computing: by
-    stage, the seconds in which its forward, its backward and its weight pass compute, if they are known."""
-    program = program or program_of(config)
+def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster) -> StepTime:
+    """The predicted step."""
     ranks = config.parallel.pipeline_model_parallel_size
-    exchanges = [rank_communication(config, plan, vocab_size, rank) for rank in range(ranks)]
-    if program.all_reduces_gradients:
-        exchanges = [_with_all_reduces(communication) for communication in exchanges]
-    stages = stage_times(config, plan, vocab_size, cluster, program, exchanges, computing)
-    transfers = _transfers(config, plan, cluster, exchanges)
-    micro_batches = micro_batches_per_step(config)
+    costs = [stage_costs(config, plan, vocab_size, stage) for stage in range(config.parallel.num_stages)]
+    updates = [rank_update(config, plan, vocab_size, rank) for rank in range(ranks)]
+    stages = stage_times(config, plan, costs, cluster)
+    transfers = _transfers(config, plan, costs, cluster)
+    micro_batches = config.micro_batches_per_step
     pipeline = PipelineTime.measure(config.parallel, stages, transfers, micro_batches)
-    reduction, gather = _collectives_of_step(config, cluster, exchanges, stages, pipeline)
-    optimizer = max(_optimizer_seconds(config, plan, program, rank, cluster) for rank in range(ranks))
+    timeline = pipeline.timeline(pipeline.simulated)
+    after = [
+        _after_pipeline(Rank(config, cluster, rank), update, stages, timeline)
+        for rank, update in enumerate(updates)
+    ]
+    reduction, optimizer, gather = (max(0.0, *parts) for parts in zip(*after, strict=True))
     outside = reduction + gather + optimizer
     step = pipeline.seconds(micro_batches) + outside
+    mfu = _iteration_flops(config, vocab_size, False) / (
+        step * config.parallel.world_size * cluster.gpu.peak_flops[_dtype(config)]
+    )
     busy = [0.0] * ranks
     waits = [0.0] * ranks
     for time in stages:
@@ -192,167 +174,122 @@ def predict_step(
             step,
             config.parallel.world_size,
         ),
-        mfu=_iteration_flops(config, vocab_size, False)
-        / (step * config.parallel.world_size * cluster.gpu.peak_flops[_dtype(config)]),
+        mfu=mfu,
+        doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
         days=_days(config, pipeline, outside),
     )
 
 
+@dataclass(frozen=True)
+class Rank:
+    """The first tensor and data rank of a pipeline rank."""
+
+    config: Config
+    cluster: Cluster
+    pipeline_rank: int
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """Of this rank."""
+        parallel = self.config.parallel
+        per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
+        return ParallelLayout.from_config(parallel, self.pipeline_rank * per_stage)
+
+    def time(self, actions: Iterable[Action]) -> PassTime:
+        """The time of some actions."""
+        cluster, dtype = self.cluster, _dtype(self.config)
+        window = self.config.model.attention_window
+        return pass_time(
+            actions,
+            lambda kernel: cluster.kernel_seconds(_within(window, kernel), dtype),
+            lambda call: cluster.network.seconds(call, self.layout),
+            cluster.launch_s,
+            cluster.contention,
+        )
+
+
+def _within(window: int | None, kernel: Kernel) -> Kernel:
+    """A kernel of attention with the FLOPs of the scores within --window-size: of each query and the `window`
+    keys up to it, where causal attention has all keys up to it."""
+    if window is None or kernel.product is None or not is_attention(kernel):
+        return kernel
+    share = min(window / kernel.product[1], 1.0)
+    return replace(kernel, flops=kernel.flops * (2 * share - share**2))
+
+
 def stage_times(
-    config: Config,
-    plan: StagePlan,
-    vocab_size: int,
-    cluster: Cluster,
-    program: Program,
-    exchanges: Sequence[RankCommunication],
-    computing: Mapping[int, Sequence[float]] | None = None,
+    config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster
 ) -> list[StageTime]:
-    """The times of the passes, in the order of the stages. computing: as for `predict_step`."""
+    """The times of the passes, in the order of the stages."""
     times = []
-    overlapped = set() if config.parallel.no_overlap_grad_reduce else {UNIT_GRADIENTS}
-    overlapped |= set() if config.parallel.no_overlap_param_gather else {UNIT_WEIGHTS}
-    for rank, communication in enumerate(exchanges):
-        layout = _layout(config, rank)
-        for stage in communication.stages:
-            others = {call.purpose for call in (*stage.forward, *stage.backward, *stage.weight)}
-            others -= {INPUT_GRADIENT, CHUNKS, *overlapped}
-            work = stage_work(config, plan, vocab_size, stage.stage, program)
-            hidden_by = work.overlap_flops if program.overlaps_input_gradient else 0.0
-            hidden_by /= _rate(config, cluster)
-            # The products that would hide the backward pass's collectives are in the weight pass.
-            in_backward = 0.0 if config.parallel.schedule.splits_backward else hidden_by
-            products = work.product_flops / _rate(config, cluster)
-            chunked = _seconds_of(cluster, layout, stage.forward, {CHUNKS})
-            seconds = []
-            passes = (
-                (work.forward, stage.forward, hidden_by),
-                (work.backward + work.weight.times(-1), stage.backward, in_backward),
-                (work.weight, stage.weight, 0.0),
+    for stage, cost in enumerate(costs):
+        rank = Rank(config, cluster, plan.rank_of(stage))
+        forward, backward, weight = map(rank.time, cost.passes.values())
+        whole = forward + backward + weight
+        times.append(
+            StageTime(
+                stage,
+                rank.pipeline_rank,
+                forward.total,
+                backward.total + weight.total,
+                whole.products,
+                whole.others,
+                whole.waits,
+                weight.total,
             )
-            for index, (part, calls, hidden) in enumerate(passes):
-                during_products = _seconds_of(cluster, layout, calls, {INPUT_GRADIENT})
-                exposed = max(during_products - hidden, 0.0)
-                exposed += _seconds_of(cluster, layout, calls, others)
-                of_chunks = _seconds_of(cluster, layout, calls, {CHUNKS})
-                if of_chunks:  # the backward pass has fewer such products, or with recomputation more
-                    beside = products * of_chunks / chunked
-                    exposed += wait_for_units(beside, of_chunks, overlap_chunks(config))
-                matmul, other = _work_seconds(config, cluster, part)
-                if computing is not None:
-                    other = computing[stage.stage][index] - matmul
-                of_units = _seconds_of(cluster, layout, calls, overlapped)
-                exposed += wait_for_units(matmul + other + exposed, of_units, config.model.num_layers)
-                seconds.append((matmul, other, exposed))
-            forward, backward, weight = map(sum, seconds)
-            by_cause = map(sum, zip(*seconds, strict=True))
-            times.append(StageTime(stage.stage, rank, forward, backward + weight, *by_cause, weight))
-    return sorted(times, key=lambda time: time.stage)
-
-
-def _rate(config: Config, cluster: Cluster) -> float:
-    return cluster.achieved.matmul * cluster.gpu.peak_flops[_dtype(config)]
+        )
+    return times
 
 
 def _dtype(config: Config) -> str:
     return config.precision.name
 
 
-def _work_seconds(config: Config, cluster: Cluster, work: Work) -> tuple[float, float]:
-    """(in matrix products, in the rest) of a pass."""
-    rate = _rate(config, cluster)
-    matmul = work.flops / rate + work.misaligned_flops / (rate * MISALIGNED)
-    memory = work.bytes / (cluster.achieved.memory * cluster.gpu.bandwidth)
-    return matmul, max(memory, work.launches * LAUNCH_S - matmul)
-
-
-def _seconds_of(
-    cluster: Cluster, layout: ParallelLayout, calls: Sequence[Exchange], purposes: Set[str]
-) -> float:
-    """Of the collectives of a pass that have one of these purposes."""
-    return sum(
-        call.calls * cluster.network.seconds(call, layout)
-        for call in calls
-        if call.group in (TENSOR, DATA) and call.purpose in purposes
-    )
-
-
-def _layout(config: Config, rank: int) -> ParallelLayout:
-    """Of the first tensor and data rank of a pipeline rank."""
-    parallel = config.parallel
-    per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
-    return ParallelLayout.from_config(parallel, rank * per_stage)
-
-
-def _transfers(
-    config: Config, plan: StagePlan, cluster: Cluster, exchanges: Sequence[RankCommunication]
-) -> list[float]:
+def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster) -> list[float]:
     """Seconds of a message between stages s and s + 1."""
-    times = [0.0] * (config.parallel.num_stages - 1)
-    for rank, communication in enumerate(exchanges):
-        layout = _layout(config, rank)
-        for stage in communication.stages:
-            sent = [call for call in stage.forward if call.group == STAGES and call.operation == SEND]
-            if sent:
-                times[stage.stage] = sum(cluster.network.seconds(call, layout) for call in sent)
+    parallel, times = config.parallel, []
+    per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
+    for stage, cost in enumerate(costs[:-1]):
+        source, destination = (plan.rank_of(s) * per_stage for s in (stage, stage + 1))
+        layout = ParallelLayout.from_config(parallel, source)
+        size = spec_bytes(cost.outputs) / cost.sends
+        is_sent = source != destination
+        times.append(cluster.network.message_seconds(size, source, destination, layout) if is_sent else 0.0)
     return times
 
 
-def _with_all_reduces(communication: RankCommunication) -> RankCommunication:
-    """The same with gradients that are all-reduced at the end of a step."""
-    step = tuple(
-        replace(call, operation=ALL_REDUCE) if call.operation == REDUCE_SCATTER else call
-        for call in communication.step
-    )
-    return replace(communication, step=step)
+def _waits(actions: Sequence[Action]) -> list[Wait]:
+    """Waits for all collectives of the actions."""
+    return [Wait(age) for age in range(sum(isinstance(action, Collective) for action in actions))]
 
 
-def _collectives_of_step(
-    config: Config,
-    cluster: Cluster,
-    exchanges: Sequence[RankCommunication],
-    stages: Sequence[StageTime],
-    pipeline: PipelineTime,
-) -> tuple[float, float]:
-    """(reductions, all-gathers) that a step waits for, of the slowest rank: after the end of the pipeline,
-    and in the first forward passes of the next step. A rank that starts later or ends earlier waits less."""
-    timeline = pipeline.timeline(pipeline.simulated)
-    reductions, waits = [], []
-    for rank, communication in enumerate(exchanges):
-        layout, own = _layout(config, rank), [time for time in stages if time.rank == rank]
-        by_purpose: dict[str, list[Collective]] = {BUCKET_GRADIENTS: [], BUCKET_WEIGHTS: []}
-        others = {True: 0.0, False: 0.0}
-        for call in communication.step:
-            seconds = call.calls * cluster.network.seconds(call, layout)
-            if call.purpose in by_purpose:
-                by_purpose[call.purpose].append((call.bytes, seconds))
-            else:
-                others[call.purpose == WEIGHTS] += seconds
-        spans, parallel = timeline.spans[rank], config.parallel
-        # The gradients are final in the last pass.
-        last = min(time.weight or time.backward for time in own)
-        backward = 0.0 if parallel.no_overlap_grad_reduce else last
-        after = reduction_after_backward(backward, by_purpose[BUCKET_GRADIENTS], others[False])
-        reductions.append(spans[-1].end + after - timeline.makespan)
-        forward = 0.0 if parallel.no_overlap_param_gather else min(time.forward for time in own)
-        start = 0.0 if parallel.no_overlap_param_gather else spans[0].start
-        waits.append(wait_for_weights(forward, by_purpose[BUCKET_WEIGHTS], others[True], start))
-    return max(reductions), max(waits)
-
-
-def _optimizer_seconds(
-    config: Config, plan: StagePlan, program: Program, rank: int, cluster: Cluster
-) -> float:
-    """Norms and zeroing of the gradients (all read and written, with ZeRO the rank's partition read again),
-    the update: master weights and two moments read and written, the gradient read, the weights written."""
-    parallel = config.parallel
-    stages = [stage for stage in range(parallel.num_stages) if plan.rank_of(stage) == rank]
-    parameters = sum(plan.stage_parameters(stage) for stage in stages)
-    size = 4 if config.precision.name == "fp32" else 2
-    gradients = program.gradient_bytes
-    moved = parameters * 2 * gradients + parameters / parallel.optimizer_partitions * (
-        gradients + 6 * 4 + 4 + size
-    )
-    return moved / (cluster.achieved.memory * cluster.gpu.bandwidth)
+def _after_pipeline(
+    rank: Rank, update: UpdateCosts, stages: Sequence[StageTime], timeline: Timeline
+) -> tuple[float, float, float]:
+    """Seconds that a step of the rank takes beyond its pipeline: (reduction of the gradients, optimizer and
+    norms, all-gather of the weights). What runs during the last backward pass and the first forward pass of
+    the next step takes none. A rank that starts later or ends earlier waits less."""
+    own = [time for time in stages if time.rank == rank.pipeline_rank]
+    spans = timeline.spans[rank.pipeline_rank]
+    # The gradients are final in the last pass.
+    last = min(time.weight or time.backward for time in own)
+    share = 1 / (len(update.reductions) + 1)
+    during = [action for part in update.reductions for action in (Busy(last * share), *part)]
+    in_last_pass = [*during, Busy(last * share), *_waits(during)]
+    reduce = rank.time([*in_last_pass, *update.reduce])
+    later = max(spans[-1].end + reduce.total - timeline.makespan, 0.0)
+    norms = min(reduce.products + reduce.others - rank.time(in_last_pass).others, later)
+    starts = [call for part in update.gathers for call in part]
+    actions: list[Action] = [*update.step, *starts]
+    if starts:
+        actions.append(Busy(spans[0].start))
+        share = min(time.forward for time in own) / len(update.gathers)
+        left = len(starts)
+        for part in update.gathers:
+            actions += [*(Wait(left - 1 - index) for index in range(len(part))), Busy(share)]
+            left -= len(part)
+    update_time = rank.time(actions)
+    return later - norms, norms + update_time.products + update_time.others, update_time.waits
 
 
 @dataclass(frozen=True)
@@ -427,6 +364,16 @@ def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:
     )
 
 
+def _doubt(kind: str, parameters: int, mfu: float) -> str:
+    best = best_published_mfu(kind, parameters)
+    if best is None or 100 * mfu <= best[0]:
+        return ""
+    return (
+        f"no published run has reached an MFU of {100 * mfu:.1f} %: the best one of this kind of GPU and "
+        f"about this size is {best[0]:.1f} % ({best[1]})"
+    )
+
+
 def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | None:
     """Days of training; a smaller batch of the ramp-up has fewer micro-batches."""
     training, schedule = config.training, BatchSchedule.from_config(config.batch)
@@ -453,7 +400,7 @@ def time_lines(step: StepTime) -> str:
     return (
         f"step       {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s, "
         f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} %{days}\n"
-        f"time       {time_shares(step)}"
+        f"time       {time_shares(step)}{step.doubt and chr(10) + 'note       ' + step.doubt}"
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.files import HostileFileError, open_regular
@@ -47,7 +47,8 @@ class IntervalSummary:
     lm_loss: mean over the steps that updated the weights; None if there were none.
     learning_rate, global_batch_size, seq_length, loss_scale, grad_norm: of the last step. seq_length: None
     without a curriculum; loss_scale: None without fp16.
-    skipped: steps without an update. not_finite: steps whose loss was non-finite.
+    skipped: steps without an update. not_finite: steps whose loss was non-finite. recorded: values that the
+    model recorded, by name.
     """
 
     iteration: int
@@ -66,6 +67,7 @@ class IntervalSummary:
     samples_per_second: float
     tokens_per_second: float
     tflops_per_device: float
+    recorded: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_training_line(summary: IntervalSummary) -> str:
@@ -86,6 +88,7 @@ def format_training_line(summary: IntervalSummary) -> str:
         fields.append(f"loss scale: {summary.loss_scale:.1f}")
     if summary.grad_norm is not None:
         fields.append(f"grad norm: {summary.grad_norm:.3f}")
+    fields += [f"{name}: {value:.6E}" for name, value in summary.recorded.items()]
     fields += [
         f"number of skipped iterations: {summary.skipped:3d}",
         f"number of nan iterations: {summary.not_finite:3d}",
@@ -140,8 +143,8 @@ def parse_log_line(line: str) -> ParsedLine | None:
 def _fields(text: str) -> ParsedLine:
     """The `name: value` fields of a line, each ended by a bar."""
     fields: ParsedLine = {}
-    for field in text.split("|")[:-1]:  # a field without a final bar is cut off
-        label, _, value = field.rpartition(":")
+    for part in text.split("|")[:-1]:  # a part without a final bar is cut off
+        label, _, value = part.rpartition(":")
         label = label.strip()
         number = parse_number(value.strip())
         if not label or number is None:
@@ -154,7 +157,7 @@ def _fields(text: str) -> ParsedLine:
 
 
 def parse_number(text: str) -> int | float | None:
-    """The number that a field of a line holds; None if it is not one."""
+    """The number that a part of a line holds; None if it is not one."""
     try:
         number = int(text)
         if abs(number) < _LARGEST_INTEGER:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -15,7 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.config import LoggingConfig
-from megatron.planner.timing.flops import tflops_per_device
+from megatron.config.errors import printable
+from megatron.files import open_own, open_stream
+from megatron.model.flops import tflops_per_device
 from megatron.training.logging.log_lines import (
     IntervalSummary,
     format_training_line,
@@ -23,8 +27,104 @@ from megatron.training.logging.log_lines import (
     parse_log_line,
     perplexity,
 )
-from megatron.training.logging.output import Output, Outputs, open_log
 from megatron.training.logging.writers import Position, Writer
+
+
+def open_log(path: str) -> TextIO:
+    """Opens the file of --log-path to append to it, or a device or a pipe. OSError for a link."""
+    stream = open_stream(Path(path))
+    return os.fdopen(open_own(path, os.O_APPEND) if stream is None else stream, "w")
+
+
+class Output:
+    """A text stream to which nothing more is written once it has failed. `problem`: why, one sentence."""
+
+    def __init__(self, name: str, stream: TextIO) -> None:
+        self._name, self._stream = name, stream
+        self.problem: str | None = None
+
+    def write(self, text: str) -> int:
+        """Writes and flushes; returns the number of characters, as streams do."""
+        if self.problem is None:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError) as error:  # ValueError: the stream is closed
+                self._fail(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to do after `write`; for tqdm."""
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The descriptor of the stream, whose width tqdm asks for."""
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        """Closes the stream."""
+        if self.problem is None:
+            try:
+                self._stream.close()
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.problem = f"WARNING: {self._name} cannot be written ({error}); the run continues without it"
+        if self._stream is sys.stdout:
+            # What is buffered cannot be written either: without this the exit code would be Python's 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Outputs:
+    """The console, the log file and the writers of curves of a run. The failure of one is printed once, on
+    the others."""
+
+    def __init__(self, console: Output, log: Output | None, writers: Sequence[Writer]) -> None:
+        self.console = console
+        self._texts = [console, *([] if log is None else [log])]
+        self._writers = list(writers)
+
+    @property
+    def has_writers(self) -> bool:
+        """Whether anything writes curves."""
+        return bool(self._writers)
+
+    def print(self, text: str, print_to_console: Callable[[str], object] | None = None) -> None:
+        """Writes a line. print_to_console: called instead of the console's own write."""
+        text = printable(text)
+        sound = [output for output in self._texts if output.problem is None]
+        for output in sound:
+            if output is self.console and print_to_console is not None:
+                print_to_console(text)
+            else:
+                output.write(text + "\n")
+        for output in sound:
+            if output.problem is not None:
+                self.print(output.problem, print_to_console)
+
+    def each_writer(self, use: Callable[[Writer], None]) -> None:
+        """Calls `use` with every writer; one that fails is not used again."""
+        for writer in list(self._writers):
+            try:
+                use(writer)
+            except OSError as error:
+                self._writers.remove(writer)
+                name = type(writer).__name__
+                self.print(f"WARNING: {name} failed ({error}); the run continues without it")
+
+    def close(self) -> None:
+        """Closes the writers and the log file. May be called twice."""
+        self.each_writer(lambda writer: writer.close())
+        self._writers.clear()
+        for output in self._texts:
+            if output is not self.console:
+                output.close()
+        self._texts = [self.console]
+
 
 __all__ = ["MetricsLogger", "StepRecord", "TaskRecord", "Throughput", "ValidationRecord", "parse_log_line"]
 
@@ -40,7 +140,8 @@ class StepRecord:
 
     iteration, consumed_samples, consumed_tokens: including this step. seq_length: tokens per sample. loss:
     mean over the global batch. loss_scale: None without fp16. skipped: whether the weights were not updated,
-    after an fp16 overflow or because of a policy. seconds: wall time.
+    after an fp16 overflow or because of a policy. seconds: wall time. recorded: `StepMetrics` of the interval
+    that ends with this step.
     """
 
     iteration: int
@@ -55,6 +156,7 @@ class StepRecord:
     loss_scale: float | None
     skipped: bool
     seconds: float
+    recorded: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,7 +188,7 @@ class TaskRecord:
 class Throughput:
     """Converts samples per second to the other rates.
 
-    flops_per_sample: tokens per sample -> `megatron.planner.timing.flops.iteration_flops` for a batch of one
+    flops_per_sample: tokens per sample -> `megatron.model.flops.iteration_flops` for a batch of one
         sample.
     has_curriculum: whether the sequence length changes, so that lines include it.
     """
@@ -138,7 +240,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._pending.append((time.time(), record))
-        if record.iteration % self._logging.log_interval == 0 or record.iteration == record.total_iterations:
+        if self._logging.is_logged(record.iteration, record.total_iterations):
             self._flush()
         self._move_bar(record)
 
@@ -245,6 +347,7 @@ class MetricsLogger:
             lm_loss=sum(counted) / len(counted) if counted else None,
             loss_scale=last.loss_scale,
             grad_norm=None if last.grad_norm is None else float(last.grad_norm),
+            recorded=last.recorded,
             skipped=sum(record.skipped for record in records),
             not_finite=sum(not math.isfinite(loss) for loss in losses),
             samples_per_second=samples / seconds,
@@ -284,6 +387,7 @@ class MetricsLogger:
             values["lm-loss-training/lm loss"] = loss
             if record.grad_norm is not None:
                 values["grad-norm/grad-norm"] = grad_norm
+        values |= {f"{name}/{name}": value for name, value in record.recorded.items()}
         self._write(values, record, when)
 
     def _write_throughput(self, summary: IntervalSummary, last: StepRecord) -> None:

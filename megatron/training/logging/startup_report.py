@@ -1,6 +1,6 @@
 """Printed once after the first steps: the bits of the moments, and the memory of each stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
@@ -15,10 +15,8 @@ _STEPS_BEFORE_MEMORY = 2
 class StartupReport:
     """Counts the steps since the start of this process, resumed or not."""
 
-    def __init__(self, config: Config, layout: ParallelLayout, planned: Sequence[float]) -> None:
-        """planned: bytes by pipeline rank, see `planned_bytes`."""
+    def __init__(self, config: Config, layout: ParallelLayout) -> None:
         self.layout = layout
-        self._planned = planned
         parallel = config.parallel
         self._stages_per_rank = parallel.stages_per_rank
         self._moments_pending = config.optimizer.use_bnb_optimizer
@@ -32,4 +30,4 @@ class StartupReport:
         if self._steps_until_memory > 0:
             self._steps_until_memory = 0 if is_last else self._steps_until_memory - 1
             if self._steps_until_memory == 0:
-                yield memory_table(self.layout, self._stages_per_rank, self._planned)
+                yield memory_table(self.layout, self._stages_per_rank)

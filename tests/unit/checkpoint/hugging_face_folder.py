@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
-from megatron.testing.layouts import SEQ, VOCAB
+from tests.support.layouts import SEQ, VOCAB
 from tests.unit.model.single_process import random_tokens
 
 logging.disable_progress_bar()

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.config import Config
-from megatron.testing.layouts import VOCAB
 from tests.reference.plain_gpt import plain_gpt_logits
+from tests.support.layouts import VOCAB
 
 STEP = 5
 ASSETS = Path(__file__).parents[2] / "assets"

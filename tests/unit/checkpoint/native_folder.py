@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.convert.rules import spec_record
-from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
+from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verification.digests import fragment_digests
+from megatron.checkpoint.verify.digests import fragment_digests
+from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.testing.layouts import EOD, VOCAB
 from tests.reference.shards import shard_of
+from tests.support.layouts import EOD, VOCAB
 
 EMBED = "tied_modules.embed."
 PADDING = 7.0

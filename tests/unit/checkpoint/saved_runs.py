@@ -9,8 +9,6 @@ from pathlib import Path
 
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.integrity import access
-from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
 from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
@@ -20,8 +18,10 @@ from megatron.checkpoint.lineage.start import (
     start_identity,
 )
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.verify import files as checkpoint_files
+from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import CheckpointConfig
-from megatron.testing.layouts import Row, config_of
+from tests.support.layouts import Row, config_of
 
 FILE = "layer_01-model_00-model_states.pt"
 
@@ -104,7 +104,7 @@ def make_unreadable(patch, *paths):
     open_file = os.open
     patch.setattr(os, "open", failing(os.open))
     patch.setattr(os, "stat", failing(os.stat))
-    patch.setattr(access.time, "sleep", waits.append)
+    patch.setattr(checkpoint_files.time, "sleep", waits.append)
     return waits
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.formats import registry
-from megatron.checkpoint.formats.reader import StateReader, check_shape
+from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ConfigError
 from megatron.config.registry import Registry
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.parameters import ParameterSpec
-from megatron.testing.checkpoints import FINGERPRINT
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
+from tests.support.checkpoints import FINGERPRINT
+from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes
 
 FILE = "weights.pt"

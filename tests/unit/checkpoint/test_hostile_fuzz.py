@@ -13,20 +13,19 @@ import torch
 from hypothesis import strategies as st
 
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_latest, find_universal
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader
-from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.report.inspect import inspect_folder
-from megatron.checkpoint.report.tables import overview_text
+from megatron.checkpoint.report import overview_text
 from megatron.checkpoint.saved_config import read_saved_config
+from megatron.checkpoint.verify.files import add_checksum
 from megatron.config import Config, read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
+from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.hostile import MUTATIONS, fuzz, mutated, mutated_json
@@ -138,7 +137,7 @@ def test_hostile_mutations_of_the_source_of_a_conversion(examples: int, victim: 
     def read() -> None:
         for name in ("out", "out.partial"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
-        list(convert(open_source(folder, derive_rules=True), tmp_path / "out"))
+        list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
 
     read()
     fuzz(examples // 2, read, files.change, victim)
@@ -147,7 +146,7 @@ def test_hostile_mutations_of_the_source_of_a_conversion(examples: int, victim: 
 def universal(tmp_path: Path) -> Path:
     native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
     target = tmp_path / "universal"
-    list(convert(open_source(native, derive_rules=True), target))
+    list(convert(open_source(native, derive_patterns=True), target))
     return target
 
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
 from megatron.files import HostileFileError
-from megatron.testing.layouts import VOCAB
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
+from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 from tests.unit.hostile import refusal, snapshot
 from tools import convert_huggingface

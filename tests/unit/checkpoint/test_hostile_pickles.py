@@ -1,4 +1,4 @@
-"""Pickles that ask for memory, time or stack: each is refused by one sentence, within bounds."""
+"""Files of torch.save that are damaged or malicious: each is refused by one sentence, and nothing is run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.formats.torch_archive import load_file, read_file
+from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.config import ConfigError
 from megatron.files import HostileFileError
-from tests.unit.hostile import bounds, refusal
+from tests.unit.hostile import refusal
 
 NEW = b"\x80\x02"
 
@@ -23,6 +23,7 @@ def file_of(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", pickled)
         archive.writestr("a/data/0", bytes(64))
+        archive.writestr("a/version", "3\n")
     return path
 
 
@@ -35,69 +36,33 @@ def number(value: int) -> bytes:
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
-def nested(opening: bytes, closing: bytes, depth: int) -> bytes:
-    return opening * depth + b"N" + closing * depth
-
-
-def doubled(levels: int, last: bytes = b"") -> bytes:
-    """Tuples of twice the same tuple: 2^levels leaves in a few bytes."""
-    return b"N" + b"2\x86" * levels + last
-
-
-BOMBS = {
-    "bytearray": NEW + call("builtins.bytearray", number(1 << 36)) + b".",
-    "set of a range": NEW + call("builtins.set", call("builtins.range", number(1 << 33))) + b".",
-    "tuple of a range": NEW + b"ctorch\nSize\n(" + call("builtins.range", number(1 << 33)) + b"tR.",
-    "dict of a range": NEW + call("collections.OrderedDict", call("builtins.range", number(1 << 33))) + b".",
-    "memo index": NEW + b"Nr" + (1 << 31).to_bytes(4, "little") + b".",
-    "large memo index of text": b"Np4000000000000\n.",
-    "frame": b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + b"N.",
-    "length of bytes": b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"N.",
-    "long integer": NEW + b"\x8b" + (1 << 16).to_bytes(4, "little") + b"\x7f" * (1 << 16) + b".",
-    "decimal integer": b"L" + b"9" * 200_000 + b"L\n.",
-    "deep lists": NEW + nested(b"]", b"a", 200_000) + b".",
-    "deep tuples": NEW + nested(b"", b"\x85", 200_000) + b".",
-    "hash of deep tuples": NEW + b"}" + nested(b"", b"\x85", 200_000) + b"Ns.",
-    "set of deep tuples": NEW + call("builtins.set", b"](" + nested(b"", b"\x85", 200_000) + b"e") + b".",
-    "deep objects": NEW + nested(b"cargparse\nNamespace\n)\x81}X\1\0\0\0a", b"sb", 20_000) + b".",
-    "shared tuples": NEW + doubled(60) + b".",
-    "hash of shared tuples": NEW + b"}" + doubled(60) + b"Ns.",
-    "text of shared tuples": NEW + call("torch.device", doubled(60)) + b".",
-    "shared lists": NEW + b"](NNe" + b"q\x00]q\x01(h\x00h\x00eh\x01" * 60 + b".",
-    "contains itself": NEW + b"]q\x00h\x00a.",
-    "contains itself in an object": NEW + b"cargparse\nNamespace\n)\x81q\x00}X\1\0\0\0ah\x00sb.",
-    "many instructions": NEW + b"N0" * (1 << 21) + b"N.",
-    "copies of one text": NEW
-    + pickle.dumps("x" * 100_000, protocol=2)[2:-1]
-    + b"q\x010"
-    + b"(" + call("_codecs.encode", b"h\x01", b"X\6\0\0\0latin1") * 3000 + b"t.",
-    "a million sets": NEW + b"(" + b"\x8f" * 1_000_000 + b"t.",
+# torch's own tests cover its loader: these show that what it raises becomes a sentence.
+DAMAGED = {
+    "deep lists": NEW + b"]" * 200_000 + b"N" + b"a" * 200_000 + b".",
     "mark alone": NEW + b"(.",
     "nothing": b".",
     "pop of nothing": b"0.",
     "extension": NEW + b"\x82\x01.",
     "instance of a function": b"(cbuiltins\nset\no.",
-    "attribute names": NEW + b"cargparse\nNamespace\n)\x81}K\x01K\x02sb.",
-}  # fmt: skip
-HARMLESS = {"a million sets", "memo index", "large memo index of text", "frame", "attribute names"}
+    "other protocol": b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + b"N.",
+    "memory": NEW + call("builtins.bytearray", number(1 << 36)) + b".",
+    "storage alone": NEW + b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\x10tQ.",
+}
 
 
-@pytest.mark.gate(rows=10)
-@pytest.mark.parametrize("kind", BOMBS)
-def test_a_hostile_pickle_is_refused_within_bounds(kind: str, tmp_path: Path) -> None:
-    path = file_of(tmp_path / "f.pt", BOMBS[kind])
-    if kind in HARMLESS:  # they take what their bytes explain
-        with bounds():
-            read_file(path)
-    else:
-        assert str(path) in refusal(lambda: load_file(path))
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_pickle_is_refused_in_one_sentence(kind: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path / "f.pt", DAMAGED[kind])
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    assert str(caught.value).startswith(f"checkpoint file {path} cannot be read (")
+    assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("kind", ["shared tuples", "deep lists", "many instructions"])
-def test_the_error_about_a_hostile_pickle_names_the_reason(kind: str, tmp_path: Path) -> None:
-    path = file_of(tmp_path / "f.pt", BOMBS[kind])
-    sentence = refusal(lambda: read_file(path), HostileFileError)
-    assert "It may be malicious: check where it comes from" in sentence
+def test_a_value_that_contains_itself_is_read(tmp_path: Path) -> None:
+    read = read_file(file_of(tmp_path / "f.pt", NEW + b"]q\x00h\x00a."))
+    assert read[0] is read
 
 
 def tensor(shape: tuple[int, ...], stride: tuple[int, ...], length: int = 16) -> bytes:
@@ -123,7 +88,7 @@ def test_a_hostile_shape_of_a_tensor_is_refused(
 ) -> None:
     read_file(file_of(tmp_path / "honest.pt", tensor((4, 4), (4, 1))))
     path = file_of(tmp_path / "f.pt", tensor(shape, stride))
-    assert str(path) in refusal(lambda: load_file(path))
+    assert str(path) in refusal(lambda: read_file(path))
 
 
 def test_a_storage_beyond_the_end_of_a_hostile_file_is_refused(tmp_path: Path) -> None:
@@ -134,19 +99,19 @@ def test_a_storage_beyond_the_end_of_a_hostile_file_is_refused(tmp_path: Path) -
     long = content.replace((4000).to_bytes(4, "little"), (400_000).to_bytes(4, "little"))
     long = long.replace(number(1000), number(100_000)[:1] + (100_000).to_bytes(4, "little")[:2])
     path.write_bytes(long)
-    assert str(path) in refusal(lambda: load_file(path))
+    assert str(path) in refusal(lambda: read_file(path))
 
 
 def test_a_hostile_name_of_a_class_is_shown_in_one_line(tmp_path: Path) -> None:
-    path = file_of(tmp_path / "f.pt", NEW + b"\x8c\x05os\r\x1b[\x8c\x04evil\x93.")
+    path = file_of(tmp_path / "f.pt", NEW + b"cos\r\x1b[\nevil\n.")
     sentence = refusal(lambda: read_file(path), HostileFileError)
     assert r"'os\r\x1b[.evil'" in sentence and "No code of it was run" in sentence
 
 
-def test_a_hostile_attribute_does_not_replace_the_origin(tmp_path: Path) -> None:
-    state = pickle.dumps({"origin": "torch.Tensor", "constructor_args": 5}, protocol=2)[2:-1]
-    read = read_file(file_of(tmp_path / "f.pt", NEW + b"cargparse\nNamespace\n)\x81" + state + b"b."))
-    assert (read.origin, read.constructor_args) == ("argparse.Namespace", ())
+def test_a_hostile_attribute_does_not_replace_the_arguments(tmp_path: Path) -> None:
+    state = pickle.dumps({"constructor_args": 5}, protocol=2)[2:-1]
+    read = read_file(file_of(tmp_path / "f.pt", NEW + b"cpathlib\nPath\n)\x81" + state + b"b."))
+    assert read.constructor_args == () and vars(read) == {"constructor_args": 5}
 
 
 def make_pipe(path: Path) -> None:

@@ -17,24 +17,24 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatron.checkpoint.convert.huggingface import digests
-from megatron.checkpoint.convert.huggingface.digests import DIGEST_FILE
+from megatron.checkpoint.convert.huggingface import output as output_module
 from megatron.checkpoint.convert.huggingface.exporter import (
     format_differences,
     verification,
     write_hugging_face,
 )
+from megatron.checkpoint.convert.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.convert.huggingface.registry import FAMILIES, family_of
+from megatron.checkpoint.convert.huggingface.output import DIGEST_FILE
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.integrity.manifest import add_checksum, describe_file
+from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.single_process import GPTModel
-from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
 from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
@@ -401,7 +401,7 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool.jinja").write_text("{}")
 
-    monkeypatch.setattr(digests, "describe_file", describe_and_note)
+    monkeypatch.setattr(output_module, "describe_file", describe_and_note)
     exported = tmp_path / "hf"
     write_hugging_face(
         write(tmp_path, GPT2, {}), exported, write_tokenizer=write_tokenizer, max_file_bytes=20_000
@@ -409,10 +409,10 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
     weights = sorted(path.name for path in exported.glob("*.safetensors"))
     assert len(weights) > 2 and hashed[: len(weights)] == [f"part-{i}" for i in range(len(weights))]
     assert not {*weights} & {*hashed}
-    found = digests.read_digests(exported)
+    found = output_module.read_digests(exported)
     files = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
     assert found.keys() == files - {DIGEST_FILE} and "additional_chat_templates/tool.jinja" in found
-    digests.check_digests(exported)
+    output_module.check_digests(exported)
 
 
 KILLED = """

@@ -21,8 +21,8 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
 from megatron.model.single_process import GPTModel
-from megatron.testing.layouts import SEQ, VOCAB, Row, config_of
 from megatron.tokenizer.hugging_face import save_as_hugging_face
+from tests.support.layouts import SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, hf_logits, save_hf
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary

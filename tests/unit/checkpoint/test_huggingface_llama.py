@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatron.checkpoint.convert.huggingface.exporter import write_hugging_face, write_settings
+from megatron.checkpoint.convert.huggingface.family import FAMILIES
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.convert.huggingface.registry import FAMILIES
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import ConfigError, read_command_line
-from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.distributed.test_model_variants import FALCON, NEOX, OLMO2
+from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.checkpoint.test_huggingface_import import make_universal, megatron_logits, save_tokenizer

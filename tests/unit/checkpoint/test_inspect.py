@@ -11,19 +11,17 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.checkpoint.convert.rules import derive_info
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint import inspect
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.integrity import access
-from megatron.checkpoint.integrity.manifest import add_checksum
+from megatron.checkpoint.formats.universal_info import derive_info, recorded_spec
+from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.report import inspect
-from megatron.checkpoint.report.compare import compare_checkpoints, different_settings
-from megatron.checkpoint.report.inspect import inspect_checkpoint, inspect_folder
-from megatron.checkpoint.report.tables import size_text
+from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
+from megatron.checkpoint.verify import files as checkpoint_files
+from megatron.checkpoint.verify.files import add_checksum
 from megatron.config import ConfigError
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
+from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tools import inspect_checkpoint as tool
 
@@ -231,7 +229,8 @@ def write_universal(folder, row=TP2_PP2):
     """A native checkpoint and the universal one made of it."""
     native = write(folder, row)
     target = folder / "global_step5_universal"
-    info = derive_info(json.loads((native / "run.json").read_text())["parameters"], VOCAB)
+    records = json.loads((native / "run.json").read_text())["parameters"]
+    info = derive_info({name: recorded_spec(record) for name, record in records.items()}, VOCAB)
     run = {**json.loads((native / "run.json").read_text()), "universal_checkpoint_info": info}
     del run["sha256"]
     (native / "run.json").write_text(json.dumps(add_checksum(run)))
@@ -310,7 +309,7 @@ def test_files_without_checksums_are_not_called_equal(tmp_path, capsys):
 @pytest.mark.parametrize("unreadable", ["run.json", "folder", "weights"])
 def test_a_checkpoint_that_cannot_be_read_now_does_not_hide_the_others(unreadable, tmp_path, monkeypatch):
     older, newest = write(tmp_path, Row(), 5), write(tmp_path, Row(), 6)
-    monkeypatch.setattr(access, "RETRY_DELAYS_S", ())
+    monkeypatch.setattr(checkpoint_files, "RETRY_DELAYS_S", ())
     denied = newest if unreadable == "weights" else older
     function = {"run.json": "open_checkpoint", "folder": "format_of", "weights": "inspect_checkpoint"}[
         unreadable

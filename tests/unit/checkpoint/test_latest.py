@@ -10,11 +10,11 @@ import pytest
 
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.integrity import access
 from megatron.checkpoint.lineage import latest as latest_module
 from megatron.checkpoint.lineage.latest import read_record
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
+from megatron.checkpoint.verify import files as checkpoint_files
 from megatron.config import CheckpointConfig, ConfigError
 from tests.unit.checkpoint.saved_runs import (
     FILE,
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, fi
     monkeypatch.setattr(os, "open", failing(os.open))
     if file.endswith(FILE):
         monkeypatch.setattr(Path, "stat", failing(Path.stat))
-    monkeypatch.setattr(access.time, "sleep", waits.append)
+    monkeypatch.setattr(checkpoint_files.time, "sleep", waits.append)
     failures = 2
     assert find_latest(run.folder).folder.name == "global_step4" and waits == [0.1, 0.4]
     for load in (tmp_path / "A", tmp_path / "B"):

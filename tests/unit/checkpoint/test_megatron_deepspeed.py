@@ -11,19 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.convert.source import open_source
+from megatron.checkpoint.convert.to_universal import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
+from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
-from megatron.checkpoint.report.inspect import inspect_checkpoint
 from megatron.config import ConfigError
 from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.testing.checkpoints import FINGERPRINT
-from megatron.testing.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
 from tests.reference.plain_gpt import plain_gpt_logits
+from tests.support.checkpoints import FINGERPRINT
+from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
 from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, unpack, write_as_megatron_deepspeed
 from tests.unit.checkpoint.native_folder import random_wholes
 from tools import ds_to_universal

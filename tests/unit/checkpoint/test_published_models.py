@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpoint.convert.huggingface.importer import read_settings
 from megatron.config import ModelConfig, parse_args
-from megatron.planner.stages import plan_stages
+from megatron.pipeline.stages import plan_stages
 from tests.end_to_end.command import ROOT
 
 MODELS = json.loads((ROOT / "tests" / "assets" / "model_configs.json").read_text())

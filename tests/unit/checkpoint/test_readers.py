@@ -2,22 +2,19 @@
 
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.checkpoint.convert.source import open_source
-from megatron.checkpoint.convert.to_universal import convert
+from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import FORMATS, HUGGING_FACE, format_of, open_reader
-from megatron.checkpoint.formats.torch_archive import load_file, matches_checksums
-from megatron.checkpoint.integrity import access, manifest
-from megatron.checkpoint.integrity.manifest import add_checksum
-from megatron.testing.layouts import Row, config_of
+from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
+from megatron.checkpoint.verify import files as checkpoint_files
+from megatron.checkpoint.verify.files import add_checksum
+from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 
 CONFIG = config_of(Row(tp=2, pp=2, zero=1))
@@ -27,7 +24,7 @@ CONFIG = config_of(Row(tp=2, pp=2, zero=1))
 def folders(tmp_path: Path) -> dict[str, Path]:
     """One checkpoint in each format."""
     native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
-    list(convert(open_source(native, derive_rules=True), tmp_path / "universal"))
+    list(convert(open_source(native, derive_patterns=True), tmp_path / "universal"))
     return {"native": native, "universal": tmp_path / "universal"}
 
 
@@ -60,7 +57,7 @@ def test_without_digests_of_tensors_the_checksums_of_all_files_are_compared(fold
     assert [reader.file_problem(name) for name in names] == [None] * len(names)
     path = folder / "zero" / "8.weight" / "fp32.pt"
     content = bytearray(path.read_bytes())
-    content[content.index(load_file(path)["param"].numpy().tobytes())] ^= 1
+    content[content.index(read_file(path)["param"].numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert "does not match its checksum" in str(reader.file_problem("zero/8.weight/fp32.pt"))
 
@@ -73,16 +70,16 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
 ) -> None:
     reader = open_reader(open_checkpoint(folders[kind]))
     waits: list[float] = []
-    monkeypatch.setattr(access.time, "sleep", waits.append)
+    monkeypatch.setattr(checkpoint_files.time, "sleep", waits.append)
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    for module in (manifest, torch_archive):
+    for module in (checkpoint_files, torch_archive):
         monkeypatch.setattr(module, "open_regular", fail)
     with pytest.raises(OSError, match=f"Input/output error: .*{name}"):
         reader.file_problem(name)
-    assert waits == list(access.RETRY_DELAYS_S)
+    assert waits == list(checkpoint_files.RETRY_DELAYS_S)
 
 
 def test_a_file_without_checksums_is_read_with_a_warning(
@@ -90,7 +87,7 @@ def test_a_file_without_checksums_is_read_with_a_warning(
 ) -> None:
     without_record(folders["universal"])
     names = ["zero/8.weight/fp32.pt", "zero/8.bias/fp32.pt"]
-    expected = [load_file(folders["universal"] / name)["param"].clone() for name in names]
+    expected = [read_file(folders["universal"] / name)["param"].clone() for name in names]
     torch.serialization.set_crc32_options(False)
     try:
         for name, tensor in zip(names, expected, strict=True):
@@ -101,12 +98,5 @@ def test_a_file_without_checksums_is_read_with_a_warning(
     for name, tensor in zip(names, expected, strict=True):
         assert matches_checksums(folders["universal"] / name) is None
         assert reader.file_problem(name) is None
-        assert torch.equal(load_file(folders["universal"] / name)["param"], tensor)
+        assert torch.equal(read_file(folders["universal"] / name)["param"], tensor)
     assert caplog.text.count("has no checksums") == 1
-
-
-def test_a_conversion_does_not_import_torch() -> None:
-    """torch takes seconds and hundreds of MB, which a conversion does not need."""
-    code = "import sys, megatron.checkpoint.convert.to_universal; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"

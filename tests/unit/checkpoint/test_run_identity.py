@@ -9,7 +9,6 @@ import pytest
 from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
-from megatron.checkpoint.integrity.manifest import add_checksum
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
@@ -18,8 +17,9 @@ from megatron.checkpoint.lineage.start import (
     started_from,
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.checkpoint.verify.files import add_checksum
 from megatron.config import CheckpointConfig, ConfigError, TrainingConfig
-from megatron.testing.layouts import Row, config_of
+from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.saved_runs import Killed, Run, damage, digest, old_folder, steps_in
 
 

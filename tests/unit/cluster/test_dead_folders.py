@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster import rank_reports
-from megatron.cluster.local.processes import is_running
+from megatron.cluster.node_processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
 
 # A launcher whose child, a rank, writes its report and waits. The parent's id is in the folder's name.

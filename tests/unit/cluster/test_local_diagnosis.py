@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.local.diagnosis import _prints_errors_of_all, conclude, print_diagnosis
+from megatron.cluster.node_diagnosis import _prints_errors_of_all, conclude, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster import preflight
+from megatron.cluster.network_figures import NetworkFigures
 from megatron.cluster.preflight import (
     RankInfo,
     check_shared_folders,
@@ -17,7 +18,6 @@ from megatron.cluster.preflight import (
     find_differences,
     network_figures,
 )
-from megatron.planner.timing.network_figures import NetworkFigures
 
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 

@@ -104,8 +104,14 @@ def test_other_flags_are_refused_with_their_remedy(tmp_path: Path) -> None:
     for words, named in [
         ("--finetune", "--finetune without --load"),
         ("--use-checkpoint-args", "--use-checkpoint-args without --load"),
-        (f"--finetune --load {folder} --eval-only", "--finetune with --eval-only"),
-        (f"--finetune --load {folder} --use-checkpoint-opt_param-scheduler", "contradict each other"),
+        (
+            f"--finetune --load {folder} --eval-only",
+            "--finetune with --no-train: an evaluation .--eval-only.",
+        ),
+        (
+            f"--finetune --load {folder} --use-checkpoint-opt_param-scheduler",
+            "--finetune with --use-checkpoint-lr-scheduler: ",
+        ),
         (f"--finetune --load {folder} --save {folder}", "--finetune with --load .* give another --save"),
         (f"--finetune --load {inside} --save {folder}/", "--finetune with --load"),
         (f"--no-load-optim --load {folder} --save {folder}", "--no-load-optim with --load"),

@@ -264,8 +264,8 @@ def test_settings_without_effect_are_reported() -> None:
     words = "--lr-decay-style constant --min-lr 1e-5 --log-timers-to-tensorboard"
     notes = read_command_line([*SMALL, *words.split()], {}).notes
     assert notes == (
-        "--min-lr has no effect with --lr-decay-style constant",
         "--log-timers-to-tensorboard has no effect without --tensorboard-dir and --wandb-project",
+        "--min-lr has no effect with --lr-decay-style constant",
     )
 
 
@@ -318,7 +318,7 @@ NO_EFFECT = [
     ("--adam-beta1 .8 --adam-eps 1e-6", []),
     (
         "--pad-vocab-size-to 1024 --make-vocab-size-divisible-by 64",
-        ["--make-vocab-size-divisible-by has no effect with --pad-vocab-size-to"],
+        ["--make-vocab-size-divisible-by has no effect with --pad-vocab-size-to 1024"],
     ),
     ("--make-vocab-size-divisible-by 64", []),
     ("--tensorboard-queue-size 5", ["--tensorboard-queue-size has no effect without --tensorboard-dir"]),

@@ -10,7 +10,6 @@ import torch
 from megatron.config import ConfigError
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets, prepare_index_files
 from megatron.data.loader import GPTBatchLoader, MicroBatch
-from megatron.data.sampler import micro_batch_samples
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SEQ_LENGTH = 8
@@ -25,17 +24,34 @@ def dataset(tmp_path: Path) -> GPTDataset:
     return train
 
 
-def test_samples_of_a_rank_equal_megatrons() -> None:
-    samples = micro_batch_samples(consumed=100, micro_batch_size=2, num_micro_batches=3, dp_rank=1, dp_size=2)
-    assert samples.tolist() == [[102, 103], [106, 107], [110, 111]]
+def samples_of(dataset: GPTDataset, consumed: int, size: int, **options: int) -> list[list[int]]:
+    loader = GPTBatchLoader(dataset, reads_tokens=False, **options)  # type: ignore[arg-type]
+    found = list(loader.micro_batches(consumed, size))
+    assert all(batch.tokens.shape == (options["micro_batch_size"], 0) for batch in found)
+    return [list(batch.samples) for batch in found]
+
+
+def test_samples_of_a_rank_equal_megatrons(dataset: GPTDataset) -> None:
+    found = samples_of(dataset, 20, 12, micro_batch_size=2, dp_rank=1, dp_size=2)
+    assert found == [[22, 23], [26, 27], [30, 31]]
 
 
 @pytest.mark.parametrize("micro_batch_size, dp_size", [(1, 1), (2, 1), (1, 4), (2, 2), (4, 2), (8, 1)])
-def test_a_global_batch_is_the_same_samples_on_every_layout(micro_batch_size: int, dp_size: int) -> None:
-    count = 8 // (micro_batch_size * dp_size)
-    ranks = [micro_batch_samples(24, micro_batch_size, count, rank, dp_size) for rank in range(dp_size)]
-    in_order = [int(i) for number in range(count) for rank in ranks for i in rank[number]]
+def test_a_global_batch_is_the_same_samples_on_every_layout(
+    dataset: GPTDataset, micro_batch_size: int, dp_size: int
+) -> None:
+    sizes = {"micro_batch_size": micro_batch_size, "dp_size": dp_size}
+    ranks = [samples_of(dataset, 24, 8, dp_rank=rank, **sizes) for rank in range(dp_size)]
+    in_order = [sample for number in zip(*ranks, strict=True) for batch in number for sample in batch]
     assert in_order == list(range(24, 32))
+
+
+def test_the_data_may_begin_with_a_later_sample_of_the_run(dataset: GPTDataset) -> None:
+    plain = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=1)
+    later = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=1, first_sample=100)
+    for ours, theirs in zip(run(later, [(104, 8)]), run(plain, [(4, 8)]), strict=True):
+        assert [sample - 100 for sample in ours.samples] == list(theirs.samples)
+        assert torch.equal(ours.tokens, theirs.tokens)
 
 
 def run(loader: GPTBatchLoader, steps: list[tuple[int, int]]) -> list[MicroBatch]:
@@ -48,7 +64,9 @@ def test_tensors_are_tokens_labels_and_mask(dataset: GPTDataset) -> None:
     loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=1, dp_size=2)
     batches = run(loader, [(4, 8)])
     assert len(batches) == 2
-    for (tokens, (labels, mask)), first in zip(batches, (6, 10), strict=True):
+    for batch, first in zip(batches, (6, 10), strict=True):
+        tokens, labels, mask = batch.tokens, batch.labels, batch.loss_mask
+        assert batch.samples == range(first, first + 2)
         assert tokens.dtype == labels.dtype == torch.int64 and mask.dtype == torch.float32
         assert tokens.shape == labels.shape == mask.shape == (2, SEQ_LENGTH)
         assert tokens.is_contiguous() and labels.is_contiguous()
@@ -61,11 +79,11 @@ def test_tensors_are_tokens_labels_and_mask(dataset: GPTDataset) -> None:
 def test_loss_mask_is_0_at_the_end_of_document_token(dataset: GPTDataset) -> None:
     eod = int(dataset[0][3])
     loader = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod=eod, eod_mask_loss=True)
-    [(tokens, (_, mask))] = run(loader, [(0, 1)])
-    assert torch.equal(mask == 0, tokens == eod)
-    assert mask[0, 3] == 0
+    [batch] = run(loader, [(0, 1)])
+    assert torch.equal(batch.loss_mask == 0, batch.tokens == eod)
+    assert batch.loss_mask[0, 3] == 0
     unmasked = GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod=eod)
-    assert bool((run(unmasked, [(0, 1)])[0][1][1] == 1).all())
+    assert bool((run(unmasked, [(0, 1)])[0].loss_mask == 1).all())
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -79,9 +97,9 @@ def test_prefetching_does_not_change_the_batches(dataset: GPTDataset, workers: i
         return run(loader, steps)
 
     for plain, ahead in zip(read(0), read(workers), strict=True):
-        assert torch.equal(plain[0], ahead[0])
-        assert torch.equal(plain[1][0], ahead[1][0])
-        assert torch.equal(plain[1][1], ahead[1][1])
+        assert plain.samples == ahead.samples
+        for name in ("tokens", "labels", "loss_mask"):
+            assert torch.equal(getattr(plain, name), getattr(ahead, name))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -16,8 +16,8 @@ from megatron.data.gpt_dataset import (
     prepare_index_files,
 )
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
-from megatron.data.report import dataset_usage, splits_without_documents, usage_table
 from megatron.data.splits import verify_token_files
+from megatron.training.data import dataset_usage, splits_without_documents, usage_table
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.parameters import spec_of
-from megatron.testing.layouts import EOD, VOCAB, Row, build_model, config_of
+from tests.support.layouts import EOD, VOCAB, Row, build_model, config_of
 
 
 def model_with_weights(row: Row, weights: dict[str, torch.Tensor], **changes) -> GPTModelPipe:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from megatron.data.loader import MicroBatch
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.loss import CrossEntropy
 from megatron.model.norm import MixedFusedLayerNorm
 from megatron.mpu.layout import TPGroup
-from megatron.testing.layouts import (
+from tests.reference import plain_gpt
+from tests.support.layouts import (
     EOD,
     FP32_BOUND,
     GLOBAL_BATCH,
@@ -23,8 +25,7 @@ from megatron.testing.layouts import (
     train,
     train_layout,
 )
-from megatron.testing.pool import run_world
-from tests.reference import plain_gpt
+from tests.support.pool import run_world
 from tests.unit.model.single_process import (
     logits,
     model_with_weights,
@@ -172,10 +173,9 @@ def losses_with_masks(row, masked=True):
     history = []
     for _ in range(3):
         starts = range(layout.dp_rank * size, GLOBAL_BATCH, layout.dp_size * size)
-        batches = [
-            (tokens[i : i + size], (labels[i : i + size], mask[i : i + size].contiguous())) for i in starts
-        ]
-        loss = engine.train_step(iter(batches), 0, GLOBAL_BATCH, RATE)
+        rows = (slice(i, i + size) for i in starts)
+        batches = (MicroBatch(range(size), tokens[i], labels[i], mask[i].contiguous()) for i in rows)
+        loss = engine.train_step(batches, GLOBAL_BATCH, RATE)
         history.append((loss.item(), engine.optimizer.grad_norm))
     return history
 
@@ -233,9 +233,9 @@ def outputs_after_a_step(row, training):
         logits = model(TOKENS)
         with model.fused_head_loss():
             outputs = model(TOKENS)
-    batches = iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))])
-    loss, returned = engine.eval_batch(batches, return_logits=True, num_micro_batches=1)
-    plain_loss = engine.evaluate(iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))]), 1)
+    batch = MicroBatch(range(2), TOKENS, TOKENS, torch.ones(2, SEQ))
+    loss, returned = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
+    plain_loss = engine.evaluate(iter([batch]), 1)
     torch.testing.assert_close(loss, plain_loss)
     return [tuple(x.shape) for x in (logits, outputs, returned)]
 
@@ -251,7 +251,8 @@ def test_evaluation_can_return_logits(precision):
 
 def validation_loss(z_loss_weight):
     engine = build_engine(config_of(Row(), training={"z_loss_weight": z_loss_weight}))
-    return engine.evaluate(iter([(TOKENS, (TOKENS, torch.ones(2, SEQ)))]), 1).item()
+    batch = MicroBatch(range(2), TOKENS, TOKENS, torch.ones(2, SEQ))
+    return engine.evaluate(iter([batch]), 1).item()
 
 
 def test_the_validation_loss_has_no_z_loss():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.testing.layouts import SEQ, VOCAB, Row
-from megatron.testing.pool import run_world
+from tests.support.layouts import SEQ, VOCAB, Row
+from tests.support.pool import run_world
 from tests.unit.model.single_process import random_tokens, random_weights_and_logits
 
 LAYERS, HIDDEN = 4, 48

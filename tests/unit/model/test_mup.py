@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.testing.layouts import (
+from tests.support.layouts import (
     FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
@@ -16,7 +16,7 @@ from megatron.testing.layouts import (
     relative_errors,
     train_layout,
 )
-from megatron.testing.pool import run_world
+from tests.support.pool import run_world
 
 STEPS = 6
 HEAD_WIDTH = 8
@@ -63,7 +63,7 @@ def growth_of_logits(width, mup):
 
     before = logits()
     for step in range(STEPS):
-        engine.train_step(micro_batches(engine, step), step * GLOBAL_BATCH, GLOBAL_BATCH, 1e-2)
+        engine.train_step(micro_batches(engine, step), GLOBAL_BATCH, 1e-2)
     return (logits() - before).square().mean().sqrt().item()
 
 

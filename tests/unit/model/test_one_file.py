@@ -8,8 +8,8 @@ import torch
 
 from megatron.model import gpt_model
 from megatron.model.single_process import GPTModel
-from megatron.testing.layouts import EOD, VOCAB, Row, config_of
 from tests.end_to_end.command import ROOT
+from tests.support.layouts import EOD, VOCAB, Row, config_of
 
 # The parts of a layer that have a file of their own, because there are several to choose from.
 PARTS = {"megatron.model.core_attention", "megatron.model.norm", "megatron.model.position"}

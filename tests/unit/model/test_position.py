@@ -15,8 +15,8 @@ from megatron.model.position import (
     document_ids_of,
     positions_within_documents,
 )
-from megatron.testing.layouts import EOD, Row, config_of
-from megatron.testing.pool import run_world
+from tests.support.layouts import EOD, Row, config_of
+from tests.support.pool import run_world
 from tests.unit.model.single_process import logits, model_with_weights, random_tokens, random_weights
 
 ROTARY_DIM = 8

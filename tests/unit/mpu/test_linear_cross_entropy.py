@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.mpu import logit_chunks, weight_gradient
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
-from megatron.testing.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
-from megatron.testing.tracked_memory import TrackedMemory
+from tests.support.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
+from tests.support.tracked_memory import TrackedMemory
 
 ONE = TPGroup()
 BATCH, SEQ, HIDDEN, ROWS = 3, 17, 24, 96
@@ -103,6 +103,15 @@ def test_the_full_logits_of_a_large_vocabulary_are_never_allocated():
     gradients = (2 * tokens * width + 4 * rows * width) / MIB
     assert peak_mib(steps["fused"], torch.device("meta")) - gradients <= TARGET_MIB
     assert peak_mib(steps["plain"], torch.device("meta")) > 5000
+
+
+@pytest.mark.parametrize(
+    "columns, tokens", [(62_720, 1024), (125_440, 512), (500_000, 128), (2_000_000, 33), (10**9, 1)]
+)
+def test_a_chunk_has_whole_tiles_of_tokens_unless_one_is_too_large(columns, tokens):
+    sizes = logit_chunks.chunk_sizes(4096, columns, 14336, 2, on_cpu=False)
+    assert sizes.tokens == tokens
+    assert logit_chunks.chunk_sizes(100, 512, 64, 2, on_cpu=False).tokens == 100
 
 
 def test_given_logits_in_fp32_are_not_copied_and_16_bit_ones_once():

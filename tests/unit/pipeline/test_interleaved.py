@@ -1,7 +1,6 @@
 """Interleaved 1F1B against its description and formulas, and the messages of all orders of work that run on
-`engine.multi_stage`."""
+`engine.executor`."""
 
-from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -12,7 +11,6 @@ from megatron.pipeline.orders import (
     dual_pipe_v,
     forward_only,
     interleaved,
-    interleaved_in_flight,
     zero_bubble,
 )
 from megatron.pipeline.schedule import simulate, simulate_schedule
@@ -58,22 +56,6 @@ def test_interleaving_divides_the_bubble_of_1f1b(ranks, micro_batches, chunks, r
     forward, backward = [Fraction(1, chunks)] * count, [Fraction(ratio) / chunks] * count
     timeline = simulate_schedule("interleaved", forward, backward, [0] * (count - 1), micro_batches, chunks)
     assert timeline.makespan == (1 + ratio) * (micro_batches + Fraction(ranks - 1, chunks))
-
-
-@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
-def test_the_peak_of_in_flight_passes_of_interleaved_by_formula(ranks, micro_batches, chunks):
-    order = interleaved(ranks, micro_batches, chunks)
-    for rank, steps in enumerate(order.steps):
-        live, most, seen = Counter(), 0, set()
-        for work in (work for step in steps for work in step.work):
-            live[work.chunk // ranks] += 1 if work.kind == "forward" else -1
-            numbers = tuple(live[chunk] for chunk in range(chunks))
-            if sum(numbers) > most:
-                most, seen = sum(numbers), set()
-            if sum(numbers) == most:
-                seen.add(numbers)
-        found = interleaved_in_flight(rank, ranks, micro_batches, chunks)
-        assert set(found) == seen and {sum(numbers) for numbers in found} == {most}
 
 
 def schedules_of_several_ranks():

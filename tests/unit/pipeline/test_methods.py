@@ -7,8 +7,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
-from megatron.pipeline.dynamic_programming import partition_by_stage, partition_v
-from megatron.pipeline.methods import LayerTable, PipelineShape, partition_layers
+from megatron.pipeline.methods import LayerTable, MemoryCosts, PipelineShape, partition_layers
 
 LAYER = "ParallelTransformerLayerPipe"
 
@@ -18,7 +17,7 @@ def names(layers, casts=False):
     return ["_to_float16", "EmbeddingPipe", "to_sequence_first", *[LAYER] * layers, *ends]
 
 
-def table(layers, casts=False, seconds=None):
+def table(layers, casts=False, seconds=None, in_flight=()):
     """Embedding and head have 100 parameters, a layer 40; the head works as two layers do."""
     listed = names(layers, casts)
 
@@ -30,9 +29,12 @@ def table(layers, casts=False, seconds=None):
         listed,
         parameters=column(100, 40, 2, 100),
         flops=column(0, 1e9, 0, 2e9),
-        state_bytes=column(1600, 640, 32, 1600),
-        activation_bytes=column(10, 100, 5, 900),
         seconds=column(0.5, 1.0, 0.1, 2.0) if seconds else None,
+        memory=MemoryCosts(
+            state_bytes=column(1600, 640, 32, 1600),
+            activation_bytes=column(10, 100, 5, 900),
+            in_flight=in_flight,
+        ),
     )
 
 
@@ -40,8 +42,8 @@ def partitioned(method, layers, ranks, casts=False, seconds=None, micro_batches=
     per_rank = 2 if is_v_schedule else 1
     chunks = per_rank * ranks
     live = [min(micro_batches, chunks - stage) for stage in range(chunks)]
-    shape = PipelineShape(ranks, per_rank, is_v_schedule, live)
-    return partition_layers(parse_partition_method(method), table(layers, casts, seconds), shape)
+    shape = PipelineShape(ranks, per_rank, is_v_schedule)
+    return partition_layers(parse_partition_method(method), table(layers, casts, seconds, live), shape)
 
 
 def bounds(method, layers, stages, **options):
@@ -97,10 +99,10 @@ def test_a_profile_without_measurement_is_refused():
 def test_memory_counts_what_the_schedule_keeps_alive():
     """Early stages keep more micro-batches, so they get fewer layers; the largest stage is minimal."""
     found = partitioned("memory", 10, 3, micro_batches=8)
-    layers = table(10)
+    memory = table(10).memory
 
     def stage_bytes(stage, first, last):
-        return sum(layers.state_bytes[first:last]) + (3 - stage) * sum(layers.activation_bytes[first:last])
+        return sum(memory.state_bytes[first:last]) + (3 - stage) * sum(memory.activation_bytes[first:last])
 
     def largest(candidate):
         return max(stage_bytes(stage, *span) for stage, span in enumerate(pairwise(candidate)))
@@ -154,54 +156,14 @@ def test_a_method_that_cannot_be_used_is_named_with_what_there_is(method, stages
     assert all(word in str(caught.value) for word in [method, *words])
 
 
-# --- partitions with costs that depend on the stage ---
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_partition_by_stage_against_all_partitions(seed):
-    import random
-
-    generator = random.Random(seed)
-    layers, stages = generator.randint(3, 8), generator.randint(1, 3)
-    costs = [[generator.randint(1, 9) for _ in range(layers)] for _ in range(stages)]
-
-    def profile(candidate):
-        sums = [sum(costs[s][a:b]) for s, (a, b) in enumerate(pairwise(candidate))]
-        return max(sums), sum(value**2 for value in sums)
-
-    everything = [[0, *inner, layers] for inner in combinations(range(1, layers), stages - 1)]
-    assert profile(partition_by_stage(costs)) == min(profile(candidate) for candidate in everything)
-
-
-def v_ranks(weights, candidate):
-    sums = [sum(weights[a:b]) for a, b in pairwise(candidate)]
-    return [a + b for a, b in zip(sums, sums[::-1], strict=True)][: len(sums) // 2]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_partition_v_against_all_partitions(seed):
-    import random
-
-    generator = random.Random(seed)
-    ranks = generator.randint(1, 3)
-    layers = generator.randint(2 * ranks, 9)
-    weights = [generator.randint(1, 9) for _ in range(layers)]
-    found = partition_v([weights] * (2 * ranks))
-    everything = ([0, *inner, layers] for inner in combinations(range(1, layers), 2 * ranks - 1))
-    best = min(max(v_ranks(weights, candidate)) for candidate in everything)
-    assert all(a < b for a, b in pairwise(found))
-    assert max(v_ranks(weights, found)) == best
-
-
-def test_partition_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers():
-    weights = [0, 2, 0, *[1] * 12, 0, 0, 2, 0]
-    found = partition_v([weights] * 8)
-    assert v_ranks(weights, found) == [4, 4, 4, 4]
-    assert found[-1] == len(weights) and weights[found[1] - 1] > 0
+def test_a_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers():
+    found = partitioned("type:transformer|embed:2", 12, 4, is_v_schedule=True)
+    assert [a + b for a, b in zip(found.weights, found.weights[::-1], strict=True)] == [4] * 8
+    assert found.bounds[-1] == len(names(12)) and found.bounds[1] == 2
 
 
 @pytest.mark.parametrize("kind", ["typo", "Uniform", ""])
 def test_an_unknown_method_is_an_error_from_code_too(kind):
     method = replace(parse_partition_method("type:transformer"), kind=kind)
     with pytest.raises(ConfigError, match=f"--partition-method is '{kind}': expected one of uniform"):
-        partition_layers(method, table(4), PipelineShape(2, 1, False, [2, 1]))
+        partition_layers(method, table(4), PipelineShape(2, 1, False))

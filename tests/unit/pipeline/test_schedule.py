@@ -18,8 +18,6 @@ from megatron.pipeline.orders import (
     dual_pipe_v,
     gpipe,
     one_f_one_b,
-    zero_bubble,
-    zero_bubble_in_flight,
 )
 from megatron.pipeline.schedule import SCHEDULES, order_of_work, simulate, simulate_schedule
 
@@ -338,24 +336,6 @@ def test_zero_bubble_does_all_work_and_is_never_longer_than_1f1b(stages, micro_b
         for kind in ("forward", "backward", "weight"):
             done = [span.work for span in spans if span.work.kind == kind]
             assert done == [Work(kind, k, stage) for k in range(micro_batches)]
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_the_fullest_times_of_zero_bubble_by_formula(stages, micro_batches):
-    """Before a B; for any ratio of what a micro-batch keeps before it and after it."""
-    for stage, steps in enumerate(zero_bubble(stages, micro_batches).steps):
-        waiting = deferred = 0
-        seen = set()
-        for work in (work for step in steps for work in step.work):
-            if work.kind == "backward":
-                seen.add((waiting, deferred))
-            waiting += {"forward": 1, "backward": -1, "weight": 0}[work.kind]
-            deferred += {"forward": 0, "backward": 1, "weight": -1}[work.kind]
-        found = zero_bubble_in_flight(stage, stages, micro_batches)
-        assert set(found) <= seen
-        for kept, left in ((1, 0), (1, 1), (3, 2), (1, 4), (0, 1)):
-            largest = max(kept * a + left * b for a, b in seen)
-            assert max(kept * a + left * b for a, b in found) == largest
 
 
 def test_gpipe_pays_a_transfer_there_and_back_once():

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from megatron.config import ConfigError
-from megatron.config.checks.unused import unused_setting_notes
-from megatron.config.cli import parse_args
-from megatron.planner.memory.stage_memory import plan_memory
-from megatron.planner.report import run_report
-from megatron.planner.stages import plan_stages
-from megatron.planner.timing.network import Network, find_network
-from megatron.planner.timing.network_figures import (
+from megatron.cluster.network_figures import (
     NetworkFigures,
     read_network_figures,
     write_network_figures,
 )
+from megatron.config import ConfigError
+from megatron.config.checks.rules import unused_setting_notes
+from megatron.config.cli import parse_args
+from megatron.pipeline.stages import plan_stages
+from megatron.planner.memory.stage_memory import plan_memory
+from megatron.planner.planned_report import planned_run_report
+from megatron.planner.timing.network import Network, find_network
 from megatron.planner.timing.step_time import StepTime, planned_step
 from tests.unit.planner.test_step_time import VOCAB, config_of
 
@@ -87,7 +87,7 @@ def test_the_plan_says_what_was_measured(tmp_path: Path) -> None:
     write_network_figures(str(path), FIGURES)
     config = config_of(f"--network-figures {path}")
     plan = plan_stages(config, VOCAB)
-    report = run_report(config, plan, VOCAB, [], "", plan_memory(config, VOCAB, plan))
+    report = planned_run_report(config, plan, VOCAB, [], "", plan_memory(config, VOCAB, plan))
     assert (
         "network    200.00 GB/s per device within a node, 20.00 GB/s per node, measured with nccl on "
         f"4 node(s) of 8 x NVIDIA A100-SXM4-80GB ({path})\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.local.processes import is_running
+from megatron.cluster.node_processes import is_running
 from megatron.config import ConfigError
 from megatron.planner import script_command
 from megatron.planner.script_command import read_script, script_environment

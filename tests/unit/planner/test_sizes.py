@@ -12,9 +12,9 @@ from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.checks.data import check_index_memory
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
+from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import plan_memory
-from megatron.planner.report import run_report
-from megatron.planner.stages import plan_stages
+from megatron.planner.planned_report import planned_run_report
 from tests.unit.config.command_lines import SMALL
 
 HUGE = 10**13
@@ -23,35 +23,7 @@ HUGE = 10**13
 def plan(words: str) -> str:
     config = read_command_line([*SMALL, "--vocab-size", "1000", *words.split()], {}).config
     stages = plan_stages(config, config.model.vocab_size or 0)
-    return run_report(config, stages, 1000, (), "", plan_memory(config, 1000, stages))
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("--num-layers 10000000", ("--num-layers is 10000000", "at most 100000")),
-        ("--hidden-size 4000000000000", ("--hidden-size is 4000000000000", "at most 1048576")),
-        ("--pad-vocab-size-to 4000000000000", ("--pad-vocab-size-to is 4000000000000", "at most 2147483647")),
-        (
-            "--rampup-batch-size 1 1 1000000000000 --global-batch-size 100000000001 --train-samples "
-            "1000000000000",
-            ("--rampup-batch-size 1 1 1000000000000", "100,000,000,000 increments", "INCREMENT"),
-        ),
-        ("--pipeline-model-parallel-size 1000000000 --world-size 1000000000", ("at most 100000",)),
-        (
-            "--num-layers 20000 --partition-method memory --world-size 4 --pipeline-model-parallel-size 4",
-            ("--partition-method memory", "20,006 layers", "stages:"),
-        ),
-        (
-            "--num-layers 1000 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev",
-            ("type:transformer", "1,006 layers", "1f1b"),
-        ),
-    ],
-)
-def test_a_size_that_cannot_be_planned_is_refused(words: str, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan(words)
-    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+    return planned_run_report(config, stages, 1000, (), "", plan_memory(config, 1000, stages))
 
 
 LARGEST = (
@@ -64,9 +36,37 @@ LARGEST = (
 
 
 @pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (LARGEST, ("16,777,216 tokens", "chunks", "reduce one of the two")),
+        (
+            f"--micro-batch-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
+            ("--micro-batch-size is 10000000000000", "at most 1000000"),
+        ),
+        ("--num-layers 10000000", ("--num-layers is 10000000", "at most 100000")),
+        ("--hidden-size 4000000000000", ("--hidden-size is 4000000000000", "at most 1048576")),
+        ("--pad-vocab-size-to 4000000000000", ("--pad-vocab-size-to is 4000000000000", "at most 2147483647")),
+        (
+            "--rampup-batch-size 1 1 1000000000000 --global-batch-size 100000000001 --train-samples "
+            "1000000000000",
+            ("--rampup-batch-size 1 1 1000000000000", "100,000,000,000 increments", "INCREMENT"),
+        ),
+        ("--pipeline-model-parallel-size 1000000000 --world-size 1000000000", ("at most 100000",)),
+        (
+            "--num-layers 1000 --world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipev",
+            ("type:transformer", "1,006 layers", "1f1b"),
+        ),
+    ],
+)
+def test_a_size_that_cannot_be_planned_is_refused(words: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(words)
+    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "words",
     [
-        LARGEST,
         f"--global-batch-size {HUGE} --train-samples {HUGE}",
         f"--global-batch-size {HUGE} --train-samples {HUGE} --partition-method time --world-size 2 "
         "--pipeline-model-parallel-size 2",
@@ -74,7 +74,6 @@ LARGEST = (
         "--pipeline-schedule dualpipev",
         f"--train-samples {HUGE} --save-interval {HUGE} --save x --eval-iters {HUGE} --eval-interval {HUGE}",
         f"--world-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
-        f"--micro-batch-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
     ],
 )
 def test_the_largest_sizes_are_planned(words: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.sweep.losses import check_losses, group_numbers
+from megatron.sweep.summary import check_losses, group_numbers
 from tests.unit.sweep.made import make_result, make_row
 
 A, B, C = make_row(0, "memory"), make_row(1, "time"), make_row(2, "uniform")

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.config import ConfigError, read_command_line
 from megatron.config.config import SECTIONS
+from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import planned_bytes
-from megatron.planner.stages import plan_stages
 from megatron.planner.timing.step_time import find_cluster, predict_step
 from megatron.sweep.axes import Axis, make_rows
 from megatron.sweep.resolve import _SAME_LOSSES, ResolvedRow, numbers_digest, resolve_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.training.evaluate import evaluate
+from megatron.training.trainer import evaluate
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

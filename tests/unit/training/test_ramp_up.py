@@ -9,8 +9,8 @@ import pytest
 
 from megatron.checkpoint import manager
 from megatron.config import Config, ConfigError, read_command_line
-from megatron.testing.layouts import VOCAB
-from megatron.training.ramp_up import ramp_up_notes
+from megatron.planner.dry_run import ramp_up_notes
+from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config import StabilityConfig
-from megatron.training.stability.spikes import SpikeDetector
+from megatron.training.stability import SpikeDetector
 
 START = TrainingState()
 

@@ -11,10 +11,10 @@ from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import BatchSchedule, Config, ConfigError, parse_args, read_command_line
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from megatron.testing.layouts import VOCAB
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.training.start_notes import planned_start, start_notes
 from megatron.training.trainer import run_length
+from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.digests import digest_of, write_digests
-from megatron.checkpoint.convert.huggingface.family import Family, Parameter, count_non_finite
-from megatron.checkpoint.convert.huggingface.output import temporary_folder
-from megatron.checkpoint.convert.huggingface.registry import family_of
-from megatron.checkpoint.formats.reader import StateReader
+from megatron.checkpoint.convert.huggingface.family import Parameter, count_non_finite, family_of
+from megatron.checkpoint.convert.huggingface.output import digest_of, temporary_folder, write_digests
+from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.formats.state import StateReader, StateWriter
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.mpu.parameters import ParameterSpec
 
 CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
@@ -60,12 +60,19 @@ def write_hugging_face(
     files, for an `output` that exists or cannot be written, and for too little disk space.
     """
     config = checkpoint.config
-    _, family = family_of(config.model)
+    family_of(config.model)  # refuses other models before anything is written
     precision = precision or config.precision.name
     reader = open_reader(checkpoint)
     with temporary_folder(output, ".tmp", _size_bytes(reader, precision)) as temporary:
         write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
-        digests = _write_weights(_hf_weights(reader, family, precision, verify), temporary, max_file_bytes)
+        writer = HuggingFaceWriter(temporary, config.model, precision, max_file_bytes)
+        read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
+        for name, tensor in read(verify=verify):
+            spec = reader.specs[name]
+            values = iter([tensor[: spec.num_valid_rows]])
+            del tensor  # the writer frees it: its pages need not be resident while a file is written
+            writer.write_parameter(name, spec, {VALUES: values})
+        digests = writer.finish()
         if write_tokenizer is not None:
             write_tokenizer(temporary)
         write_digests(temporary, digests)
@@ -112,73 +119,76 @@ def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
     return open_reader(checkpoint).weights_verification(master_weights)
 
 
-def _hf_weights(
-    reader: StateReader, family: Family, precision: str, verify: bool
-) -> Iterator[tuple[str, Tensor]]:
-    config = reader.checkpoint.config
-    untied = config.model.untie_embeddings_and_output_weights
-    table = {parameter.megatron: parameter for parameter in family.names(config.model.num_layers, untied)}
-    read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
-    for name, tensor in read(verify=verify):
-        parameter = table[name]
-        parts = _converted_parts(
-            tensor[: reader.specs[name].num_valid_rows], parameter, config.model, precision
-        )
-        del tensor  # its pages need not be resident while a file is written
-        yield from zip(parameter.hf, parts, strict=True)
+class HuggingFaceWriter(StateWriter):
+    """Writes the weights of a model as model.safetensors, or as several files with an index, named as by
+    `save_pretrained`. Moments are not written. One file of weights at a time is in memory."""
 
+    def __init__(self, folder: Path, model: ModelConfig, precision: str, max_file_bytes: int) -> None:
+        super().__init__(folder)
+        self._model, self._precision, self._max_file_bytes = model, precision, max_file_bytes
+        _, family = family_of(model)
+        names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
+        self._parameters = {parameter.megatron: parameter for parameter in names}
+        # Of each file that was written: its digest and the names of its weights.
+        self._files: list[tuple[str, list[str]]] = []
+        self._pending: dict[str, Tensor] = {}
+        self._total_bytes = 0
 
-def _converted_parts(used: Tensor, parameter: Parameter, model: ModelConfig, precision: str) -> list[Tensor]:
-    """The Hugging Face tensors of one Megatron parameter. ConfigError if the precision cannot hold the
-    values."""
-    converted = used.to(PARAMETER_DTYPES[precision])
-    overflows = converted.dtype != used.dtype and count_non_finite(converted) and not count_non_finite(used)
-    if overflows:
-        raise ConfigError(
-            f"--dtype {precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
-        )
-    parts = parameter.transform.to_hf(converted, model)
-    # A file must not hold two views of one memory.
-    return [part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts]
+    def write_parameter(
+        self,
+        name: str,
+        spec: ParameterSpec,
+        states: Mapping[str, Iterable[Tensor]],
+        step: float | None = None,
+    ) -> None:
+        """See `StateWriter`. ConfigError if the precision cannot hold the values."""
+        parameter = self._parameters[name]
+        parts = self._converted(list(states[VALUES]), parameter)
+        for hf_name, part in zip(parameter.hf, parts, strict=True):
+            pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
+            if self._pending and pending_bytes + part.nbytes > self._max_file_bytes:
+                self._write_file()
+            self._pending[hf_name] = part
+            self._total_bytes += part.nbytes
 
+    def _converted(self, blocks: list[Tensor], parameter: Parameter) -> list[Tensor]:
+        """The Hugging Face tensors of one Megatron parameter."""
+        values = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        converted = values.to(PARAMETER_DTYPES[self._precision])
+        rounded = converted.dtype != values.dtype
+        if rounded and count_non_finite(converted) and not count_non_finite(values):
+            raise ConfigError(
+                f"--dtype {self._precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
+            )
+        parts = parameter.transform.to_hf(converted, self._model)
+        # A file must not hold two views of one memory.
+        return [
+            part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts
+        ]
 
-def _write_weights(
-    weights: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int
-) -> dict[str, str]:
-    """Writes model.safetensors, or several files with an index, named as by `save_pretrained`. Returns the
-    digest of each file of weights."""
-    parts: list[tuple[str, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    total_bytes = pending_bytes = 0
-
-    def flush() -> None:
+    def _write_file(self) -> None:
         from safetensors.torch import save_file
 
-        part = folder / f"part-{len(parts)}"
-        save_file(pending, part, metadata={"format": "pt"})
+        part = self.folder / f"part-{len(self._files)}"
+        save_file(self._pending, part, metadata={"format": "pt"})
         # safetensors writes files that only the owner can read: use the mode of the other files.
-        part.chmod((folder / "config.json").stat().st_mode)
+        part.chmod((self.folder / "config.json").stat().st_mode)
         # The file is still in the page cache.
-        parts.append((digest_of(part), list(pending)))
-        pending.clear()
+        self._files.append((digest_of(part), list(self._pending)))
+        self._pending = {}
 
-    for name, tensor in weights:
-        if pending and pending_bytes + tensor.nbytes > max_file_bytes:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
-    if len(parts) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
-        return {"model.safetensors": parts[0][0]}
-    digests = {}
-    index: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": {}}
-    for number, (digest, names) in enumerate(parts):
-        file_name = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
-        (folder / f"part-{number}").rename(folder / file_name)
-        index["weight_map"] |= dict.fromkeys(names, file_name)
-        digests[file_name] = digest
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return digests
+    def finish(self) -> dict[str, str]:
+        """Writes what is left, and the index. Returns the digest of each file of weights."""
+        self._write_file()
+        if len(self._files) == 1:
+            (self.folder / "part-0").rename(self.folder / "model.safetensors")
+            return {"model.safetensors": self._files[0][0]}
+        digests = {}
+        index: dict[str, Any] = {"metadata": {"total_size": self._total_bytes}, "weight_map": {}}
+        for number, (digest, names) in enumerate(self._files):
+            file_name = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
+            (self.folder / f"part-{number}").rename(self.folder / file_name)
+            index["weight_map"] |= dict.fromkeys(names, file_name)
+            digests[file_name] = digest
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        return digests

@@ -2,7 +2,7 @@
 
 A `Family` is a table of corresponding settings and parameters: names with `megatron` are those of this
 repository, names with `hf` those of transformers. `exporter` uses it to write a folder from a checkpoint, and
-`importer` to write a checkpoint from a folder. families/ has the tables, registry.py a list.
+`importer` to write a checkpoint from a folder. families/ has the tables, `FAMILIES` lists them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.errors import one_line
 from megatron.config.fields import changes_model, option_name
+from megatron.config.registry import Choice, Registry
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
 
 EMBED = "tied_modules.embed"
 WORD_EMBEDDINGS = f"{EMBED}.word_embeddings.weight"
@@ -212,3 +213,69 @@ def setting(field: str, value: Any) -> str:
     if value is None or value is False:
         return f"no {option_name(field)}"
     return option_name(field) if value is True else f"{option_name(field)} {value}"
+
+
+_FAMILIES = "megatron.checkpoint.convert.huggingface.families"
+
+# Instances of `Family`. A model that several families can express is exported as the first of them.
+FAMILIES = Registry(
+    "Hugging Face model type",
+    {
+        "bloom": Choice("BLOOM", f"{_FAMILIES}.bloom:BLOOM"),
+        "gpt2": Choice("GPT-2", f"{_FAMILIES}.gpt2:GPT2"),
+        "llama": Choice("Llama 1 to 3", f"{_FAMILIES}.llama:LLAMA"),
+        "mistral": Choice("Mistral", f"{_FAMILIES}.mistral:MISTRAL"),
+        "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.qwen2:QWEN2"),
+        "qwen3": Choice("Qwen 3", f"{_FAMILIES}.qwen3:QWEN3"),
+        "olmo2": Choice("OLMo 2", f"{_FAMILIES}.olmo2:OLMO2"),
+        "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
+        "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
+    },
+)
+
+
+def family_of(model: ModelConfig) -> tuple[str, Family]:
+    """The model type and family that a model is exported as.
+
+    ConfigError for a model that no family can express. It names the settings in which the model differs from
+    the most similar families, and what these need.
+    """
+    families: dict[str, Family] = {name: FAMILIES.load(name) for name in FAMILIES}
+    differences = {name: family.differences(model) for name, family in families.items()}
+    fewest = min(len(needed) for needed in differences.values())
+    nearest = {name: needed for name, needed in differences.items() if len(needed) == fewest}
+    if fewest == 0:
+        name = next(iter(nearest))
+        return name, families[name]
+    fields = dict.fromkeys(field for needed in nearest.values() for field in needed)
+    found = _joined({field: getattr(model, field) for field in fields})
+    needs = "; ".join(f"{families[name].title} needs {_joined(needed)}" for name, needed in nearest.items())
+    raise ConfigError(f"a model with {found} cannot be written for Hugging Face: {needs}")
+
+
+def _joined(settings: Mapping[str, Any]) -> str:
+    return " and ".join(setting(field, value) for field, value in settings.items())
+
+
+# Name in --activation -> names in transformers (its activations.py) of the same function.
+_NAMES = {"gelu_exact": ("gelu",), "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
+
+
+def exact_or_tanh(setting: str) -> Conversion:
+    """--activation and the `setting` of a family whose models have GELU, exact or in its tanh form."""
+
+    def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+        found = getattr(hf_config, setting)
+        for activation, names in _NAMES.items():
+            if found in names:
+                return {"activation": activation}
+        expected = " or ".join(name for names in _NAMES.values() for name in names)
+        raise ConfigError(f"the model has {setting} = {one_line(found)}: expected {expected}")
+
+    return Conversion(
+        megatron=("activation",),
+        hf=(setting,),
+        to_hf=lambda model: {setting: _NAMES[model.activation][0]},
+        to_megatron=to_megatron,
+        megatron_values={"activation": tuple(_NAMES)},
+    )

@@ -21,22 +21,24 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron.checkpoint.convert.huggingface.family import (
+    FAMILIES,
     LM_HEAD,
     WORD_EMBEDDINGS,
     Family,
     count_non_finite,
 )
 from megatron.checkpoint.convert.huggingface.output import temporary_folder
-from megatron.checkpoint.convert.huggingface.registry import FAMILIES
 from megatron.checkpoint.convert.huggingface.rope import check_numbers
-from megatron.checkpoint.convert.rules import spec_record
-from megatron.checkpoint.convert.to_universal import PARTIAL, move_into_place, write_parameter
+from megatron.checkpoint.convert.to_universal import PARTIAL, move_into_place
+from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.torch_archive import load_file as load_torch_file
-from megatron.checkpoint.integrity.manifest import add_checksum
-from megatron.checkpoint.integrity.names import check_plain, is_plain, shown
+from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
+from megatron.checkpoint.formats.universal import UniversalWriter
+from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import RUN_FILE, TrainingState
+from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.verify.names import check_plain, is_plain, shown
 from megatron.config import (
     BatchConfig,
     Config,
@@ -59,7 +61,7 @@ from megatron.files import (
 from megatron.model.gpt_model import PARAMETER_DTYPES
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
-from megatron.planner.stages import plan_stages
+from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.flags import tokenizer_settings
 
 if TYPE_CHECKING:
@@ -402,10 +404,12 @@ def write_universal(
     specs = _specs_without_padding(config, vocab_size, eod)
     size_bytes = sum(4 * prod(spec.global_shape) for spec in specs.values())
     with temporary_folder(output, PARTIAL, size_bytes) as partial:
+        writer = UniversalWriter(partial)
         for name, weight in model.weights():
             values = weight[: specs[name].num_valid_rows].float().contiguous()
             check_finite(values, model.folder, name)
-            write_parameter(partial, name, specs[name], (values, {}, {}))
+            writer.write_parameter(name, specs[name], {VALUES: [values]})
+            writer.finish_parameter(name)
         run = _run_record(config, vocab_size, eod, specs)
         sync_file(partial / PARAMETER_FOLDER)
         write_json(partial / RUN_FILE, add_checksum(run))

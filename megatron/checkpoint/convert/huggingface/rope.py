@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.convert.huggingface.family import Conversion
-from megatron.checkpoint.integrity.names import shown
+from megatron.checkpoint.verify.names import shown
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.errors import one_line
 from megatron.config.registries import ROPE_SCALINGS

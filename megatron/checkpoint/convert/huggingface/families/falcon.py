@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.convert.huggingface.activation import exact_or_tanh
 from megatron.checkpoint.convert.huggingface.families.llama import HEAD, UNTIED
 from megatron.checkpoint.convert.huggingface.family import (
     WORD_EMBEDDINGS,
@@ -12,6 +11,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     Family,
     Parameter,
     equal_heads,
+    exact_or_tanh,
     with_bias,
 )
 from megatron.checkpoint.convert.huggingface.rope import ROPE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.convert.huggingface.activation import exact_or_tanh
 from megatron.checkpoint.convert.huggingface.families.llama import UNTIED
 from megatron.checkpoint.convert.huggingface.family import (
     LM_HEAD,
@@ -11,6 +10,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     Family,
     Parameter,
     equal_heads,
+    exact_or_tanh,
     with_bias,
 )
 from megatron.checkpoint.convert.huggingface.rope import PARTIAL_ROPE

@@ -1,0 +1,422 @@
+"""`StateReader` and `StateWriter`, the interfaces of every checkpoint format: state by parameter name.
+
+A parameter has several states: its fp32 values (`VALUES`) and the optimizer's moments ('exp_avg', ...).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.record import RUN_FILE, Checkpoint
+from megatron.checkpoint.verify.files import file_problem
+from megatron.config import Config, ConfigError
+from megatron.files import HostileFileError, expect_layout
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, spec_of
+from megatron.text_table import first_few
+
+# fp32 values, moments by name, and what else the optimizer keeps (the step).
+ParameterState = tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
+
+
+class ReplicaMismatch:
+    """The largest difference between replicas on TP ranks so far."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def update(self, one: np.ndarray, other: np.ndarray) -> bool:
+        """Compares two replicas; returns whether they differ."""
+        if memoryview(one).cast("B") == memoryview(other).cast("B"):
+            return False
+        difference = float(np.abs(one - other).max())
+        # Non-finite values are only equal if their bits are.
+        self.largest = max(self.largest, difference if difference == difference else float("inf"))
+        return self.largest > 0.0
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name. Each is read whenever it is accessed, and not kept in memory."""
+
+    def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._read[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A global parameter in a checkpoint. Its shape includes the padding of the vocabulary."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class StateReader(ABC):
+    """Reads a checkpoint of one format.
+
+    A format defines `stored_names`, `kinds` and `read`. Everything else has a default that uses these, which
+    a format overrides if its files hold the information, or if it can read less. The constructor must not
+    read files: it runs on every rank, and an error on one rank alone would leave the others waiting.
+    """
+
+    verified_unit = "tensors"
+    """What `verify` counts."""
+
+    @classmethod
+    def open_external(cls, folder: Path) -> Checkpoint:
+        """Opens a checkpoint of another program, which has no `run.json`. ConfigError if that is not
+        possible."""
+        raise ConfigError(f"checkpoint {folder}: {RUN_FILE}, which is written last, is missing")
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.folder = checkpoint.folder
+        # Files that `file_problem` has read and could not compare, because they have no checksums.
+        self.files_without_checksums: set[str] = set()
+
+    @property
+    @abstractmethod
+    def stored_names(self) -> Collection[str]:
+        """The parameters in the checkpoint, by global name, in any order."""
+
+    @abstractmethod
+    def kinds(self, name: str) -> list[str]:
+        """The states of a parameter: VALUES, and its moments by the optimizer's names."""
+
+    @abstractmethod
+    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+        """The global tensor of one state, fp32. A vocabulary may have any number of padded rows.
+
+        spec: the parameter in the model that reads it; ConfigError if the shape does not match.
+        """
+
+    def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+        """The global tensor of one state, fp32, without padding, in blocks of consecutive elements. mismatch:
+        gets the differences between replicas, if the format has any."""
+        yield self.read_unpadded(name, kind)
+
+    # --- the model ---
+
+    @cached_property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """The parameters of the model that `run.json` describes; empty for other programs' checkpoints."""
+        if self.checkpoint.is_external:
+            return {}
+        # Imported only here: it builds a model, which needs DeepSpeed.
+        from megatron.model.single_process import model_specs
+
+        checkpoint = self.checkpoint
+        with expect_layout(self.folder / RUN_FILE, "the record of a model that can be built"):
+            return model_specs(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """`stored_names` in the order of the model, then those that the model does not have."""
+        stored = set(self.stored_names)
+        return [*(n for n in self.specs if n in stored), *sorted(stored - self.specs.keys())]
+
+    def read_unpadded(self, name: str, kind: str) -> Tensor:
+        """The global tensor of one state, fp32, without the padding of the vocabulary. In another program's
+        checkpoint the padding is not known and stays."""
+        spec = self.specs.get(name)
+        return self.read(name, kind, spec)[: spec.num_valid_rows if spec else None]
+
+    def check_external(self, config: Config, vocab_size: int) -> None:
+        """Raises ConfigError if another program's checkpoint is of another model, by the names of its
+        parameters and by `external_differences`. Shapes are compared when they are read."""
+        from megatron.model.single_process import model_specs
+
+        specs = model_specs(config, vocab_size, None)
+        differences = self.external_differences(config, specs, vocab_size)
+        held = set(self.stored_names)
+        for names, what in ((specs.keys() - held, "it lacks"), (held - specs.keys(), "it also has")):
+            if names:
+                differences.append(f"{what} {len(names)} parameters, among them {min(names)}")
+        if differences:
+            raise ConfigError(f"checkpoint {self.folder} holds another model: {'; '.join(differences)}")
+
+    def external_differences(
+        self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
+    ) -> list[str]:
+        """How the model of another program's checkpoint differs from the config's, beyond the names of its
+        parameters. ConfigError if it is a model that no config describes.
+
+        specs: the parameters of the config's model. vocab_size: without padding.
+        """
+        return []
+
+    # --- for a run, on any layout ---
+
+    @property
+    def moments_kind(self) -> str:
+        """The kind of optimizer that the moments belong to: 'adam' or 'sgd'."""
+        if self.checkpoint.is_external:
+            return "adam" if any("exp_avg" in self.kinds(name) for name in self.stored_names) else "sgd"
+        return self.checkpoint.config.optimizer.moments_kind
+
+    @property
+    def loss_scaler(self) -> dict[str, Any] | None:
+        """The state of the fp16 loss scale; None if the checkpoint has none: it is initialized then."""
+        return None
+
+    def optimizer_scalars(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps of a parameter beside its moments: the step."""
+        updates = (self.checkpoint.run.get("certificate") or {}).get("updates")
+        step = self.checkpoint.state.iteration if updates is None else updates
+        return {"step": torch.tensor(float(step))} if len(self.kinds(name)) > 1 else {}
+
+    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """This tensor-parallel rank's shard of one state, flat, fp32. It may share memory with the file."""
+        full = self.read(name, kind, spec)
+        if spec.shard_dim is None:
+            return full.reshape(-1)
+        saved = replace(spec, global_shape=tuple(full.shape))
+        return reshard(spec, tp_group, saved, 1, lambda _rank: full).reshape(-1)
+
+    def read_parameter(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
+        """This tensor-parallel rank's shard of all states of a parameter, as the optimizer loads them. The
+        moments are read when they are accessed. ConfigError if the parameter is missing."""
+        if name not in self.stored_names:
+            raise ConfigError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
+        moments = {
+            kind: partial(self.read_shard, name, kind, spec, tp_group)
+            for kind in self.kinds(name)
+            if kind != VALUES
+        }
+        values = self.read_shard(name, VALUES, spec, tp_group)
+        return values, LazyTensors(moments), self.optimizer_scalars(name)
+
+    # --- weights alone, for tools ---
+
+    def master_weights(self, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(name, global fp32 tensor without padding) of every parameter of the model.
+
+        verify: compare each with its digest, if the checkpoint has one; ConfigError if it differs.
+        """
+        digests = self.tensor_digests.get(VALUES, {}) if verify else {}
+        for name, spec in self.specs.items():
+            # Without a name for the tensor here: the caller decides how long it is in memory.
+            yield name, self._verified_values(name, spec, digests.get(name))
+
+    def _verified_values(self, name: str, spec: ParameterSpec, digest: str | None) -> Tensor:
+        full = self.read_unpadded(name, VALUES)
+        if digest is not None and not matches_digest(full, spec, digest):
+            raise ConfigError(
+                f"checkpoint {self.folder}: {name} is damaged: its digest differs from that in "
+                f"{RUN_FILE}; use an older checkpoint"
+            )
+        return full
+
+    def weights(
+        self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, global tensor) of every parameter of the model, in the precision of the run if it is stored,
+        else in fp32. A vocabulary may have padded rows.
+
+        specs: the model's parameters, if they are not those of `run.json`. verify: as `master_weights`.
+        Raises ConfigError that names what is missing or has another shape.
+        """
+        if specs is None:
+            yield from self.master_weights(verify)
+            return
+        for name, spec in specs.items():
+            yield name, self.read(name, VALUES, spec)
+
+    @torch.no_grad()
+    def load_weights(self, module: nn.Module) -> None:
+        """Fills the parameters of a single-process model. Its padded rows become zeros. ConfigError names
+        what is missing."""
+        parameters = dict(module.named_parameters())
+        specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
+        for name, full in self.weights(specs):
+            rows = specs[name].num_valid_rows
+            parameters[name].zero_()
+            parameters[name][:rows].copy_(full[:rows])
+
+    # --- integrity ---
+
+    @property
+    def tensor_digests(self) -> dict[str, dict[str, str]]:
+        """Digests of global tensors in the integrity record, by kind and parameter; {} if it has none."""
+        return (self.checkpoint.run.get("certificate") or {}).get("digests", {})
+
+    def files_to_verify(self) -> list[str]:
+        """The files that all ranks together read before a run resumes from the checkpoint. None if it has
+        digests of its tensors, which are compared after loading."""
+        files = self.checkpoint.run.get("files", {})
+        return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
+
+    def file_problem(self, name: str) -> str | None:
+        """Reads one of `files_to_verify`. Returns what is wrong with it, None if it is intact."""
+        return file_problem(self.folder, name, self.checkpoint.run["files"][name])
+
+    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
+        """Reads everything that has a digest, or only the weights. Returns how many digests were compared,
+        and what is wrong."""
+        problems = []
+        compared = [
+            (kind, *entry)
+            for kind, of_kind in self.tensor_digests.items()
+            for entry in of_kind.items()
+            if kind == VALUES or not weights_only
+        ]
+        for kind, name, digest in compared:
+            if name not in self.specs:
+                problems.append(f"{RUN_FILE} has a digest of {name}, which the model does not have")
+                continue
+            try:
+                if not matches_digest(self.read_unpadded(name, kind), self.specs[name], digest):
+                    problems.append(
+                        f"{kind} of {name} is damaged: its digest differs from that in {RUN_FILE}"
+                    )
+            except ConfigError as error:
+                problems.append(str(error))
+        return len(compared), problems
+
+    def verify_weights(self) -> int:
+        """Reads the weights and compares them with their digests. Returns how many digests were compared, 0
+        if the checkpoint has none. ConfigError names what is damaged."""
+        count, problems = self.verify(weights_only=True)
+        if problems:
+            raise ConfigError(f"checkpoint {self.folder}: {'; '.join(problems[:3])}; use an older checkpoint")
+        return count
+
+    def has_digests(self) -> bool:
+        """Whether `verify` has anything to compare."""
+        return bool(self.tensor_digests)
+
+    def weights_verification(self, master_weights: bool) -> str:
+        """What `weights`, or `master_weights`, are compared with, in words."""
+        if self.tensor_digests.get(VALUES):
+            return "the digests of the fp32 values"
+        return "sizes only: no digests stored"
+
+    # --- for reports ---
+
+    def inspect_parameters(self) -> tuple[list[ParameterRecord], list[str]]:
+        """All parameters, and what is wrong with their names and shapes."""
+        records: list[ParameterRecord] = []
+        problems: list[str] = []
+        for name in self.names:
+            try:
+                shapes = {kind: tuple(self.read_unpadded(name, kind).shape) for kind in self.kinds(name)}
+            except HostileFileError:
+                raise
+            except ConfigError as error:
+                problems.append(str(error))
+                continue
+            records.append(ParameterRecord(name, shapes[VALUES], "float32"))
+            problems += [
+                f"{kind} of {name} has the shape {shape}, its values {shapes[VALUES]}"
+                for kind, shape in shapes.items()
+                if shape != shapes[VALUES]
+            ]
+        if self.specs and (missing := [name for name in self.specs if name not in self.names]):
+            problems.append(f"parameters that no file holds: {first_few(sorted(missing))}")
+        if self.specs and (surplus := [name for name in self.names if name not in self.specs]):
+            problems.append(f"parameters that the model does not have: {first_few(sorted(surplus))}")
+        return records, problems
+
+
+def check_shape(
+    shape: tuple[int, ...], spec: ParameterSpec, source: str, cause: str = "it belongs to another model"
+) -> None:
+    """ConfigError unless a global tensor has the spec's shape; a vocabulary may have any padding, or none.
+    source: where the tensor is stored, in words. cause: what probably happened."""
+    expected = spec.valid_shape
+    if spec.num_valid_rows is None:
+        matches = shape == expected
+    else:
+        matches = shape[1:] == expected[1:] and shape[0] >= expected[0]
+    if not matches:
+        raise ConfigError(f"{source} a tensor of shape {shape}, expected {expected}: {cause}")
+
+
+def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
+    """Whether a global fp32 tensor, with or without padding, has this digest of the integrity record."""
+    # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
+    from megatron.checkpoint.verify.digests import fragment_digests
+
+    found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
+    return f"{found:016x}" == digest
+
+
+class StateWriter(ABC):
+    """Writes the parameters of a checkpoint of one format into a folder, in any order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def write_parameter(
+        self,
+        name: str,
+        spec: ParameterSpec,
+        states: Mapping[str, Iterable[Tensor]],
+        step: float | None = None,
+    ) -> None:
+        """Writes all states of a global parameter, without padding.
+
+        states: VALUES and moments by the optimizer's names -> fp32 tensors on the CPU, which are consecutive
+        parts of the global tensor. step: the optimizer's. Raises ConfigError for a state that the format does
+        not have.
+        """
+
+
+def reshard(
+    spec: ParameterSpec,
+    tp_group: TPGroup,
+    saved: ParameterSpec,
+    saved_size: int,
+    saved_shard: Callable[[int], Tensor],
+) -> Tensor:
+    """This rank's shard, fp32, from those that `saved_size` tensor-parallel ranks saved.
+
+    saved: the spec of the run that saved. It may differ in the padding of the vocabulary; padded rows become
+    zeros. saved_shard: reads the shard of a tensor-parallel rank, of any shape. It is called only for shards
+    that overlap with this rank's.
+    """
+    dim = spec.shard_dim
+    target = torch.zeros(local_shape(spec, tp_group))
+    used = spec.num_valid_rows if spec.num_valid_rows is not None else spec.global_shape[dim]
+    for rank in range(saved_size):
+        group = TPGroup(rank, saved_size)
+        shard: Tensor | None = None
+        for target_offset, mine in _with_offsets(local_slices(spec, tp_group)):
+            for saved_offset, theirs in _with_offsets(local_slices(saved, group)):
+                start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop, used)
+                if start >= stop:
+                    continue
+                if shard is None:
+                    shard = saved_shard(rank).view(local_shape(saved, group))
+                source = shard.narrow(dim, saved_offset + start - theirs.start, stop - start)
+                target.narrow(dim, target_offset + start - mine.start, stop - start).copy_(source)
+    return target
+
+
+def _with_offsets(slices: tuple[slice, ...]) -> list[tuple[int, slice]]:
+    """Each slice of the global tensor with its offset in the shard, which is their concatenation."""
+    offset, result = 0, []
+    for part in slices:
+        result.append((offset, part))
+        offset += part.stop - part.start
+    return result

@@ -1,0 +1,329 @@
+"""Describes the checkpoints in a folder: run, files, parameters and problems.
+
+It writes nothing. A damaged file, or one that cannot be read now, is listed among the problems and raises no
+error. A malicious file raises HostileFileError.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.convert.to_universal import PARTIAL, SOURCE_FILE
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.registry import (
+    FORMATS,
+    HUGGING_FACE,
+    NATIVE,
+    PARAMETER_FOLDER,
+    format_of,
+    open_reader,
+)
+from megatron.checkpoint.formats.state import ParameterRecord, StateReader
+from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
+from megatron.checkpoint.saved_config import check_run_file
+from megatron.checkpoint.verify.files import Files, first_size_mismatch, missing_files
+from megatron.checkpoint.verify.names import read_name
+from megatron.config import ConfigError
+from megatron.config.errors import one_line, stop_at_access_error
+from megatron.config.model_fields import model_summary
+from megatron.files import HostileFileError
+from megatron.text_table import first_few
+
+FILE_KINDS = {
+    "layers": "layer_*-model_states.pt",
+    "model states": "mp_rank_*_model_states.pt",
+    "optimizer": "*_optim_states.pt",
+    "fp32 values": f"{PARAMETER_FOLDER}/*/fp32.pt",
+    "moments and steps": f"{PARAMETER_FOLDER}/*/[!f]*.pt",
+}
+NOT_COMPARED = "not compared: use --verify to read and compare the contents"
+_STEP_FOLDER = re.compile(r"global_step\d+")
+_REPLACED = ".replaced"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One folder. Unknown numbers are None. problem: what is wrong; "" if nothing is.
+
+    kind: a checkpoint format, or the state of an unfinished save or conversion: 'being saved', 'replaced' (by
+    one of the same step), 'being converted'.
+    """
+
+    name: str
+    kind: str
+    is_latest: bool
+    is_complete: bool
+    iteration: int | None
+    consumed_samples: int | None
+    consumed_tokens: int | None
+    num_files: int
+    size_bytes: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """The files of one kind."""
+
+    kind: str
+    num_files: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """One checkpoint. Without a readable `run.json`, only folder, files and problems are known.
+
+    digests: how many were compared, or why none was.
+    """
+
+    folder: str
+    is_complete: bool
+    files: list[FileGroup]
+    problems: list[str]
+    digests: str = ""
+    kind: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+    layout: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
+    eod: int | None = None
+    parameters: list[ParameterRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A folder: the content of `latest` and `latest_universal`, its checkpoints, and a report on the newest
+    complete one, preferably native. For a folder that is itself a checkpoint only the report."""
+
+    folder: str
+    latest: str | None
+    latest_universal: str | None
+    checkpoints: list[Summary]
+    problems: list[str]
+    checkpoint: Report | None
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing is damaged or missing."""
+        return self.checkpoint is not None and not self.problems and not self.checkpoint.problems
+
+
+def inspect_folder(folder: Path, verify: bool = False) -> Overview:
+    """Describes a folder of checkpoints and reports on the newest complete one, or on `folder` itself.
+
+    File sizes are compared in all checkpoints. verify: compare the digests of the reported one too.
+    """
+    if _kind(folder):
+        return Overview(str(folder), None, None, [], [], inspect_checkpoint(folder, verify))
+    paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
+    if not paths:
+        raise ConfigError(f"{folder} holds no checkpoint, expected global_stepN folders, or the path of one")
+    latest = {kind: _named_by(folder / file) for kind, file in _LATEST_FILES.items()}
+    paths.sort(key=lambda path: (step_of(path.name), path.name))
+    found = [_summary(path, path.name == latest.get(_kind(path))) for path in paths]
+    problems = [f"{item.name}: {item.problem}" for item in found if item.problem]
+    report = None
+    for kind, file in _LATEST_FILES.items():
+        complete = [item.name for item in found if item.kind == kind and item.is_complete]
+        if latest[kind] is None and complete:
+            problems.append(f"there is no file `{file}`")
+        elif latest[kind] is not None and latest[kind] not in [item.name for item in found]:
+            problems.append(f"`{file}` names {latest[kind]}, which is not there")
+        if complete and report is None:
+            newest = latest[kind] if latest[kind] in complete else complete[-1]
+            try:
+                with stop_at_access_error():
+                    report = inspect_checkpoint(folder / newest, verify)
+            except HostileFileError:
+                raise
+            except ConfigError as error:
+                problems.append(f"{newest}: {error}")
+    return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
+
+
+# By format, in the order in which one of them is described.
+_LATEST_FILES = {name: entry.latest_file for name, entry in FORMATS.items() if entry.latest_file}
+
+
+def _kind(path: Path) -> str:
+    """The kind of a `Summary`; '' for a folder that is not a checkpoint. Of a folder that cannot be read now
+    only the name decides."""
+    try:
+        return _kind_by_files(path)
+    except OSError:
+        return NATIVE if _STEP_FOLDER.fullmatch(path.name) else ""
+
+
+def _kind_by_files(path: Path) -> str:
+    if path.name.startswith(SAVING):
+        return "being saved"
+    name = format_of(path)
+    if name == HUGGING_FACE:
+        return ""  # an export beside the checkpoints
+    if path.name.endswith(PARTIAL) and (name != NATIVE or (path / SOURCE_FILE).is_file()):
+        return "being converted"
+    if path.name.endswith(_REPLACED) and step_of(path.name) >= 0:
+        return "replaced"
+    is_native = _STEP_FOLDER.fullmatch(path.name) or (path / RUN_FILE).is_file()
+    return name if name != NATIVE or is_native else ""
+
+
+def _named_by(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    return read_name(path) or "something that is not a folder's name"
+
+
+def _summary(path: Path, is_latest: bool) -> Summary:
+    kind, sizes, state, problem = _kind(path), [], None, ""
+    try:
+        with stop_at_access_error():
+            sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+            state = _open(path).state
+            if (path / RUN_FILE).exists():
+                open_checkpoint(path)  # compares the sizes
+    except HostileFileError:
+        raise
+    except ConfigError as error:
+        # An unfinished save or conversion is not expected to be complete.
+        if kind in _LATEST_FILES or state is not None:
+            problem = str(error).removeprefix(f"checkpoint {path}: ")
+    return Summary(
+        path.name,
+        kind,
+        is_latest,
+        state is not None,
+        state.iteration if state else None,
+        state.consumed_samples if state else None,
+        state.consumed_tokens if state else None,
+        len(sizes),
+        sum(sizes),
+        problem,
+    )
+
+
+def _open(folder: Path) -> Checkpoint:
+    """The checkpoint, whatever is wrong with its files."""
+    if format_of(folder) == NATIVE and not (folder / RUN_FILE).exists():
+        raise ConfigError(f"{RUN_FILE}, which is written last, is missing")
+    return open_checkpoint(folder, with_files=False)
+
+
+def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
+    """The report on the checkpoint in `folder`. verify: read everything that has a digest and compare."""
+    groups = _file_groups(folder)
+    try:
+        checkpoint = _open(folder)
+        if not checkpoint.is_external:
+            check_run_file(checkpoint)
+    except HostileFileError:
+        raise
+    except ConfigError as error:
+        return Report(str(folder), False, groups, [str(error), *_truncated_files(folder)])
+    run = checkpoint.run
+    problems = list(_file_problems(folder, run.get("files", {})))
+    if format_of(folder) == NATIVE:
+        problems += _never_written(run)
+    reader = open_reader(checkpoint)
+    parameters, more = reader.inspect_parameters()
+    digests, damages = _compare_digests(reader, verify)
+    return Report(
+        folder=str(folder),
+        is_complete=True,
+        files=groups,
+        problems=problems + more + damages,
+        digests=digests,
+        kind=_kind(folder),
+        state=vars(checkpoint.state),
+        model=one_line(_model_line(checkpoint, sum(prod(parameter.shape) for parameter in parameters))),
+        layout=printable_entries(run.get("layout", {})),
+        stages=printable_entries(run.get("stages", {})),
+        vocab_size=run.get("vocab_size"),
+        eod=run.get("eod"),
+        parameters=parameters,
+    )
+
+
+def _compare_digests(reader: StateReader, verify: bool) -> tuple[str, list[str]]:
+    """What was compared, in words, and what is damaged."""
+    if not reader.has_digests():
+        return "there are none to compare", []
+    if not verify:
+        return NOT_COMPARED, []
+    count, problems = reader.verify()
+    compared = f"{count:,} {reader.verified_unit} compared, {count - len(problems):,} equal"
+    if without := len(reader.files_without_checksums):
+        compared += f", {without:,} not verified: they have no checksums"
+    return compared, problems
+
+
+def _file_groups(folder: Path) -> list[FileGroup]:
+    kinds = {kind: set(folder.glob(pattern)) for kind, pattern in FILE_KINDS.items()}
+    all_files = {path for path in folder.rglob("*") if path.is_file()}
+    kinds["other"] = all_files.difference(*kinds.values())
+    return [
+        FileGroup(kind, len(paths), sum(path.stat().st_size for path in paths))
+        for kind, paths in kinds.items()
+        if paths
+    ]
+
+
+def _file_problems(folder: Path, files: Files) -> Iterator[str]:
+    """What is wrong with the names and sizes of files, compared with those in `run.json`."""
+    if not files:
+        return
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
+    if files.keys() - found:
+        yield f"missing: {first_few(sorted(files.keys() - found))}"
+    if found - files.keys():
+        yield f"left over, not part of this checkpoint: {first_few(sorted(found - files.keys()))}"
+    for name in sorted(files.keys() & found):
+        if problem := first_size_mismatch(folder, {name: files[name]}):
+            yield problem
+
+
+def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
+    """Files that the layout in `run.json` requires and its list of files lacks."""
+    if not run.get("files"):
+        return
+    try:
+        missing = missing_files(run["files"], run)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"its layout cannot be read ({one_line(error)})"
+        return
+    if missing:
+        yield f"never written: {first_few(missing)}"
+
+
+def printable_entries(value: Any) -> Any:
+    """A value from a file without control characters, which could forge lines on a terminal."""
+    if isinstance(value, dict):
+        return {one_line(key): printable_entries(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [printable_entries(entry) for entry in value]
+    return one_line(value) if isinstance(value, str) else value
+
+
+def _truncated_files(folder: Path) -> Iterator[str]:
+    """Files without a readable zip directory, which torch.save writes at the end."""
+    for path in sorted(folder.glob("*.pt")):
+        if path.is_file() and not zipfile.is_zipfile(path):
+            yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are not a file of torch.save"
+
+
+def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
+    if checkpoint.is_external:
+        return f"of another program, {num_parameters:,} parameters, including the padding of the vocabulary"
+    config = checkpoint.config
+    return (
+        f"{model_summary(config.model)}, {config.precision.name}, "
+        f"{checkpoint.vocab_size:,} tokens, {num_parameters:,} parameters"
+    )

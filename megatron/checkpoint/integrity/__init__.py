@@ -1,1 +1,0 @@
-"""Checks of untrusted files: names, sizes and digests are verified before they are used."""

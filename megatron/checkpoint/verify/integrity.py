@@ -1,0 +1,148 @@
+"""Checkpoint verification: the integrity record that a checkpoint holds, and its comparison after loading.
+
+The record has a digest of every full parameter and moment, and the loss of a canary batch. After loading, on
+any layout, both are recomputed and compared before the first step. In `run.json` the record is stored under
+the key "certificate", and the canary under "probe".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.verify.digests import StateDigests, UnquantizedDigests, digest_state
+from megatron.config import Config, ConfigError
+from megatron.config.fields import option_name
+from megatron.data.loader import MicroBatch
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.text_table import first_few
+
+# Relative tolerance of the canary loss. The weights are compared to the last bit, so this covers only the
+# computation: layouts differ by the order of sums in fp32, and by rounding in 16 bits.
+CANARY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of the verification table: what was compared, and the result."""
+
+    subject: str
+    result: str
+
+
+def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
+    """The integrity record for `run.json`: digests and the canary loss. Collective."""
+    state = digest_state(engine.optimizer, engine.layout)
+    config = engine.run_config
+    loss = canary_loss(engine, vocab_size)
+    return {
+        "digests": state.tensors,
+        "updates": state.step,
+        "unequal_copies": list(state.mismatched),
+        "probe": {"seq_length": config.model.seq_length, "loss": loss} if math.isfinite(loss) else None,
+    }
+
+
+def verify_loaded_state(
+    engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, unquantized: UnquantizedDigests
+) -> list[Check]:
+    """Compares the loaded state with the integrity record of the checkpoint. Returns one line per comparison.
+    Collective.
+
+    with_moments: whether the checkpoint's moments were loaded. unquantized: digests of moments that were
+    quantized after reading. Raises ConfigError, on every rank, that names the first difference.
+    """
+    record = checkpoint.run.get("certificate")
+    if record is None:
+        return [Check("integrity record", "the checkpoint has none: the loaded state cannot be compared")]
+    found = digest_state(engine.optimizer, engine.layout, unquantized)
+    return [
+        *_check_digests(checkpoint, record, found, with_moments),
+        _check_canary(engine, checkpoint, record["probe"]),
+    ]
+
+
+def _check_digests(
+    checkpoint: Checkpoint, record: dict[str, Any], found: StateDigests, with_moments: bool
+) -> Iterator[Check]:
+    in_order = sorted(record["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
+    for kind, expected in in_order:
+        subject = "weights, fp32" if kind == "fp32" else f"moments, {kind}"
+        if kind != "fp32" and not with_moments:
+            yield Check(subject, f"not loaded: {_why_new_moments(checkpoint)}")
+            continue
+        now = found.tensors.get(kind, {})
+        wrong = [name for name in expected if now.get(name) != expected[name]]
+        if wrong:
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}: after loading, {subject} of {first_few(wrong, 1)} differs "
+                "from what was saved: load an older checkpoint and report this"
+            )
+        result = f"{len(expected)} parameters, equal to the last bit"
+        if kind != "fp32" and found.quantized:
+            result += f"; {len(found.quantized)} then quantized to 8 bits, each element to within one step"
+        yield Check(subject, result)
+    if with_moments and record["updates"] is not None:
+        if record["updates"] != found.step:
+            raise ConfigError(
+                f"checkpoint {checkpoint.folder}: after loading, the optimizer counts {found.step} updates "
+                f"and had counted {record['updates']}: load an older checkpoint and report this"
+            )
+        yield Check("updates of the optimizer", f"{found.step:.0f}, equal")
+
+
+def _why_new_moments(checkpoint: Checkpoint) -> str:
+    if checkpoint.no_optimizer:
+        return "--finetune" if checkpoint.weights_only else "--no-load-optim"
+    return "another kind of optimizer starts with new moments"
+
+
+def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
+    if saved is None:
+        return Check("canary loss", "not compared: the checkpoint has none")
+    model, precision = engine.run_config.model, engine.run_config.precision.name
+    if saved["seq_length"] != model.seq_length:
+        return Check("canary loss", f"not compared: --seq-length was {saved['seq_length']}")
+    before, now = checkpoint.config.model_settings(), engine.run_config.model_settings()
+    if changed := [option_name(name) for name in before if before[name] != now.get(name)]:
+        return Check("canary loss", f"not compared: {', '.join(changed)} differ from the checkpoint's")
+    loss = canary_loss(engine, checkpoint.vocab_size)
+    bound = max(CANARY_TOLERANCE[precision], CANARY_TOLERANCE[checkpoint.config.precision.name])
+    if not math.isclose(loss, saved["loss"], rel_tol=bound):
+        raise ConfigError(
+            f"checkpoint {checkpoint.folder}: the canary loss was {saved['loss']:.6f} when it was "
+            f"saved and is {loss:.6f} now, expected equality to {bound:.0e}: the weights are equal, so the "
+            "computation differs; compare the versions in run.json with the installed ones"
+        )
+    return Check("canary loss", f"{saved['loss']:.6f} saved, {loss:.6f} now")
+
+
+def canary_loss(engine: GPTEngine, vocab_size: int) -> float:
+    """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
+
+    The sequence fills every row of every micro-batch on every replica, so the result does not depend on their
+    sizes.
+    """
+    count = engine.run_config.parallel.min_micro_batches
+    return float(engine.evaluate(repeat(_canary(engine.run_config, vocab_size), count), count))
+
+
+def _canary(config: Config, vocab_size: int) -> MicroBatch:
+    length = config.model.seq_length
+    text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
+    rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
+    return MicroBatch.from_rows(rows, 0)
+
+
+def verification_table(checks: list[Check]) -> str:
+    """The checks as an aligned table, for the log."""
+    width = max(len(check.subject) for check in checks)
+    lines = (f"  {check.subject:<{width}}  {check.result}" for check in checks)
+    return "\n".join(["checkpoint verification:", *lines])

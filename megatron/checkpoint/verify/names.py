@@ -1,0 +1,170 @@
+"""Checks names that were read from a file before they are used in paths.
+
+Names of parameters, files and checkpoints become paths that are opened, written or deleted. Each must be a
+plain name, or for some files a few plain names with / between them, so that the path stays inside its folder.
+Otherwise a HostileFileError names the file and the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.verify.files import read_with_retries
+from megatron.config.errors import is_access_error
+from megatron.files import HostileFileError, read_small
+
+# A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.
+_MAX_LENGTH = 200
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
+_PARAMETER = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+# Size limit of a file that holds one name.
+_MAX_NAME_FILE_BYTES = 4096
+# run.json of a universal checkpoint lists zero/<parameter>/<file>.
+_MAX_PARTS = 3
+_MAX_SHOWN = 60
+
+
+def shown(name: object) -> str:
+    """A name for an error message: in quotes, short, without control characters."""
+    text = repr(name[: 2 * _MAX_SHOWN]) if isinstance(name, (str, bytes)) else f"a {type(name).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def is_plain(name: object) -> bool:
+    """Whether it is a string that is one path component: no separator, no `..`, no control character."""
+    return isinstance(name, str) and len(name) <= _MAX_LENGTH and bool(_PLAIN.fullmatch(name))
+
+
+def read_name(path: Path) -> str | None:
+    """The folder name in a file such as `latest`; None if the file does not exist, or holds something else,
+    as after a power failure. OSError if it cannot be read now."""
+    try:
+        content = read_with_retries(path, lambda: read_small(path, _MAX_NAME_FILE_BYTES))
+    except (OSError, HostileFileError) as error:
+        if is_access_error(error):
+            raise
+        return None
+    name = content.decode(errors="replace").strip()
+    return name if is_plain(name) else None
+
+
+def check_plain(name: object, source: Path | str, what: str = "file") -> str:
+    """Returns a plain name of a file or a checkpoint. source: the file that it was read from."""
+    if not is_plain(name):
+        raise _refused(name, source, what, "letters, digits and any of _ . + @ = -")
+    return str(name)
+
+
+def check_file(name: object, source: Path | str) -> str:
+    """Returns a file's path inside a checkpoint: plain names with / between them."""
+    parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
+    if not (0 < len(parts) <= _MAX_PARTS and all(map(is_plain, parts))):
+        raise _refused(name, source, "file", "a path inside the checkpoint's folder")
+    return str(name)
+
+
+def check_parameter(name: object, source: Path | str) -> str:
+    """Returns a parameter's name: words with dots between them. It becomes a folder's name."""
+    named = isinstance(name, str) and len(name) <= _MAX_LENGTH and _PARAMETER.fullmatch(name)
+    if not named or str(name).endswith(".pt"):
+        raise _refused(name, source, "parameter", "words with dots between them")
+    return str(name)
+
+
+def _refused(name: object, source: Path | str, what: str, expected: str) -> HostileFileError:
+    return HostileFileError(
+        f"{source} names a {what} {shown(name)}, expected {expected}: it may be malicious, check where it "
+        "comes from"
+    )
+
+
+def check_run(run: Any, source: Path) -> None:
+    """Checks every name in a `run.json`, and the types of what paths and sizes are computed from.
+
+    Raises HostileFileError for a name, ValueError for a value of another type than this program writes.
+    """
+    if not isinstance(run, dict):
+        raise ValueError(f"it holds a {type(run).__name__}, expected an object")
+    for name, entry in _mapping(run, "files").items():
+        check_file(name, source)
+        if not isinstance(entry, dict) or not _is_count(entry.get("bytes")):
+            raise ValueError(f"it does not say how many bytes {name} has")
+    for name, record in _mapping(run, "parameters").items():
+        check_parameter(name, source)
+        _check_record(name, record)
+    lineage = run.get("lineage", [])
+    if not isinstance(lineage, list):
+        raise ValueError("its lineage is not a list")
+    for entry in lineage:
+        # A record, if it is one, has the checkpoint's folder under 'name'.
+        check_plain(entry.get("name") if isinstance(entry, dict) else entry, source, "checkpoint")
+    for name, of_kind in _mapping(_mapping(run, "certificate"), "digests").items():
+        _check_digests(name, of_kind, source)
+    _check_numbers(run)
+
+
+def _mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = record.get(key)
+    if not isinstance(value, (dict, type(None))):
+        raise ValueError(f"its {key} is not an object")
+    return value or {}
+
+
+def _check_digests(kind: str, digests: Any, source: Path) -> None:
+    check_plain(kind, source, "kind of tensor")
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise ValueError(f"its digests of {kind} are not an object of strings")
+    for name in digests:
+        check_parameter(name, source)
+
+
+def _check_record(name: str, record: Any) -> None:
+    """Checks the result of `spec_record`."""
+    shape = record.get("whole_shape") if isinstance(record, dict) else None
+    if not isinstance(shape, list) or not is_shape(shape):
+        raise ValueError(f"it does not give the shape of {name}")
+    dim, blocks, rows = (record.get(key) for key in ("shard_dim", "blocks", "used_rows"))
+    dim_is_valid = dim is None or (_is_count(dim) and dim < len(shape))
+    if not (
+        dim_is_valid and _is_count(blocks) and blocks > 0 and (rows is None or 0 < _count(rows) <= shape[0])
+    ):
+        raise ValueError(f"it does not say how {name} is sharded")
+
+
+def _check_numbers(run: Mapping[str, Any]) -> None:
+    state = _mapping(run, "state")
+    for name, value in state.items():
+        if not is_plain(name):
+            raise ValueError(f"its state has a field {shown(name)}")
+        numbers = value if isinstance(value, list) else [value]
+        if not all(type(number) in (int, float) for number in numbers):
+            raise ValueError(f"{name} of its state is not a number")
+    for name in ("iteration", "consumed_samples", "consumed_tokens", "pending_evaluations"):
+        if not _is_count(state.get(name, 0)):
+            raise ValueError(f"{name} of its state is not a count")
+    for name, size in (("vocab_size", run.get("vocab_size", 1)), *_mapping(run, "layout").items()):
+        if name in ("vocab_size", "tensor_model_parallel_size") and not 0 < _count(size):
+            raise ValueError(f"its {name} is not a positive number")
+    if not (run.get("eod") is None or _is_count(run["eod"])):
+        raise ValueError("its eod is not the id of a token")
+
+
+def is_shape(shape: Iterable[Any]) -> bool:
+    """Whether a tensor of this shape can exist: 1 to 8 dimensions, none of them empty."""
+    sizes = list(shape)
+    total = 1
+    for size in sizes[:9]:
+        total *= _count(size)
+    return 0 < len(sizes) <= 8 and 0 < total < 1 << 62
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _count(value: Any) -> int:
+    """The number; 0 if it is not a count."""
+    return value if _is_count(value) else 0

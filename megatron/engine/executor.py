@@ -1,0 +1,287 @@
+"""The executor of pipeline schedules: DeepSpeed's pipeline engine for ranks with one or several stages.
+
+It runs the instructions of `engine.instructions`. Messages are queued, and CommitP2P sends and receives them
+together. So a rank never waits for one message while another rank waits for a message that it could send at
+the same time. A rank that only sends waits at the next exchange: the pass between them does not depend on the
+receiver.
+
+Without sequence parallelism the hidden state between two stages is the same on all tensor-parallel ranks:
+each sends its part of it, and each receiver all-gathers the parts when the pass begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.schedule import CommitP2P
+from torch import Tensor
+
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.data.loader import MicroBatch
+from megatron.engine.instructions import OrderSchedule, WeightGradPass, pipeline_schedule
+from megatron.engine.workarounds import PatchedPipelineEngine
+from megatron.mpu.deferred_gradients import accumulate
+from megatron.mpu.layout import TPGroup
+
+Tensors = tuple[Tensor, ...]
+Spec = tuple[torch.Size, torch.dtype]
+
+
+class ScheduleExecutor(PatchedPipelineEngine):
+    """Trains a model by any schedule. A phase is a stage's index on its rank.
+
+    Buffers beside DeepSpeed's, by the instructions' buffer_id: "messages", outputs to be sent, and gradients
+    of outputs that were received; "losses"; "deferred", gradients of weights that are not computed yet;
+    "samples", the numbers of a micro-batch's samples.
+    """
+
+    _is_built = False
+    _phase: int | None = None
+    """The phase of the pass that runs."""
+
+    def __init__(self, parallel: ParallelConfig, tp_group: TPGroup, **options: Any) -> None:
+        """options: of DeepSpeed's engine."""
+        self._rank_of_stage = parallel.rank_of_stage
+        self._parts = tp_group if parallel.sends_parts else TPGroup()
+        super().__init__(**options)
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # by DeepSpeed's own instructions
+        self._stages = [stage for stage, rank in enumerate(self._rank_of_stage) if rank == self.stage_id]
+        self._make_schedule = lru_cache(4)(partial(pipeline_schedule, parallel, self.stage_id))
+        # Messages of the default group would need a communicator of all ranks. All ranks of a group must take
+        # part in its first call, as they need not in an exchange of messages.
+        self._pipeline = self.grid.get_pipe_parallel_group()
+        if self.is_pipe_parallel:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self._pipeline)
+        self._messages: list[dist.P2POp] = []
+        self._sending: tuple[list[dist.Work], list[dist.P2POp]] = ([], [])
+        self._announced: set[int] = set()
+        self._input_specs: dict[int, list[Spec]] = {}
+        self.pipe_buffers |= {"messages": [], "losses": [], "deferred": [], "samples": []}
+        self._is_built = True
+
+    # --- places ---
+
+    def _is_at(self, stage: int) -> bool:
+        """During a pass: whether the pass runs this stage. Otherwise: whether this rank holds it."""
+        if self._phase is None:
+            return self._rank_of_stage[stage] == self.stage_id
+        return self._stages[self._phase] == stage
+
+    def is_first_stage(self) -> bool:
+        """Whether the current pass is through stage 0; between passes, whether this rank holds stage 0."""
+        # While DeepSpeed's `__init__` runs, it asks for the rank's place among its neighbours.
+        return self._is_at(0) if self._is_built else super().is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        return self._is_at(len(self._rank_of_stage) - 1) if self._is_built else super().is_last_stage()
+
+    def _loss_stage_global_rank(self) -> int:
+        return int(self.grid.stage_to_global(self._rank_of_stage[-1]))
+
+    @contextmanager
+    def _in_phase(self, phase: int) -> Iterator[None]:
+        self._phase = phase
+        self.module.activate_phase(phase)
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def _next_on_this_rank(self, buffer_id: int, phase: int) -> int | None:
+        """The buffer of the micro-batch in the next stage, if that is on this rank too."""
+        following = self._stages[phase] + 1
+        if following not in self._stages:
+            return None
+        return buffer_id + (self._stages.index(following) - phase) * self._buffers_per_phase
+
+    # --- schedule ---
+
+    def set_dataiterator(self, iterator: Iterator[MicroBatch]) -> None:
+        """Every rank needs the numbers of the samples."""
+        self.data_iterator = iterator
+
+    def _train_schedule(self) -> OrderSchedule:
+        return self._make_schedule(self.micro_batches, trains=True)
+
+    def _inference_schedule(self, micro_batches: int) -> OrderSchedule:
+        return self._make_schedule(micro_batches, trains=False)
+
+    def _exec_schedule(self, pipe_schedule: OrderSchedule) -> None:
+        self._buffers_per_phase = pipe_schedule.num_micro_batches
+        super()._exec_schedule(pipe_schedule)
+        self._wait_for_sends()
+
+    def reset_activation_shape(self) -> None:
+        super().reset_activation_shape()
+        self._announced.clear()
+        self._input_specs.clear()
+
+    # --- passes ---
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        """Starts copies of what the rank's stages need to the device, from pinned memory."""
+        micro_batch, buffers = next(self.data_iterator), self.pipe_buffers
+
+        def send(x: Tensor) -> Tensor:
+            return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
+
+        buffers["samples"][buffer_id] = micro_batch.samples
+        if self.is_first_stage():
+            buffers["inputs"][buffer_id] = (send(micro_batch.tokens),)
+        if self.is_last_stage():
+            last = (len(self._stages) - 1) * self._buffers_per_phase
+            buffers["labels"][last + buffer_id] = (send(micro_batch.labels), send(micro_batch.loss_mask))
+
+    def _exec_forward_pass(self, buffer_id: int, phase: int) -> None:
+        buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, phase)
+        if phase in self._input_specs:
+            buffers["inputs"][buffer_id] = _leaves(self._gather(buffers["inputs"][buffer_id]))
+        inputs = buffers["inputs"][buffer_id]
+        with self._in_phase(phase):
+            # The forward pass of DeepSpeed's pipeline engine would clone the inputs.
+            found = DeepSpeedEngine.forward(self, inputs if len(inputs) > 1 else inputs[0])
+            if not self.module.training:
+                checkpointing.reset()
+            has_loss = self.is_last_stage()
+            if has_loss:
+                self._add_loss(buffer_id, found)
+        outputs = (found,) if isinstance(found, Tensor) else found
+        if following is not None:
+            buffers["inputs"][following] = _leaves(x.detach() for x in outputs)
+        elif not has_loss:
+            buffers["messages"][buffer_id] = self._split_off(outputs)
+        if torch.is_grad_enabled():
+            buffers["outputs"][buffer_id] = outputs
+        else:
+            buffers["inputs"][buffer_id] = buffers["labels"][buffer_id] = None
+
+    def _add_loss(self, buffer_id: int, outputs: Tensor) -> None:
+        """Does what DeepSpeed does with the outputs of the last stage."""
+        if self.eval_return_logits:
+            self.outputs = outputs
+        self.loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
+        loss = self.loss.detach()
+        self.fwd_outputs.append(loss)
+        self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+        if torch.is_grad_enabled():
+            self.pipe_buffers["losses"][buffer_id] = self.loss
+
+    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
+        buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, phase)
+        with self._in_phase(phase):
+            if self.is_last_stage():
+                self.loss, buffers["losses"][buffer_id] = buffers["losses"][buffer_id], None
+            elif following is not None:
+                self.grad_layer = _gradients(buffers["inputs"][following])
+                buffers["inputs"][following] = None
+            else:
+                self.grad_layer = self._gather(buffers["messages"][buffer_id])
+                buffers["messages"][buffer_id] = None
+            super()._exec_backward_pass(buffer_id)
+            # The graph of the loss holds the stage's input and its gradient.
+            self.loss, self.grad_layer = self.loss.detach(), None
+            buffers["outputs"][buffer_id] = buffers["labels"][buffer_id] = None
+            if self.is_first_stage():
+                buffers["inputs"][buffer_id] = None  # its gradient is not sent
+        if self.module.deferred_gradients is not None:
+            buffers["deferred"][buffer_id] = self.module.deferred_gradients.take()
+
+    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+        deferred, self.pipe_buffers["deferred"][buffer_id] = self.pipe_buffers["deferred"][buffer_id], None
+        accumulate(deferred)
+
+    # --- messages ---
+
+    def _part(self, hidden: Tensor) -> Tensor:
+        """The part of a replicated hidden state that this tensor-parallel rank sends:
+        [..., hidden] -> [..., hidden / parts], elements that follow one another in memory."""
+        return hidden.reshape(self._parts.size, *hidden.shape[:-1], -1)[self._parts.rank]
+
+    def _split_off(self, outputs: Tensors) -> Tensors:
+        """What this rank sends of a stage's outputs. A hidden state that is sent in parts keeps its graph and
+        its shape, not its memory."""
+        if self._parts.size == 1:
+            return outputs
+        hidden, *others = outputs
+        part = self._part(hidden.detach()).clone()
+        hidden.data = part.new_zeros(()).expand(hidden.shape)
+        return part, *others
+
+    def _gather(self, received: Tensors) -> Tensors:
+        """The activations or gradients whose parts the tensor-parallel ranks have received."""
+        if self._parts.size == 1:
+            return received
+        part, *others = received
+        hidden = part.new_empty(*part.shape[:-1], part.shape[-1] * self._parts.size)
+        dist.all_gather_into_tensor(hidden.view(-1), part.view(-1), group=self._parts.group)
+        return hidden, *others
+
+    def _exec_send_activations(self, buffer_id: int, phase: int) -> None:
+        target = self._rank_of_stage[self._stages[phase] + 1]
+        message, self.pipe_buffers["messages"][buffer_id] = self.pipe_buffers["messages"][buffer_id], None
+        if phase not in self._announced:
+            self._announced.add(phase)
+            self._send_tensor_meta(message, target)
+        self._queue(dist.isend, message, target)
+
+    def _exec_recv_activations(self, buffer_id: int, phase: int) -> None:
+        source = self._rank_of_stage[self._stages[phase] - 1]
+        if phase not in self._input_specs:
+            described = self._recv_tensor_meta(source)
+            self._input_specs[phase] = [(x.shape, x.dtype) for x in described]
+            self._grad_layer_buf.clear()  # DeepSpeed's buffers of these shapes, which are not used here
+        received = tuple(
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._input_specs[phase]
+        )
+        self._queue(dist.irecv, received, source)
+        self.pipe_buffers["inputs"][buffer_id] = received
+
+    def _exec_send_grads(self, buffer_id: int, phase: int) -> None:
+        hidden, *others = _gradients(self.pipe_buffers["inputs"][buffer_id])
+        self.pipe_buffers["inputs"][buffer_id] = None
+        self._queue(dist.isend, (self._part(hidden), *others), self._rank_of_stage[self._stages[phase] - 1])
+
+    def _exec_recv_grads(self, buffer_id: int, phase: int) -> None:
+        hidden, *others = (x for x in self.pipe_buffers["outputs"][buffer_id] if x.is_floating_point())
+        part = hidden.new_empty(*hidden.shape[:-1], hidden.shape[-1] // self._parts.size)
+        received = (part, *map(torch.empty_like, others))
+        self._queue(dist.irecv, received, self._rank_of_stage[self._stages[phase] + 1])
+        self.pipe_buffers["messages"][buffer_id] = received
+
+    def _queue(self, operation: Callable, tensors: Tensors, rank: int) -> None:
+        peer = self.grid.stage_to_global(rank)
+        self._messages += [dist.P2POp(operation, x, peer, self._pipeline) for x in tensors]
+
+    def _exec_commit_p2p(self) -> None:
+        """Sends and receives the queued messages. Waits for all of them; if nothing is received, at the next
+        exchange."""
+        self._wait_for_sends()
+        messages, self._messages = self._messages, []
+        self._sending = dist.batch_isend_irecv(messages), messages
+        if any(message.op is dist.irecv for message in messages):
+            self._wait_for_sends()
+
+    def _wait_for_sends(self) -> None:
+        for request in self._sending[0]:
+            request.wait()
+        self._sending = [], []  # which held the tensors
+
+    _INSTRUCTION_MAP = {CommitP2P: _exec_commit_p2p, WeightGradPass: _exec_weight_grad_pass}
+
+
+def _leaves(tensors: Iterable[Tensor]) -> Tensors:
+    """The inputs of a pass: activations get gradients, document ids do not."""
+    return tuple(x.requires_grad_(x.is_floating_point()) for x in tensors)
+
+
+def _gradients(inputs: Tensors) -> Tensors:
+    """The gradients of a stage's inputs."""
+    return tuple(x.grad for x in inputs if x.grad is not None)

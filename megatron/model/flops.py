@@ -1,0 +1,138 @@
+"""Floating-point operations of a training step, counted with Megatron-LM's formula (arXiv 2104.04473).
+
+FLOPs per step = 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), for B samples of s tokens, L layers of hidden
+size h, and a padded vocabulary of V tokens. f is the number of passes over the matrices: 3 (1 forward, 2
+backward), or 4 with recomputation of the forward pass. A gated MLP has a third matrix: 32 replaces 24.
+
+The term of the head assumes 3 passes of 4, since the head is never recomputed. So with f = 3 the formula
+counts only three quarters of the head. It is kept, because published throughputs were computed with it.
+"""
+
+from __future__ import annotations
+
+from megatron.config import Config, ModelConfig
+from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.model.attention_choice import Implementation, attention_of
+
+_FORWARD_AND_BACKWARD = 3
+_RECOMPUTED_FORWARD = 1
+
+
+def iteration_flops(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    seq_length: int,
+    padded_vocab_size: int,
+    batch_size: int,
+    recompute: bool,
+    recompute_attention: bool = False,
+    gated_mlp: bool = False,
+) -> float:
+    """Hardware FLOPs of one step over `batch_size` samples, summed over all devices.
+
+    recompute: the forward pass of every layer is recomputed (--checkpoint-activations).
+    recompute_attention: the attention scores are recomputed (--recompute-granularity selective).
+    """
+    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
+    coefficient = 32 if gated_mlp else 24
+    matrices = coefficient * passes * batch_size * seq_length * num_layers * hidden_size**2
+    attention = seq_length / (6 * hidden_size)
+    head = padded_vocab_size / (16 * num_layers * hidden_size)
+    scores = 2 * batch_size * seq_length**2 * num_layers * hidden_size if recompute_attention else 0
+    return matrices * (1 + attention + head) + scores
+
+
+def model_iteration_flops(
+    model: ModelConfig,
+    *,
+    seq_length: int,
+    padded_vocab_size: int,
+    batch_size: int,
+    recompute: bool,
+    recompute_attention: bool,
+) -> float:
+    """Hardware FLOPs of one step, summed over all devices: `iteration_flops` for the layers that its formula
+    is made for, and otherwise (another MLP size, grouped queries, another head dimension) the matrix products
+    of a layer as they are, with 3 passes over the head."""
+    hidden, gated = model.hidden_size, model.glu_activation is not None
+    if (model.ffn_hidden_size, model.query_width, model.key_width) == (4 * hidden, hidden, hidden):
+        return iteration_flops(
+            num_layers=model.num_layers,
+            hidden_size=hidden,
+            seq_length=seq_length,
+            padded_vocab_size=padded_vocab_size,
+            batch_size=batch_size,
+            recompute=recompute,
+            recompute_attention=recompute_attention,
+            gated_mlp=gated,
+        )
+    tokens = batch_size * seq_length
+    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
+    layer = 2 * layer_matrix_elements(model) + 4 * seq_length * model.query_width
+    scores = 2 * tokens * seq_length * model.num_layers * model.query_width if recompute_attention else 0
+    head = 2 * _FORWARD_AND_BACKWARD * tokens * hidden * padded_vocab_size
+    return passes * tokens * model.num_layers * layer + head + scores
+
+
+def layer_matrix_elements(model: ModelConfig) -> int:
+    """Elements of the matrices of a transformer layer."""
+    attention = 2 * model.query_width + 2 * model.key_width
+    mlp = (3 if model.glu_activation else 2) * model.ffn_hidden_size
+    return (attention + mlp) * model.hidden_size
+
+
+def transformer_layer_flops(config: Config) -> float:
+    """FLOPs of one transformer layer on one rank for one micro-batch: forward, backward, recomputation.
+
+    These are the matrix products that are launched, as --simulate counts them:
+    the backward pass of a fused attention kernel recomputes the scores, which makes 5 products of 2 forward;
+    unfused attention has 4, the Triton kernels have 7. PyTorch's recomputation stops after the last saved
+    tensor: without hidden dropout the last matrix product of a group of layers is not recomputed.
+    """
+    model, training = config.model, config.training
+    tokens = config.batch.micro_batch_size * model.seq_length
+    scores = 2 * tokens * model.seq_length * model.query_width
+    forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
+    total = _FORWARD_AND_BACKWARD * forward
+    attention = attention_of(config)
+    if attention == Implementation.TRITON:
+        total += 3 * scores
+    elif attention != Implementation.UNFUSED or recomputes_scores(config):
+        total += scores
+    if training.recomputes_layers:
+        total += _RECOMPUTED_FORWARD * forward
+        if skips_last_product(config):
+            last_product = 2 * tokens * model.ffn_hidden_size * model.hidden_size
+            total -= last_product / training.checkpoint_num_layers
+    return total / config.parallel.tensor_model_parallel_size
+
+
+def skips_last_product(config: Config) -> bool:
+    """Whether recomputation ends before the last matrix product of a group of layers: nothing after it is
+    saved for the backward pass. DeepSpeed's recomputation goes to the end, and with --tp-comm-overlap the
+    product and its reduction are one function."""
+    training, tp_size = config.training, config.parallel.tensor_model_parallel_size
+    if config.parallel.tp_comm_overlap and tp_size > 1:
+        return False
+    if training.checkpoint_in_cpu or (training.partition_activations and tp_size > 1):
+        return False
+    arrangement = LAYER_ARRANGEMENTS[config.model.layer_arrangement]
+    return config.model.hidden_dropout == 0 and not arrangement.ends_with_norm
+
+
+def recomputes_scores(config: Config) -> bool:
+    """Whether the attention scores are recomputed. Fused kernels never store them."""
+    return config.training.recomputes_attention and attention_of(config) == Implementation.UNFUSED
+
+
+def head_flops(config: Config, padded_vocab_size: int) -> float:
+    """FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
+    return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
+
+
+def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:
+    """TFLOP/s per device if `world_size` devices together compute `flops` in `seconds`."""
+    return flops / (seconds * world_size * 1e12)

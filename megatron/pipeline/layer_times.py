@@ -1,0 +1,211 @@
+"""`--partition-method profile`: the measured time of each kind of layer, with the shapes of the run.
+
+The tensor-parallel group of the first stage and first replica measures. The times are broadcast, so that all
+ranks compute the same partition. `--partition-profile FILE` stores them: later runs with the same shapes read
+the file and do not measure, and a dry run can compute the partition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.config import Config, ConfigError
+from megatron.config.fields import flag_of
+from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.config.vocab import padded_vocab_size
+from megatron.files import HostileFileError, read_json, write_json
+from megatron.model.flops import recomputes_scores
+from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe, pipeline_layers
+from megatron.model.layer_context import LayerContext
+from megatron.model.loss import CrossEntropy
+from megatron.model.pipeline_module import layer_names
+from megatron.mpu.compilation import compile_in_place
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.random import DropoutRNG
+from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.pipeline.stages import head_kind, layer_kinds
+
+WARM_UP, REPEATS = 2, 7
+
+
+def needs_profiling(config: Config) -> bool:
+    """Whether `plan_stages` needs the times of the layers."""
+    return parse_partition_method(config.parallel.partition_method).kind == "profile"
+
+
+def find_layer_times(
+    config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int, eod: int | None
+) -> dict[str, float]:
+    """Seconds per kind of layer (`stages.layer_kinds`), the same on all ranks. Collective.
+
+    Read from --partition-profile if the file exists on rank 0; otherwise measured, and written to it.
+    """
+    found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is not None:
+        return found[0]
+    measured: list[dict[str, float]] = [{}]
+    if layout.pipeline_stage == 0 and layout.dp_rank == 0:
+        measured = [_measure(config, tp_group, vocab_size, eod)]
+    dist.broadcast_object_list(measured, src=0)
+    path = config.parallel.partition_profile
+    if path is not None and layout.rank == 0:
+        profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
+        write_json(Path(path), profile)
+    return measured[0]
+
+
+def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
+    """Seconds per kind of layer from --partition-profile; None if there is no such file.
+
+    Raises ConfigError for a damaged file, and for one that was measured with other shapes.
+    """
+    path = config.parallel.partition_profile
+    if path is None or not Path(path).exists():
+        return None
+    try:
+        profile = read_json(Path(path))
+        measured_for = dict(profile["measured_for"])
+        seconds = dict(profile["seconds"])
+        if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
+            raise ValueError("expected times of 0 seconds or more")
+        if not any(seconds.values()):
+            raise ValueError("all times are 0")
+        now = _shapes(config, vocab_size)
+        if missing := now.keys() - measured_for.keys():
+            raise ValueError(f"the settings {', '.join(sorted(missing))} are missing in it")
+    except (OSError, ValueError, KeyError, TypeError, HostileFileError) as error:
+        raise ConfigError(
+            f"--partition-profile {path} cannot be read ({error}): delete the file, the next run measures "
+            "and writes it"
+        ) from error
+    if config.training.dry_run:
+        del now["device"]  # a laptop plans for the cluster
+    differing = [
+        f"{key} was {measured_for.get(key)}, is {now[key]}"
+        for key in now
+        if measured_for.get(key) != now[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"--partition-profile {path} was measured with other settings ({'; '.join(differing)}): set "
+            "another file name, to which the run writes its own measurement"
+        )
+    return seconds
+
+
+def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
+    """The settings that the times depend on. The numbers of layers and stages are not among them."""
+    tensor_size = config.parallel.tensor_model_parallel_size
+    device = get_accelerator().device_name()
+    return {
+        **{
+            field.name: getattr(config.model, field.name)
+            for field in dataclasses.fields(config.model)
+            if flag_of(field).changes_layer_time
+        },
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+        "use_apex": config.optimizer.use_apex,
+        "padded_vocab_size": padded_vocab_size(vocab_size, config.model, tensor_size),
+        "micro_batch_size": config.batch.micro_batch_size,
+        "tensor_model_parallel_size": tensor_size,
+        "precision": config.precision.name,
+        "fp32_residual_connection": config.precision.fp32_residual_connection,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "compile": config.training.compile,
+        "recomputes_layers": config.training.recomputes_layers,
+        "recomputes_scores": recomputes_scores(config),
+        "loss_implementation": config.training.loss_implementation,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+    }
+
+
+def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None) -> dict[str, float]:
+    dropout_rng = DropoutRNG(config.training.seed, range(config.batch.micro_batch_size))
+    context = LayerContext(config, tp_group, dropout_rng)
+    layers = pipeline_layers(context, vocab_size, eod)
+    device = torch.device(get_accelerator().current_device_name())
+    shape = (config.batch.micro_batch_size, config.model.seq_length)
+    tokens = torch.randint(0, vocab_size, shape, device=device)
+    seconds: dict[str, float] = {}
+    layer_io: Any = tokens
+    loss, labels = CrossEntropy(tp_group, vocab_size), (tokens, torch.ones(shape, device=device))
+    head = head_kind(layer_names(layers))
+    fused = config.training.loss_implementation == "fused"
+    for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
+        if kind in seconds:
+            continue  # measured already; its output has the shape of its input
+        if fused and head in seconds:
+            seconds[kind] = 0.0  # part of the fused head and loss, which is measured as one
+            continue
+        if fused and kind == head:
+            function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
+        else:
+            function = _build(layer, config, device)
+        if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:
+            function = _recomputed(function)
+        seconds[kind], layer_io = _time(function, layer_io)
+    if not fused:
+        seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
+    return seconds
+
+
+def _build(
+    layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
+) -> Callable:
+    """The layer as a function, with random weights: the exact initialization does not change the time.
+
+    forward: function of the layer's module and its input that replaces the layer's own forward pass.
+    """
+    if not isinstance(layer, LayerSpec):
+        return layer
+    module = layer.build().to(device=device, dtype=PARAMETER_DTYPES[config.precision.name])
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=config.model.init_method_std)
+    if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
+        compile_in_place(module)
+    if forward is None and isinstance(layer, TiedLayerSpec):
+        forward = layer.forward_fn
+    return (lambda layer_io: forward(module, layer_io)) if forward else module
+
+
+def _recomputed(function: Callable) -> Callable:
+    return lambda layer_io: checkpoint(function, layer_io, use_reentrant=False, preserve_rng_state=False)
+
+
+def _time(function: Callable, layer_io: Any) -> tuple[float, Any]:
+    """Median seconds of a forward and backward pass, and the detached output."""
+    times = []
+    for turn in range(WARM_UP + REPEATS):
+        inputs = _detached(layer_io)
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        outputs = function(inputs)
+        hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if hidden.requires_grad:
+            hidden.backward(torch.ones_like(hidden))
+        get_accelerator().synchronize()
+        if turn >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times), _detached(outputs)
+
+
+def _detached(layer_io: Any) -> Any:
+    if isinstance(layer_io, tuple):
+        return tuple(_detached(part) for part in layer_io)
+    return layer_io.detach().requires_grad_(layer_io.is_floating_point())

@@ -1,0 +1,66 @@
+"""The micro-batches of each pipeline stage whose activations exist at one time, by schedule."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron.config import Config
+from megatron.pipeline.schedule import order_of_work
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Micro-batches of a stage at one time. waiting: between their forward and their backward pass. deferred:
+    between their backward and their weight pass, if the schedule has such passes."""
+
+    waiting: int
+    deferred: int = 0
+
+
+def in_flight_micro_batches(config: Config) -> list[int]:
+    """For each stage, the largest number of micro-batches between their forward and their last pass."""
+    return [
+        max(number.waiting + number.deferred for number in numbers) for numbers in in_flight_by_stage(config)
+    ]
+
+
+def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, InFlight]]:
+    """Stage -> micro-batches in flight, for the stages of a pipeline rank, at each of the times when the rank
+    has most of them, by its order of work."""
+    parallel = config.parallel
+    stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]
+    waiting, deferred = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    splits = parallel.schedule.splits_backward
+    moments: list[dict[int, InFlight]] = []
+    most = 0
+    order = order_of_work(
+        parallel.pipeline_schedule,
+        parallel.pipeline_model_parallel_size,
+        filling_micro_batches(config),
+        parallel.stages_per_rank,
+    )
+    for work in chain.from_iterable(step.work for step in order.steps[rank]):
+        stage = work.chunk
+        waiting[stage] += {"forward": 1, "backward": -1}.get(work.kind, 0)
+        deferred[stage] += {"backward": splits, "weight": -1}.get(work.kind, 0)
+        total = sum(waiting.values()) + sum(deferred.values())
+        moment = {stage: InFlight(waiting[stage], deferred[stage]) for stage in stages}
+        if total > most:
+            moments, most = [], total
+        if total == most and moment not in moments:
+            moments.append(moment)
+    return moments
+
+
+def filling_micro_batches(config: Config) -> int:
+    """Enough micro-batches to fill the pipeline more than once, at most those of the run."""
+    parallel = config.parallel
+    multiple = parallel.micro_batch_multiple
+    enough = max(-(-(2 * parallel.num_stages + 2) // multiple) * multiple, parallel.min_micro_batches)
+    return min(config.micro_batches_per_step, enough)
+
+
+def in_flight_by_stage(config: Config) -> list[list[InFlight]]:
+    """For each stage, its micro-batches in flight at each of the times when its rank has most of them."""
+    parallel = config.parallel
+    by_rank = [in_flight_on_rank(config, rank) for rank in range(parallel.pipeline_model_parallel_size)]
+    return [[moment[stage] for moment in by_rank[rank]] for stage, rank in enumerate(parallel.rank_of_stage)]

@@ -1,0 +1,303 @@
+"""Handles skipped ranges, spikes, non-finite values and replica mismatches in the training loop.
+
+Every decision depends only on the training state and on values that are equal on all ranks: see
+docs/stability.md.
+
+--check-invariants-interval: replicas are the tied embedding on the first and the last stage; parameters that
+are not sharded, on tensor ranks; all weights, and the optimizer's state unless ZeRO shards it, on
+data-parallel ranks. Only their digests are communicated (`megatron.checkpoint.verify.digests`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.verify.digests import fragment_digests
+from megatron.cluster.exit_codes import RunStopped
+from megatron.config import BatchSchedule, Config, StabilityConfig
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.parameters import ParameterSpec, spec_of
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
+from megatron.text_table import rank_list
+from megatron.training.logging.metrics import MetricsLogger
+
+
+class StepOptions(TypedDict):
+    """The arguments of `GPTEngine.train_step` that control skipped updates."""
+
+    skips_non_finite: bool | None
+    skip_update_fn: Callable[[float, float], bool] | None
+
+
+@dataclass
+class StabilityMonitor:
+    """Called before, during and after each step, on every rank."""
+
+    config: Config
+    engine: GPTEngine
+    batches: BatchSchedule
+    metrics: MetricsLogger
+    checkpoints: CheckpointManager
+    spikes: SpikeDetector = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spikes = SpikeDetector(self.config.stability)
+
+    def skip_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
+        """The state after the range to skip, which is printed; None if the next iteration is not in a
+        range."""
+        skipped = range_to_skip(self.config, state.iteration, total_iterations)
+        if skipped is None:
+            return None
+        first, last = skipped
+        self.metrics.print(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag")
+        return advance_state(state, last, self.config, self.batches)
+
+    def step_options(self, state: TrainingState) -> StepOptions:
+        """The options of the step that follows `state`; starts that step."""
+        self.spikes.begin(state)
+        options = self.config.stability
+        limit = options.max_consecutive_skips
+        return {
+            "skips_non_finite": None if limit is None else state.skips_in_a_row + 1 < limit,
+            "skip_update_fn": self.spikes.should_skip if options.spike_policy else None,
+        }
+
+    def diagnose(self, error: NonFiniteError, iteration: int) -> RunStopped:
+        """The error of a non-finite step that must not be skipped."""
+        limit = self.config.stability.max_consecutive_skips
+        in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
+        return RunStopped(f"iteration {iteration}: {error}{in_a_row}")
+
+    def post_step(self, state: TrainingState) -> TrainingState:
+        """Prints what was wrong with the step that led to `state`, rolls back if needed; returns the state to
+        continue from. Raises RunStopped after too many skips or rollbacks."""
+        options, optimizer = self.config.stability, self.engine.optimizer
+        state = self.spikes.update_window(state, taken=not optimizer.skipped)
+        if optimizer.found_nonfinite and optimizer.diagnosis:
+            self.metrics.print(f"iteration {state.iteration}: {optimizer.diagnosis}")
+        if not self.spikes.diagnosis:
+            return state
+        what = f"iteration {state.iteration}: spike, {self.spikes.diagnosis}"
+        if options.spike_policy == "rollback":
+            return self._roll_back(state, what)
+        limit = options.max_consecutive_skips or options.spike_window
+        if state.skips_in_a_row >= limit:
+            raise RunStopped(f"{what}: {limit} consecutive skipped updates: not a spike, stopping")
+        self.metrics.print(what + (": update skipped" if optimizer.skipped_by_fn else ""))
+        return state
+
+    def _roll_back(self, state: TrainingState, what: str) -> TrainingState:
+        """Loads the newest checkpoint and skips the data between it and `state`. Without a checkpoint only
+        the update is skipped. what: the cause, for the log.
+        """
+        limit = self.config.stability.max_rollbacks
+        if state.rollbacks >= limit:
+            raise RunStopped(f"{what}: reached --max-rollbacks {limit}")
+        checkpoint = self.checkpoints.rollback()
+        if checkpoint is None:
+            self.metrics.print(f"{what}: update skipped; there is no checkpoint to roll back to")
+            return state
+        there = checkpoint.state
+        self.metrics.print(
+            f"{what}: rolled back to {checkpoint.folder}; the data of iterations "
+            f"{there.iteration + 1} to {state.iteration} are skipped"
+        )
+        reached = advance_state(there, state.iteration, self.config, self.batches)
+        return replace(reached, rollbacks=state.rollbacks + 1)
+
+    def check_invariants(self, iteration: int) -> None:
+        """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
+        RunStopped on a mismatch."""
+        interval = self.config.stability.check_invariants_interval
+        if interval and iteration % interval == 0:
+            violation = find_invariant_violation(self.engine.optimizer, self.engine.layout)
+            if violation:
+                raise RunStopped(
+                    f"iteration {iteration}: {violation}. Resume from an earlier checkpoint, and check the "
+                    "devices of these ranks"
+                )
+
+
+class SpikeDetector:
+    """Examines each step before its update."""
+
+    def __init__(self, options: StabilityConfig) -> None:
+        self._options = options
+        self.diagnosis = ""
+        """Why the last examined step is a spike, for the log; '' if it is not."""
+        self._state = TrainingState()
+        self._seen: tuple[float, float] | None = None
+
+    def begin(self, state: TrainingState) -> None:
+        """Starts the step that follows `state`."""
+        self._state, self._seen, self.diagnosis = state, None, ""
+
+    def should_skip(self, loss: float, grad_norm: float) -> bool:
+        """Whether to skip the step's update. loss, grad_norm: of the global batch."""
+        self._seen = (loss, grad_norm)
+        options, state = self._options, self._state
+        if len(state.recent_losses) < options.spike_window:
+            return False
+        found = []
+        for name, value, before, factor in (
+            ("loss", loss, state.recent_losses, options.spike_loss_factor),
+            ("grad norm", grad_norm, state.recent_grad_norms, options.spike_grad_norm_factor),
+        ):
+            typical = median(before)
+            if value > factor * typical:
+                found.append(f"{name} {value:.4g} (median of {len(before)} steps: {typical:.4g})")
+        self.diagnosis = " and ".join(found)
+        return bool(found) and options.spike_policy != "warn"
+
+    def update_window(self, state: TrainingState, taken: bool) -> TrainingState:
+        """Returns `state`, the state after the step, with the step added to its window if taken."""
+        before = self._state
+        losses, norms = before.recent_losses, before.recent_grad_norms
+        if taken and self._seen is not None:
+            keep = self._options.spike_window
+            losses, norms = (*losses, self._seen[0])[-keep:], (*norms, self._seen[1])[-keep:]
+        return replace(state, recent_losses=losses, recent_grad_norms=norms)
+
+
+def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tuple[int, int] | None:
+    """The rest of the --skip-train-iteration-range that contains the next iteration: (next, last iteration).
+    None if the next iteration is not in a range."""
+    for first, last in config.stability.skipped_ranges:
+        if first <= iteration + 1 <= last and iteration < total_iterations:
+            return iteration + 1, min(last, total_iterations)
+    return None
+
+
+def advance_state(state: TrainingState, last: int, config: Config, batches: BatchSchedule) -> TrainingState:
+    """The state after iteration `last`, with the samples and tokens of the iterations until then consumed."""
+    samples, tokens = state.consumed_samples, state.consumed_tokens
+    for iteration in range(state.iteration + 1, last + 1):
+        size = batches.global_batch_size_at(samples)
+        samples += size
+        tokens += size * config.seq_length_at(iteration)
+    return replace(
+        state,
+        iteration=max(last, state.iteration),
+        consumed_samples=samples,
+        consumed_tokens=tokens,
+        skipped_iterations=state.skipped_iterations + max(last - state.iteration, 0),
+        pending_evaluations=0,
+    )
+
+
+_WORD = 1 << 64
+# Violations that the sentence names.
+_MAX_NAMED = 3
+# Elements per digest computation, to bound its memory.
+_CHUNK = 1 << 24
+
+# A tensor that is compared: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
+# name of a moment), the parameter's name, and the TP rank if the parameter is sharded.
+TensorKey = tuple[str, str, int | None]
+# The place of a replica: stage, TP rank, DP rank (None if the data-parallel ranks shard the tensor).
+ReplicaKey = tuple[int, int, int | None]
+
+
+@dataclass
+class _LocalDigests:
+    """The digests of this rank's parts of replicas, and the names of non-finite tensors."""
+
+    rank: int
+    parts: dict[tuple[TensorKey, ReplicaKey], int] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)
+
+
+def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> str | None:
+    """One sentence that names replicas that differ and non-finite values, with their ranks; None if
+    there are none. The same on every rank. Collective."""
+    local = _local_digests(optimizer, layout)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
+    sentence = [_sentence(everywhere) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sentence)
+    return sentence[0]
+
+
+def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _LocalDigests:
+    held = _LocalDigests(layout.rank)
+    place = (layout.pipeline_stage, layout.tp_rank)
+
+    def add(
+        kind: str, name: str, is_sharded: bool, dp_rank: int | None, digest: int, is_finite: bool
+    ) -> None:
+        held.parts[(kind, name, layout.tp_rank if is_sharded else None), (*place, dp_rank)] = digest
+        if not is_finite:
+            held.not_finite.append(f"{kind} of {name} on rank {layout.rank}")
+
+    optimizer.wait_for_params()
+    for flat in optimizer.flat:
+        if flat.shards_weights:
+            continue  # ZeRO-3: between steps only the partitions exist, which are compared below
+        for parameter in flat.parameters:
+            spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
+            digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
+            name, is_sharded = optimizer.names[parameter], spec.shard_dim is not None
+            add("weights", name, is_sharded, layout.dp_rank, digest, is_finite)
+    dp_rank = layout.dp_rank if optimizer.partition_count == 1 else None
+    for part in optimizer.local_param_states():
+        for kind, values in part.values.items():
+            digest, is_finite = _digest(part.spec, part.tp_group, part.start, values)
+            add(kind, part.name, part.spec.shard_dim is not None, dp_rank, digest, is_finite)
+    if not math.isfinite(optimizer.scaler.scale):
+        held.not_finite.append(f"the loss scale on rank {layout.rank}")
+    return held
+
+
+def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) -> tuple[int, bool]:
+    """The digest of a rank's flat elements from `start` on, in any precision, and whether all are finite."""
+    digest, finite = 0, values.new_ones((), dtype=torch.bool)
+    for first in range(0, values.numel(), _CHUNK):
+        piece = values[first : first + _CHUNK].float()
+        digest += fragment_digests(spec, tp_group, start + first, {"": piece})[""]
+        finite &= piece.isfinite().all()
+    return digest % _WORD, bool(finite)
+
+
+def _sentence(everywhere: list[_LocalDigests]) -> str | None:
+    """The violations in the digests of all ranks."""
+    replicas: dict[TensorKey, dict[ReplicaKey, int]] = {}
+    holders: dict[tuple[TensorKey, ReplicaKey], list[int]] = {}
+    for held in everywhere:
+        for (tensor, replica), digest in held.parts.items():
+            digests = replicas.setdefault(tensor, {})
+            digests[replica] = (digests.get(replica, 0) + digest) % _WORD
+            holders.setdefault((tensor, replica), []).append(held.rank)
+    found = [what for held in everywhere for what in held.not_finite]
+    found = [f"non-finite: {', '.join(found[:_MAX_NAMED])}{_more(found)}"] if found else []
+    mismatches = []
+    for (kind, name, tp_rank), digests in sorted(replicas.items(), key=lambda item: str(item[0])):
+        if len(set(digests.values())) == 1:
+            continue
+        # Without a majority the first replica is the reference.
+        reference = Counter(digests[replica] for replica in sorted(digests, key=str)).most_common(1)[0][0]
+        ranks: dict[bool, set[int]] = {True: set(), False: set()}
+        for replica, digest in digests.items():
+            ranks[digest == reference] |= set(holders[(kind, name, tp_rank), replica])
+        mismatches.append(
+            f"{kind} of {name} on {rank_list(ranks[False])} differs from {rank_list(ranks[True])}"
+        )
+    if mismatches:
+        found.append(f"replicas differ: {'; '.join(mismatches[:_MAX_NAMED])}{_more(mismatches)}")
+    return " and ".join(found) or None
+
+
+def _more(found: list[str]) -> str:
+    return f" (and {len(found) - _MAX_NAMED} more)" if len(found) > _MAX_NAMED else ""

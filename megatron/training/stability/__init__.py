@@ -1,1 +1,0 @@
-"""Skipped iterations, loss spikes, non-finite values, and replicas that must stay equal."""

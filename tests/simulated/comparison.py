@@ -1,0 +1,148 @@
+"""What the plan of a step and the whole simulated step do not agree on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from megatron.config import Config
+from megatron.mpu.layout import ParallelLayout
+from megatron.pipeline.stages import StagePlan
+from megatron.planner.plan import CommunicationRow, make_plan
+from megatron.simulation.matching import group_name
+from megatron.simulation.passes import Action, Collective, Group, Kernel
+from megatron.simulation.record import CollectiveCall, Instruction, StepRecord, Work
+from megatron.simulation.stage_costs import rank_update, stage_costs
+from megatron.simulation.world import plan_of
+
+STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
+# DeepSpeed and the engine copy messages and add losses.
+LAUNCHES_TOLERANCE = 6
+PASSES = {"forward": "ForwardPass", "backward": "BackwardPass", "weight": "WeightGradPass"}
+# Losses, norms, overflows and exit codes.
+_LARGEST_SCALARS = 64
+
+Calls = Counter[tuple[Group, str, float]]
+"""(group, operation, bytes) -> calls."""
+
+
+def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
+    """A sentence for each figure of the plan that is not the simulated one. records: by pipeline rank."""
+    vocab, plan = plan_of(config)
+    planned = make_plan(config, vocab.size, plan)
+    found = []
+    for record, memory in zip(records, planned.memory, strict=True):
+        held = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
+        end = record.end
+        state = end.parameters + end.gradients + end.optimizer
+        checks = [
+            ("parameters", sum(map(plan.stage_parameters, held)), record.parameters, 0.0),
+            ("state", memory.state, state, STATE_TOLERANCE),
+            ("peak memory", memory.total, record.peak.total, PEAK_TOLERANCE),
+            *_messages(config, planned.communication, record),
+        ]
+        found += [f"rank {record.stage}: {text}" for text in _beyond(checks)]
+        for chunk, stage in enumerate(held):
+            found += _of_passes(config, plan, vocab.size, record, stage, chunk)
+        found += _of_step(config, plan, vocab.size, record)
+    return found
+
+
+def _messages(
+    config: Config, rows: Iterable[CommunicationRow], record: StepRecord
+) -> Iterator[tuple[str, float, float, float]]:
+    """The bytes that a rank sends and receives per micro-batch. Shapes and tables of parts are small."""
+    for operation in ("send", "recv_"):
+        planned = sum(
+            row.bytes
+            for row in rows
+            if (row.rank, row.group, row.operation) == (record.stage, "stages", operation.strip("_"))
+        )
+        simulated = sum(call.bytes for call in record.calls if call.operation == operation)
+        yield (
+            operation,
+            planned / config.micro_batches_per_step,
+            simulated / record.micro_batches,
+            BYTES_TOLERANCE,
+        )
+
+
+def _of_passes(
+    config: Config, plan: StagePlan, vocab_size: int, record: StepRecord, stage: int, chunk: int
+) -> Iterator[str]:
+    """Of each pass of a micro-batch in the middle of a step."""
+    layout = ParallelLayout.from_config(config.parallel, record.rank)
+    for name, actions in stage_costs(config, plan, vocab_size, stage).passes.items():
+        planned = list(actions)
+        instruction = Instruction(PASSES[name], chunk)
+        # A step of one micro-batch has the first one only.
+        works = record.rest if instruction in record.rest else record.first
+        simulated = works.get(instruction, Work({}, (), ()))
+        kernels = [action for action in planned if isinstance(action, Kernel)]
+        counts = simulated.operations.values()
+        checks = [
+            ("FLOPs", sum(kernel.flops for kernel in kernels), simulated.flops, 0.0),
+            (
+                "bytes",
+                sum(kernel.bytes for kernel in kernels),
+                sum(count.bytes_read + count.bytes_written for count in counts),
+                BYTES_TOLERANCE,
+            ),
+        ]
+        texts = [*_beyond(checks)]
+        if abs(len(kernels) - simulated.launched) > LAUNCHES_TOLERANCE:
+            texts.append(f"{len(kernels)} launches, simulated {simulated.launched}")
+        texts += _other_calls(_planned_calls(planned), _simulated_calls(simulated.calls, layout))
+        yield from (f"{name} pass of stage {stage}: {text}" for text in texts)
+
+
+def _of_step(config: Config, plan: StagePlan, vocab_size: int, record: StepRecord) -> Iterator[str]:
+    """Of the collectives of a step: those of its passes, and the optimizer's."""
+    layout = ParallelLayout.from_config(config.parallel, record.rank)
+    update = rank_update(config, plan, vocab_size, record.stage)
+    parts = (*update.reductions, update.reduce, update.step, *update.gathers)
+    planned = _planned_calls(action for part in parts for action in part)
+    own = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
+    for stage in own:
+        costs = stage_costs(config, plan, vocab_size, stage)
+        for actions in costs.passes.values():
+            calls = _planned_calls(actions)
+            planned += Counter({call: number * record.micro_batches for call, number in calls.items()})
+    yield from (
+        f"step of rank {record.stage}: {text}"
+        for text in _other_calls(_large(planned), _large(_simulated_calls(record.calls, layout)))
+    )
+
+
+def _beyond(checks: Iterable[tuple[str, float, float, float]]) -> Iterator[str]:
+    """Of (what, planned, simulated, tolerance), those that differ by more."""
+    for what, planned, simulated, tolerance in checks:
+        if abs(planned - simulated) > tolerance * simulated:
+            yield f"{what} {planned:,.0f}, simulated {simulated:,}"
+
+
+def _other_calls(planned: Mapping, simulated: Mapping) -> Iterator[str]:
+    for call in sorted(planned.keys() | simulated.keys()):
+        if planned.get(call, 0) != simulated.get(call, 0):
+            yield f"{call} {planned.get(call, 0)} times, simulated {simulated.get(call, 0)}"
+
+
+def _planned_calls(actions: Iterable[Action]) -> Calls:
+    return Counter(
+        (action.group, action.operation, action.bytes) for action in actions if isinstance(action, Collective)
+    )
+
+
+def _simulated_calls(calls: Iterable[CollectiveCall], layout: ParallelLayout) -> Calls:
+    return Counter((group_name(call.ranks, layout), call.operation, call.bytes) for call in calls)
+
+
+def _large(calls: Calls) -> Calls:
+    """Those of collectives of more than some numbers."""
+    return Counter(
+        {
+            call: number
+            for call, number in calls.items()
+            if call[2] > _LARGEST_SCALARS and call[1] not in ("send", "recv_")
+        }
+    )

@@ -1,0 +1,72 @@
+"""Arrangements, activations, norms and blocks that the program has never seen are planned exactly.
+
+The plan is made of what the layers do on the simulated device, so no file of the planner or of the simulation
+knows what a layer consists of. `unseen_layers` defines the parts, `comparison` says what "exactly" means.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.command import ROOT
+
+# Flags, an operation of the simulated step that no layer of the program has, and by how many parameters of a
+# column of the hidden state each of the four layers grows on one process.
+H, FFN = 256, 4 * 256
+MATRICES, PROJECTIONS = 2 * H * FFN, 4 * H * H
+PARTS = {
+    "arrangement": ("--layer-arrangement half-sandwich", "native_layer_norm", 2 * H),
+    "activation": ("--activation mish", "softplus", 0),
+    "gated activation": ("--glu-activation mish-glu", "softplus", H * FFN + FFN),
+    "norm": ("--normalization PeakNorm", "amax", 2 * (1 - H)),
+    "mixer": (
+        "--layer-arrangement causal-mean",
+        "cumsum",
+        3 * H * H + 3 * H + 3 * H // 2 + 3 * H * H // 2 + H - (PROJECTIONS + 4 * H),
+    ),
+    "two MLPs": ("--layer-arrangement two-mlps", "silu", 2 * H * H // 4 + H // 4 + H),
+}
+LAYOUTS = {
+    "one process": "",
+    "TP 2, PP 2, recomputed": "--world-size 8 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --zero-stage 1 --checkpoint-activations",
+    "TP 2, sequence parallel": "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "zero-bubble": "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--sequence-parallel --pipeline-schedule zero-bubble",
+}
+ROWS = [(part, layout) for layout in LAYOUTS for part in PARTS]
+
+
+def report(flags: str) -> dict[str, Any]:
+    """What the program `unseen_layers` finds: see its `_report`."""
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.simulated.unseen_layers", "--bf16", *flags.split()],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize(("part", "layout"), ROWS)
+def test_the_planner_plans_what_it_never_saw(part: str, layout: str) -> None:
+    flags, operation, _ = PARTS[part]
+    found = report(f"{flags} {LAYOUTS[layout]}")
+    assert operation in found["operations"]
+    assert found["disagreements"] == []
+
+
+@pytest.mark.full
+def test_the_program_that_plans_what_it_never_saw_has_the_parts() -> None:
+    """Else the test above would say nothing."""
+    (plain,) = report("")["parameters"]
+    for flags, _, more in PARTS.values():
+        final_norm = 1 - H if "PeakNorm" in flags else 0
+        assert report(flags)["parameters"] == [plain + 4 * more + final_norm], flags

@@ -1,0 +1,36 @@
+"""Checkpoints of the tiny model of `layouts.py`. All functions run inside `run_world`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.record import TrainingState
+from tests.support.layouts import EOD, GLOBAL_BATCH, SEQ, VOCAB, Row, build_engine, config_of, train
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.manager import CheckpointManager
+    from megatron.engine.pipeline_engine import GPTEngine
+
+FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
+"""Of the data that the checkpoints claim to be trained on."""
+
+
+def state_after(steps: int) -> TrainingState:
+    """The training state of a run after that many steps."""
+    return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
+
+
+def make_manager(engine: GPTEngine, folder: Path) -> CheckpointManager:
+    """Saves checkpoints of the engine to the folder, and loads them."""
+    from megatron.checkpoint.manager import CheckpointManager
+
+    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT)
+
+
+def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:
+    """Trains the tiny model from step 0 and writes `global_step{steps}`; returns the engine."""
+    engine = build_engine(config_of(row, **changes))
+    train(engine, range(steps))
+    make_manager(engine, folder).save(state_after(steps))
+    return engine

@@ -1,0 +1,61 @@
+"""Committed loss curves: a change that is not meant to alter numbers must reproduce them exactly.
+
+    .venv/bin/python -m tests.support.golden      # rewrites tests/golden/loss_curves.json
+
+Regenerate only for a change that is meant to alter the numbers, and say in the commit which and why.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.support.layouts import Row, train_layout
+from tests.support.pool import run_world
+
+GOLDEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "golden" / "loss_curves.json"
+BOUND = 1e-5
+"""Relative: another processor rounds otherwise."""
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+# Name -> the row and the changes to its config.
+GOLDEN_ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
+    "absolute on one process": (Row(), {}),
+    "rotary with a gated MLP, TP 2": (Row(tp=2, positions="rotary"), {"model": {"glu_activation": "swiglu"}}),
+    "alibi with a norm after the embedding, PP 2 x DP 2, ZeRO 1": (
+        Row(pp=2, dp=2, zero=1, micro_batch=2, positions="alibi"),
+        {"model": {"embed_layernorm": True}},
+    ),
+    "dropout with recomputation, PP 2": (Row(pp=2, recompute=True), {"model": DROPOUT}),
+}
+
+
+def golden_history(name: str) -> list[tuple[float, float]]:
+    """(loss, grad norm) per step, as the current code computes them."""
+    row, changes = GOLDEN_ROWS[name]
+    return run_world(row.world_size, train_layout, row, timeout=300.0, **changes)[0]
+
+
+def committed() -> dict[str, list[list[float]]]:
+    """The file's content: name -> [loss, grad norm] per step."""
+    return json.loads(GOLDEN_FILE.read_text())
+
+
+def main() -> None:
+    """Writes the file."""
+    curves = {
+        name: [[float(f"{value:.8g}") for value in step] for step in golden_history(name)]
+        for name in GOLDEN_ROWS
+    }
+    lines = [
+        f"{json.dumps(name)}: [\n    " + ",\n    ".join(json.dumps(step) for step in curve) + "\n  ]"
+        for name, curve in curves.items()
+    ]
+    GOLDEN_FILE.parent.mkdir(exist_ok=True)
+    GOLDEN_FILE.write_text("{\n  " + ",\n  ".join(lines) + "\n}\n")
+    print(f"wrote {GOLDEN_FILE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The layouts that must give the same numbers, as tables in code, and a tiny model to train on them.
+
+`full_matrix()` is every combination (408 rows, for `benchmarks/parity.py`), `covering_rows()` a subset for CI
+in which every (TP, PP, DP) and every pair of option values appears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import fsum
+from typing import TYPE_CHECKING, Any
+
+from megatron.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    StabilityConfig,
+    TrainingConfig,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.data.loader import MicroBatch
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.pipeline_module import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout, TPGroup
+    from megatron.mpu.parameters import ParameterSpec
+
+STEPS = 20
+VOCAB = 101
+"""No multiple of anything: the padding depends on the TP degree."""
+EOD = 0
+SEQ = 32
+GLOBAL_BATCH = 8
+RATE = 2e-3
+CLIP = 1.0
+"""The tiny model's norms lie on both sides of it: some steps are clipped, some are not."""
+
+FP32_BOUND = 1e-5
+"""Of the relative error of loss and grad norm, at every step."""
+LOW_PRECISION_BOUND = 2e-3
+"""Of the relative error of a bf16 or fp16 run's loss against the fp32 run's, at every step."""
+
+POSITIONS = ("absolute", "rotary", "alibi")
+PROCESS_LAYOUTS = tuple((tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp <= 8)
+# The options of a row beside TP, PP and DP, with their values.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1),
+    "micro_batch": (1, 2),
+    "recompute": (False, True),
+    "positions": POSITIONS,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of the matrix; the defaults are the single-process run that the others must equal."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 0
+    micro_batch: int = 1
+    recompute: bool = False
+    positions: str = "absolute"
+    precision: str = "fp32"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def reference(self) -> Row:
+        """The fp32 run of the same model on one process."""
+        return Row(positions=self.positions)
+
+    def __str__(self) -> str:
+        recompute = "recompute" if self.recompute else "keep"
+        return (
+            f"tp{self.tp}-pp{self.pp}-dp{self.dp}-zero{self.zero}-micro{self.micro_batch}-{recompute}-"
+            f"{self.positions}-{self.precision}"
+        )
+
+
+def full_matrix() -> list[Row]:
+    """Every layout of at most 8 processes with every combination of options, in fp32."""
+    return [
+        Row(*layout, **dict(zip(OPTIONS, values, strict=True)))
+        for layout in PROCESS_LAYOUTS
+        for values in product(*OPTIONS.values())
+    ]
+
+
+def covering_rows() -> list[Row]:
+    """One row per (TP, PP, DP), with options such that every pair of option values appears.
+
+    Greedy: each row is the one whose pairs of option values are the rarest so far.
+    """
+    rows: list[Row] = []
+    seen: Counter[tuple] = Counter()
+    for layout in PROCESS_LAYOUTS:
+        candidates = [
+            row
+            for row in full_matrix()
+            if (row.tp, row.pp, row.dp) == layout
+            and (row.tp < 4 or row.micro_batch == 2)  # 4 TP ranks exchange the most messages: half of them
+        ]
+        # fsum: the order of a set of strings changes from process to process, the rows must not.
+        rows.append(max(candidates, key=lambda row: fsum(0.1 ** seen[pair] for pair in option_pairs(row))))
+        seen.update(option_pairs(rows[-1]))
+    return rows
+
+
+def option_pairs(row: Row) -> set[tuple]:
+    """What the row covers: pairs of its option values, and pairs of an option value with TP, PP or DP in
+    use."""
+    values = {name: getattr(row, name) for name in OPTIONS}
+    in_use = {axis: getattr(row, axis) > 1 for axis in ("tp", "pp", "dp")}
+    return {*combinations(values.items(), 2), *product(in_use.items(), values.items())}
+
+
+def low_precision_rows() -> list[Row]:
+    """bf16 and fp16 on single layouts and their mixtures, with both ZeRO stages."""
+    shapes = [
+        Row(),
+        Row(tp=2, zero=1, positions="rotary"),
+        Row(pp=2, zero=1, micro_batch=2, recompute=True, positions="alibi"),
+        Row(dp=2, micro_batch=2),
+        Row(dp=4, zero=1, recompute=True, positions="alibi"),
+        Row(tp=2, pp=2, micro_batch=2, positions="rotary"),
+        Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2),
+    ]
+    return [dataclasses.replace(row, precision=name) for name in ("bf16", "fp16") for row in shapes]
+
+
+def dropout_rows() -> list[Row]:
+    """Layouts whose dropout masks would differ if these depended on ranks."""
+    return [
+        Row(micro_batch=2, recompute=True),
+        Row(tp=2),
+        Row(tp=4, micro_batch=2, recompute=True, positions="alibi"),
+        Row(pp=2, micro_batch=2),
+        Row(dp=2, zero=1),
+        Row(pp=4, recompute=True, positions="rotary"),
+        Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
+    ]
+
+
+def config_of(row: Row, **changes: dict[str, Any]) -> Config:
+    """The tiny model on the row's layout; `changes` overrides fields: `model={"embed_layernorm": True}`."""
+    sections = {
+        "model": ModelConfig(
+            num_layers=4,
+            hidden_size=32,
+            num_attention_heads=4,
+            seq_length=SEQ,
+            max_position_embeddings=SEQ,
+            position_embedding_type=row.positions,
+            make_vocab_size_divisible_by=8,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        "batch": BatchConfig(micro_batch_size=row.micro_batch, global_batch_size=GLOBAL_BATCH),
+        "schedule": ScheduleConfig(lr=RATE),
+        "parallel": ParallelConfig(
+            tensor_model_parallel_size=row.tp,
+            pipeline_model_parallel_size=row.pp,
+            zero_stage=row.zero,
+            world_size=row.world_size,
+        ),
+        "training": TrainingConfig(train_iters=STEPS, checkpoint_activations=row.recompute),
+        "optimizer": OptimizerConfig(clip_grad=CLIP),
+        "precision": PrecisionConfig(
+            bf16=row.precision == "bf16", fp16=row.precision == "fp16", initial_loss_scale=2.0**12
+        ),
+        "data": DataConfig(),
+        "checkpoint": CheckpointConfig(),
+        "logging": LoggingConfig(),
+        "stability": StabilityConfig(),
+    }
+    for section, fields in changes.items():
+        sections[section] = dataclasses.replace(sections[section], **fields)
+    return Config(**sections)
+
+
+def build_model(
+    config: Config, bounds: list[int] | None = None
+) -> tuple[ParallelLayout, TPGroup, GPTModelPipe]:
+    """This rank's stage, inside `run_world`. bounds: a partition that replaces that of the flags."""
+    import torch.distributed as dist
+
+    from megatron.model.pipeline_module import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout
+    from megatron.pipeline.stages import plan_stages
+
+    parallel = config.parallel
+    layout = ParallelLayout.create(
+        dist.get_world_size(),
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        dist.get_rank(),
+    )
+    tp_group = layout.make_tp_group()
+    bounds = bounds or plan_stages(config, VOCAB).bounds
+    return layout, tp_group, GPTModelPipe(config, layout, tp_group, VOCAB, EOD, bounds)
+
+
+def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
+    """This rank's stage in its engine, inside `run_world`."""
+    from megatron.engine.pipeline_engine import GPTEngine
+
+    return GPTEngine(config, *build_model(config, bounds))
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """What one rank holds: its place, and specs and shards by global name."""
+
+    tp_rank: int
+    dp_rank: int
+    stage: int
+    specs: dict[str, ParameterSpec]
+    shards: dict[str, torch.Tensor]
+
+
+def weights_of(engine: GPTEngine) -> RankWeights:
+    """Copies of the engine's parameters, to be returned from `run_world`."""
+    from megatron.mpu.parameters import spec_of
+
+    layout, parameters = engine.layout, dict(engine.module.named_parameters())
+    with engine.optimizer.gathered_params():
+        return RankWeights(
+            layout.tp_rank,
+            layout.dp_rank,
+            layout.pipeline_stage,
+            {name: spec_of(p) for name, p in parameters.items()},
+            {name: p.detach().clone() for name, p in parameters.items()},
+        )
+
+
+def full_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
+    """Global parameters by name, from the first replica that has them; the vocabulary without padding."""
+    from megatron.mpu.parameters import merge_shards
+
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    specs: dict[str, ParameterSpec] = {}
+    for rank in ranks:
+        specs |= rank.specs
+        for name, shard in rank.shards.items():
+            shards.setdefault(name, {}).setdefault(rank.tp_rank, shard)
+    return {
+        name: merge_shards(specs[name], [of_ranks[i] for i in sorted(of_ranks)])[: specs[name].num_valid_rows]
+        for name, of_ranks in shards.items()
+    }
+
+
+def sample_tokens(first: int, count: int) -> torch.Tensor:
+    """Samples [count, SEQ + 1] of a text that can be learned: each token is 1 to 3 above the one before.
+
+    A function of the samples' numbers alone: every layout reads the same.
+    """
+    import torch
+
+    rows = []
+    for sample in range(first, first + count):
+        generator = torch.Generator().manual_seed(sample)
+        steps = torch.randint(1, 4, (SEQ + 1,), generator=generator)
+        steps[0] = torch.randint(0, VOCAB, (1,), generator=generator)
+        rows.append(steps.cumsum(0) % VOCAB)
+    return torch.stack(rows)
+
+
+def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, labels) of a step, counted from 0, both [GLOBAL_BATCH, SEQ]."""
+    samples = sample_tokens(step * GLOBAL_BATCH, GLOBAL_BATCH)
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def micro_batches(engine: GPTEngine, step: int) -> Iterator[MicroBatch]:
+    """This rank's part of the step's global batch."""
+    from megatron.data.loader import MicroBatch
+
+    size, layout = engine.run_config.batch.micro_batch_size, engine.layout
+    start, stride = step * GLOBAL_BATCH, layout.dp_size * size
+    for first in range(start + layout.dp_rank * size, start + GLOBAL_BATCH, stride):
+        yield MicroBatch.from_rows(sample_tokens(first, size), first)
+
+
+def train(engine: GPTEngine, steps: Iterable[int], **options: Any) -> list[tuple[float, float]]:
+    """Trains on the numbered steps; returns (loss, grad norm) of each. options: of `GPTEngine.train_step`."""
+    history = []
+    for step in steps:
+        batch = micro_batches(engine, step)
+        loss = engine.train_step(batch, GLOBAL_BATCH, RATE, **options)
+        history.append((loss.item(), engine.optimizer.grad_norm))
+    return history
+
+
+def train_layout(row: Row, steps: int = STEPS, **changes: dict[str, Any]) -> list[tuple[float, float]]:
+    """Trains the tiny model on a row's layout, inside `run_world`; (loss, grad norm) of each step."""
+    return train(build_engine(config_of(row, **changes)), range(steps))
+
+
+def relative_errors(
+    history: list[tuple[float, float]], reference: list[tuple[float, float]]
+) -> tuple[float, float]:
+    """Largest relative error over the steps, of the loss and of the grad norm."""
+    if len(history) != len(reference):
+        raise ValueError(f"{len(history)} steps compared with {len(reference)}")
+    errors = [
+        [abs(value - wanted) / abs(wanted) for value, wanted in zip(step, expected, strict=True)]
+        for step, expected in zip(history, reference, strict=True)
+    ]
+    return max(loss for loss, _ in errors), max(norm for _, norm in errors)

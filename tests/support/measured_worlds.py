@@ -1,0 +1,180 @@
+"""Processes that stay alive and do named pieces of work on request, so that layouts can take turns.
+
+A benchmark starts itself again with `--worker ...` through `World`; the worker ends in `serve`. Each line of
+its input names work; the answer is the seconds that it took, or the number that it returned. Answers
+go to the stream that `begin_worker` returns.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from tests.support.forked import launch_variables
+from tests.support.ports import free_ports
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.data.loader import MicroBatch
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.pipeline_module import GPTModelPipe
+    from megatron.mpu.layout import ParallelLayout, TPGroup
+
+
+# In the environment of processes that are measured on CPUs, on a machine with an accelerator too.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class World:
+    """The processes of one layout, one thread each."""
+
+    def __init__(
+        self,
+        script: str,
+        worker: str,
+        processes: int,
+        settings: Mapping[str, str] | None = None,
+        words: Sequence[str] = (),
+    ) -> None:
+        """Starts `script WORDS --worker WORKER` as the ranks of one world, with `settings` in their
+        environment."""
+        (port,) = free_ports(1)
+        command = [sys.executable, script, *words, f"--worker={worker}"]
+        self.processes = []
+        for rank in range(processes):
+            environment = {**os.environ, **(settings or {}), "OMP_NUM_THREADS": "1"}
+            environment |= launch_variables(rank, processes, port)
+            self.processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+
+    def start(self, work: str) -> None:
+        for process in self.processes:
+            process.stdin.write(work + "\n")
+            process.stdin.flush()
+
+    def seconds(self) -> float:
+        """Waits for the work. Returns the seconds of the slowest process, or the largest number returned."""
+        answers = [process.stdout.readline() for process in self.processes]
+        if not all(answers):
+            raise SystemExit("a measured process died; its error is above")
+        return max(float(answer) for answer in answers)
+
+    def run(self, work: str) -> float:
+        self.start(work)
+        return self.seconds()
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+        for process in self.processes:
+            process.wait()
+
+
+def config_of(flags: str, processes: int = 1) -> "Config":
+    """The configuration of a measured run of `processes`, from its flags. It is a dry run's, which
+    needs no data."""
+    from megatron.config import parse_args
+
+    env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    return parse_args(f"--lr 1e-4 --train-iters 1 --dry-run {flags}".split(), env)
+
+
+def begin_worker() -> TextIO:
+    """The start of a worker, before its imports: of several processes each is bound to its own core, and what
+    libraries print goes to stderr. Returns the real stdout, for the answers."""
+    if int(os.environ["WORLD_SIZE"]) > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    answers, sys.stdout = sys.stdout, sys.stderr
+    from megatron.cluster.processes import configure_logging
+    from megatron.config import LoggingConfig
+
+    configure_logging(LoggingConfig())
+    return answers
+
+
+def connect(config: "Config") -> "tuple[ParallelLayout, TPGroup]":
+    """Connects the workers of a world; returns the layout of this rank and its tensor-parallel group."""
+    from megatron.cluster.processes import init_distributed
+    from megatron.mpu.layout import ParallelLayout
+
+    layout = ParallelLayout.from_config(config.parallel, init_distributed(config))
+    return layout, layout.make_tp_group()
+
+
+def make_engine(
+    config: "Config",
+    layout: "ParallelLayout",
+    tp_group: "TPGroup",
+    vocab_size: int,
+    bounds: Sequence[int] | None = None,
+) -> "GPTEngine":
+    """The engine of a rank. bounds: of the stages, if not those of --partition-method."""
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.model.pipeline_module import GPTModelPipe
+    from megatron.pipeline.stages import plan_stages
+
+    bounds = plan_stages(config, vocab_size).bounds if bounds is None else bounds
+    model = GPTModelPipe(config, layout, tp_group, vocab_size, 0, bounds)
+    return GPTEngine(config, layout, tp_group, model)
+
+
+def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":
+    """The micro-batches of this replica, `size` samples each, from the tokens of a step,
+    [global batch, seq + 1]."""
+    from megatron.data.loader import MicroBatch
+
+    for first in range(layout.dp_rank * size, len(tokens), layout.dp_size * size):
+        yield MicroBatch.from_rows(tokens[first : first + size], first)
+
+
+def serve(work: Callable[[str], object], answers: TextIO) -> None:
+    """For each line of the input, does the work that it names, and answers with its seconds or its result."""
+    for line in sys.stdin:
+        start = time.perf_counter()
+        found = work(line.strip())
+        seconds = time.perf_counter() - start
+        print(found if isinstance(found, float) else seconds, file=answers, flush=True)
+
+
+def make_stage_step(
+    model: "GPTModelPipe", first: int, last: int, samples: "torch.Tensor"
+) -> Callable[[], None]:
+    """One micro-batch, forward and backward, through layers first to last - 1 of a single-process model, and
+    the loss behind its last layer.
+
+    samples: token ids, [batch, seq + 1].
+    """
+    import torch
+
+    with model.fused_head_loss():
+        layers = model.functions_before_loss()
+    has_loss = last == len(model.forward_funcs)
+
+    def run(begin: int, end: int, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers[begin:end]:
+            x = layer(x)
+        return x
+
+    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    mask = torch.ones(labels.shape)
+    with torch.no_grad():
+        received = run(0, first, tokens)
+        gradient = torch.randn_like(run(first, last, received))
+
+    def step() -> None:
+        x = run(first, last, received if first == 0 else received.clone().requires_grad_())
+        if has_loss:
+            with model.fused_head_loss():
+                model.loss(x, (labels, mask)).backward()
+        else:
+            x.backward(gradient)
+
+    return step

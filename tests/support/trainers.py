@@ -1,0 +1,82 @@
+"""The training loop on a tiny model without data files, for tests of its error handling."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.record import TrainingState
+from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.rank_reports import RankReport
+from megatron.config import BatchSchedule, Config
+from megatron.training.trainer import Trainer
+from tests.support.layouts import EOD, GLOBAL_BATCH, RATE, VOCAB, build_engine, micro_batches
+
+STEPS = 10
+POISON = 7
+"""The token of all labels of a bad batch."""
+
+
+class Log:
+    """Replaces `MetricsLogger`: (loss, grad norm, skipped) by iteration, and the lines."""
+
+    def __init__(self):
+        self.steps, self.records, self.lines = {}, [], []
+
+    def log_step(self, record):
+        self.steps[record.iteration] = (float(record.loss), float(record.grad_norm), record.skipped)
+        self.records.append(record)
+
+    def flush(self):
+        """The values are read at once."""
+
+    def print(self, text):
+        if not text.startswith(("memory", "saved")):
+            self.lines.append(text)
+
+
+class NoWatchdog:
+    """The pool's processes outlive a run, and a watchdog would too."""
+
+    report = RankReport(None, "0")
+
+    def set_handled_signals(self, numbers):
+        pass
+
+    def phase(self, phase):
+        return nullcontext()
+
+    def heartbeat(self):
+        pass
+
+
+def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: int = STEPS) -> Trainer:
+    """The loop of `steps` iterations, inside `run_world`. bad_iterations: those with random labels."""
+    config = replace(config, training=replace(config.training, exit_signal=()))
+    engine = build_engine(config)
+
+    def read(consumed, batch_size):
+        step = consumed // GLOBAL_BATCH
+        for batch in micro_batches(engine, step):
+            bad = step + 1 in bad_iterations
+            yield replace(batch, labels=torch.full_like(batch.labels, POISON)) if bad else batch
+
+    data = SimpleNamespace(train=SimpleNamespace(micro_batches=read), valid=None)
+    length = SimpleNamespace(iterations=steps)
+    rates = SimpleNamespace(lr=lambda progress: RATE)
+    checkpoints = CheckpointManager(engine, config.checkpoint.save or "", VOCAB, EOD, {})
+    batches = BatchSchedule.from_config(config.batch)
+    return Trainer(config, engine, data, length, batches, rates, Log(), NoWatchdog(), checkpoints)
+
+
+def outcome(trainer: Trainer):
+    """(log of steps, lines, last state or the message with which the run stopped)."""
+    try:
+        end = trainer.train(TrainingState())
+    except RunStopped as error:
+        end = str(error)
+    return trainer.metrics.steps, trainer.metrics.lines, end
