@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import types
 import zlib
 from collections import defaultdict
@@ -23,6 +24,8 @@ from tests.end_to_end.command import ROOT
 NUM_FILES = 30
 VOCAB_SIZE = 600
 
+_FIRST_START = pytest.StashKey[float]()
+
 
 def pytest_configure() -> None:
     """Under nohup and in the background signals are ignored, and so would be those of processes of tests."""
@@ -36,6 +39,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="run only the tests of slice K out of N, by a hash of their names",
     )
+    parser.addoption(
+        "--start-within",
+        metavar="SECONDS",
+        type=float,
+        default=float("inf"),
+        help="skip the tests that have not started this long after the first one, each with its name",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_FIRST_START] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.option.start_within
+    if time.monotonic() - item.config.stash[_FIRST_START] > limit:
+        pytest.skip(f"not run: --start-within={limit:g} seconds are over")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks that are added here
